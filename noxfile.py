@@ -1,0 +1,64 @@
+"""How the suite meets several releases of bitsandbytes, and the newest of everything.
+
+The sessions ``tests`` and ``tests_all`` use the Python that runs nox (``make test`` runs it from ``.venv``):
+the stack is installed once, and each release of bitsandbytes lies alone in ``.bnb/<release>``, which comes
+first on the path. ``newest`` builds an environment of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+RELEASES = ("0.46.1", "0.47.0", "0.48.2", "0.49.0", "0.49.2", "0.50.0", "0.50.2")
+"""Every release that the patches were run on."""
+SHORT = ("0.46.1", "0.48.2", "0.49.2", "0.50.2")
+"""The first, the last, and the last of the two series between: what CI runs."""
+STACK = ("bitsandbytes", "transformers", "peft", "accelerate", "torchao")
+
+nox.options.sessions = ["tests"]
+nox.options.error_on_missing_interpreters = True
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("bnb", SHORT, ids=SHORT)
+def tests(session: nox.Session, bnb: str) -> None:
+    """The suite on four releases of bitsandbytes. Arguments after ``--`` go to pytest."""
+    run_suite(session, bnb)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("bnb", RELEASES, ids=RELEASES)
+def tests_all(session: nox.Session, bnb: str) -> None:
+    """The suite on every release of bitsandbytes that a patch was written for."""
+    run_suite(session, bnb)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The newest release of each package, unpinned: says which patch no longer fits. Not run in CI."""
+    session.install("--upgrade", "torch", *STACK)
+    session.install("--editable", ".")
+    session.run("python", "tools/drift.py", *session.posargs)
+
+
+def run_suite(session: nox.Session, release: str) -> None:
+    """Run pytest with bitsandbytes ``release`` first on the path."""
+    path = os.pathsep.join([str(bitsandbytes(session, release)), str(ROOT)])
+    # One thread per process: two workers on two cores, and sums that do not depend on the machine.
+    env = {"PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    arguments = session.posargs or ["-q", "-n", "2", "--dist", "loadfile"]
+    session.run(sys.executable, "-m", "pytest", *arguments, env=env, external=True)
+
+
+def bitsandbytes(session: nox.Session, release: str) -> Path:
+    """The folder that holds bitsandbytes ``release`` alone; downloads it the first time."""
+    folder = ROOT / ".bnb" / release
+    if not (folder / f"bitsandbytes-{release}.dist-info").is_dir():
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade")
+        session.run(*pip, "--target", str(folder), f"bitsandbytes=={release}", external=True)
+    return folder
