@@ -1,0 +1,79 @@
+"""The automatic path: what happens when ``import bitsandbytes`` calls our entry point.
+
+It never raises into that import. One INFO line when something was applied, a WARNING for a conflict
+or a failure (an ERROR with ``PATCHES_STRICT``), nothing else; logger ``bnb_patches``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .patch import Report, Status
+from .registry import unknown
+
+log = logging.getLogger("bnb_patches")
+
+_YES = ("1", "true", "yes", "on")
+_NO = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for. A value that means nothing is a warning, and the default holds."""
+
+    autoload: bool = True
+    """``PATCHES_AUTOLOAD``: repair when bitsandbytes is imported."""
+    strict: bool = False
+    """``PATCHES_STRICT``: ``patches.apply()`` raises on a conflict; the automatic path logs an error."""
+    untested: bool = False
+    """``PATCHES_UNTESTED``: also try releases newer than any that a patch was tested on."""
+    disabled: frozenset[str] = frozenset()
+    """``PATCHES_DISABLE``: ids, separated by commas, that are left alone."""
+
+    @classmethod
+    def read(cls, known: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
+        environ = os.environ if environ is None else environ
+        known = list(known)
+        disabled = {name.strip() for name in environ.get("PATCHES_DISABLE", "").split(",")} - {""}
+        for name in sorted(disabled - set(known)):
+            log.warning("PATCHES_DISABLE: %s", unknown(name, known))
+        return cls(
+            autoload=_flag(environ, "PATCHES_AUTOLOAD", cls.autoload),
+            strict=_flag(environ, "PATCHES_STRICT", cls.strict),
+            untested=_flag(environ, "PATCHES_UNTESTED", cls.untested),
+            disabled=frozenset(disabled & set(known)),
+        )
+
+
+def start() -> None:
+    """Apply every patch that fits, now or when its package is imported."""
+    from . import REGISTRY
+
+    settings = Settings.read(REGISTRY.patches)
+    if not settings.autoload:
+        return
+    REGISTRY.disabled = settings.disabled
+    REGISTRY.on_change = lambda report: _tell(report, settings)
+    _tell(REGISTRY.apply(untested=settings.untested), settings)
+
+
+def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    value = environ.get(name, "").strip().lower()
+    if value in _YES or value in _NO:
+        return value in _YES
+    if value:
+        allowed = ", ".join((*_YES, *_NO))
+        log.warning("%s=%r means nothing; it can be %s. Taken as %d.", name, environ[name], allowed, default)
+    return default
+
+
+def _tell(report: Report, settings: Settings) -> None:
+    if done := report.with_status(Status.APPLIED):
+        versions = sorted({f"{name} {v}" for r in done for name, v in r.versions.items()})
+        log.info("repaired %s: %s", ", ".join(versions), ", ".join(r.id for r in done))
+    for result in report.with_status(Status.CONFLICT, Status.FAILED):
+        level = logging.ERROR if settings.strict else logging.WARNING
+        log.log(level, "%s: %s: %s", result.id, result.status, result.reason)

@@ -1,0 +1,93 @@
+"""Whether a patch is for what is installed here, and if not, why. Changes nothing, imports nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from .patch import Patch, Status
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``status`` is AVAILABLE, NOT_INSTALLED, NOT_AFFECTED or UNTESTED."""
+
+    status: Status
+    reason: str
+    versions: Mapping[str, str | None]
+
+
+def installed(package: str) -> str | None:
+    """The installed version of a distribution; that of the imported module where there is no metadata."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
+
+
+def satisfied(requirement: str) -> bool:
+    """Whether the installed release meets a PEP 508 requirement; absent packages meet none."""
+    parsed = Requirement(requirement)
+    version = installed(parsed.name)
+    return version is not None and _contains(parsed, version)
+
+
+def check(patch: Patch, *, untested: bool = False) -> Verdict:
+    """Say whether ``patch`` is for what is installed.
+
+    With ``untested``, a release newer than any that the patch was tested on is no obstacle: the
+    exact match of the source still decides.
+    """
+    requirements = [Requirement(text) for text in patch.requires]
+    versions = {r.name: installed(r.name) for r in requirements}
+    for requirement in requirements:
+        version = versions[requirement.name]
+        if version is None:
+            return Verdict(Status.NOT_INSTALLED, f"{requirement.name} is not installed", versions)
+    for requirement in requirements:
+        version = versions[requirement.name]
+        if not _contains(requirement, version):
+            found = f"{requirement.name} {version} is outside {requirement.specifier}"
+            return Verdict(Status.NOT_AFFECTED, found, versions)
+    package, version = requirements[0].name, versions[requirements[0].name]
+    if not untested and _newer(version, patch.tested_up_to):
+        return Verdict(
+            Status.UNTESTED,
+            f"{package} {version} is newer than {patch.tested_up_to}, the last it was tested on; "
+            "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1",
+            versions,
+        )
+    return Verdict(Status.AVAILABLE, "", versions)
+
+
+def _contains(requirement: Requirement, version: str) -> bool:
+    """Liberal about source builds: 0.50.0.dev0 may or may not have what came in 0.50.0.
+
+    It is taken to lie on both sides; the match of the source decides.
+    """
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return False
+    for specifier in requirement.specifier:
+        if specifier.operator == "<":  # PEP 440 would exclude the pre-releases of the bound
+            if not parsed < Version(specifier.version):
+                return False
+        elif not (
+            specifier.contains(parsed, prereleases=True)
+            or (parsed.is_devrelease and specifier.contains(parsed.base_version))
+        ):
+            return False
+    return True
+
+
+def _newer(version: str, tested: str) -> bool:
+    try:
+        return Version(version).release > Version(tested).release
+    except InvalidVersion:
+        return True
