@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterator
 
 from .patch import Patch
@@ -11,12 +12,13 @@ from .patch import Patch
 
 def patches() -> Iterator[Patch]:
     """All patches, by folder and file name. Modules whose name begins with ``_`` are helpers."""
-    import patches as package
+    for folder in _modules(__package__, folders=True):  # by our own name: the shim may have had to give us another
+        importlib.import_module(folder)
+        for name in _modules(folder):
+            yield importlib.import_module(name).PATCH
 
-    for folder in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
-        if not folder.ispkg:
-            continue
-        parent = importlib.import_module(f"{package.__name__}.{folder.name}")
-        for info in sorted(pkgutil.iter_modules(parent.__path__), key=lambda info: info.name):
-            if not info.name.startswith("_"):
-                yield importlib.import_module(f"{parent.__name__}.{info.name}").PATCH
+
+def _modules(package: str, folders: bool = False) -> list[str]:
+    found = pkgutil.iter_modules(sys.modules[package].__path__)
+    names = sorted(info.name for info in found if info.ispkg is folders and not info.name.startswith("_"))
+    return [f"{package}.{name}" for name in names]

@@ -1,0 +1,59 @@
+"""What the tests share: the device, fresh processes, and a process that begins unpatched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ["PATCHES_AUTOLOAD"] = "0"  # a test says itself what is applied
+
+import pytest
+
+import patches
+
+ROOT = Path(__file__).parent.parent
+
+
+def _devices() -> list[str]:
+    try:
+        import torch
+    except ImportError:
+        return ["cpu"]
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.fixture(params=_devices())
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device that quantized layers run on here: "cpu", and "cuda" where there is one."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def unpatched() -> Iterator[None]:
+    """Every test begins unpatched and leaves the process as it found it."""
+    assert not patches.report().with_status(patches.Status.APPLIED, patches.Status.SHADOWED)
+    yield
+    patches.revert()
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Callable[..., str]:
+    """Run Python source in a fresh process and return what it printed; its failure fails the test."""
+
+    def run(source: str, *arguments: str, timeout: float = 300, cwd: Path | None = None, **environ: str) -> str:
+        env = {**os.environ, "PYTHONPATH": _path(), **environ}
+        command = [sys.executable, "-c", textwrap.dedent(source), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=timeout)
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run
+
+
+def _path() -> str:
+    """What the child must find first: the same bitsandbytes as here, and this checkout."""
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
