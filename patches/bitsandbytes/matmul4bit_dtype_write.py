@@ -1,0 +1,79 @@
+"""A CPU forward writes its input's dtype into the quantization state of the weight.
+
+0.49.0 added ``quant_state.dtype = A.dtype`` to ``matmul_4bit`` (CPU only), so that the weight is
+dequantized in the dtype of the input. But the state belongs to the weight:
+
+* ``state_dict()`` after one forward records the wrong dtype, and so does every checkpoint;
+* ``torch.compile(fullgraph=True)`` over a checkpointed layer fails when it is the first call and the
+  dtypes differ: ``HOP: Non-nullified side effect`` (#1917). After an eager call they agree, which is
+  why upstream's own test does not see it.
+
+Upstream deleted the line in 0.50.0 as dead code. On 0.49.x it is not: without it a weight quantized
+from bfloat16 is dequantized in bfloat16 for a float16 input too, and the output error grows from
+2.7e-4 to 1.5e-3. The repair keeps the effect and drops the side effect: the product gets a private
+``QuantState`` over the same tensors that says the input's dtype. Bit for bit the same results.
+
+A state whose dtype was overwritten before ``apply()`` keeps the wrong one: nothing records the true one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+    from bitsandbytes.functional import QuantState
+
+
+def in_dtype(state: QuantState, dtype: torch.dtype) -> QuantState:
+    """``state`` itself if it says ``dtype`` already, else one over the same tensors that does.
+
+    A weight repacked for AVX512-BF16 goes to a kernel that asks for no dtype.
+    """
+    from bitsandbytes.functional import QuantState
+
+    if state.dtype == dtype or getattr(state, "packing_format_for_cpu", False):
+        return state
+    return QuantState(
+        absmax=state.absmax,
+        shape=state.shape,
+        code=state.code,
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
+        dtype=dtype,
+        offset=state.offset,
+        state2=state.state2,
+    )
+
+
+def defect() -> Finding:
+    import torch
+    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.utils import unpack_tensor_to_dict
+
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").half().to("cpu")
+    layer(torch.randn(2, 64, dtype=torch.bfloat16))
+    saved = unpack_tensor_to_dict(layer.state_dict()["weight.quant_state.bitsandbytes__nf4"])["dtype"]
+    return Finding(saved != "float16", f"a float16 weight is saved as {saved} after a bfloat16 forward")
+
+
+PATCH = Patch(
+    id="bitsandbytes-matmul4bit-dtype-write",
+    summary="a CPU forward overwrites the dtype of the 4-bit weight: wrong checkpoints, fullgraph fails cold",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1917",),
+    requires=("bitsandbytes>=0.49,<0.50.0rc1",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(
+            "bitsandbytes.autograd._functions:matmul_4bit",
+            find="quant_state.dtype = A.dtype",
+            replace="quant_state = _patches_in_dtype(quant_state, A.dtype)",
+            names={"_patches_in_dtype": in_dtype},
+        ),
+    ),
+    defect=defect,
+)

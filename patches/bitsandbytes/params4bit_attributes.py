@@ -1,0 +1,130 @@
+"""The quantization state of a ``Params4bit`` cannot be reached by the names of its own state dict.
+
+``Linear4bit.state_dict()`` writes ``weight.absmax``, ``weight.quant_map`` ... and
+``weight.quant_state.bitsandbytes__nf4``. ``torch.distributed.checkpoint.state_dict`` (FSDP, DCP)
+walks each of these names with ``getattr`` from the module down, so every one must be an attribute.
+
+* Up to 0.49.2 there is none: ``get_model_state_dict`` dies with
+  ``'Params4bit' object has no attribute 'absmax'`` (#1405).
+* Source builds between 0.49.2 and 0.50.0 (#1866) answer through ``Params4bit.__getattr__``. Dynamo
+  cannot trace a ``__getattr__`` of a tensor subclass: ``torch.compile(fullgraph=True)`` over a
+  checkpointed block fails (#1904).
+
+The repair is what 0.50.0 settled on (#1916): a property per name on ``Params4bit``, which Dynamo
+traces, no ``__getattr__`` there, and one on ``QuantState`` for the packed key alone. Unlike those of
+0.50.0 the properties give way to an attribute of that name that someone set on the instance, which
+these releases allow. ``blocksize``, ``quant_type``, ``dtype`` and ``shape`` are left out: instances
+and ``torch.Tensor`` have them, and in the state dict they are inside the packed key.
+``nested_offset`` is the state's own ``offset``: that is the value saved under this name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..edits import DeleteAttribute, SetAttribute
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
+OWN = {"absmax": "absmax", "code": "code", "quant_map": "code", "offset": "offset",
+       "state2": "state2", "nested_offset": "offset"}
+"""Property of ``Params4bit`` to the attribute of its ``QuantState`` that it shows."""
+
+NESTED = {"nested_absmax": "absmax", "nested_blocksize": "blocksize",
+          "nested_quant_map": "code", "nested_dtype": "dtype"}
+"""The same, for the state of the quantized statistics: there only with double quantization."""
+
+
+def proxy(name: str, attribute: str, nested: bool) -> property:
+    """A property that shows ``attribute`` of the parameter's (nested) quantization state.
+
+    Absent (``AttributeError``) on a parameter that is not quantized, or not doubly for a nested name.
+    """
+
+    def get(self: Any) -> Any:
+        if name in self.__dict__:
+            return self.__dict__[name]
+        state = self.__dict__.get("quant_state")
+        if state is not None and nested:
+            state = state.state2
+        if state is None:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(state, attribute)
+
+    def put(self: Any, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def drop(self: Any) -> None:
+        if name not in self.__dict__:
+            raise AttributeError(name)
+        del self.__dict__[name]
+
+    return property(get, put, drop, f"``{attribute}`` of the quantization state.")
+
+
+def packed_key(self: QuantState, name: str) -> Any:
+    """``QuantState.__getattr__``: the packed entry of the state dict, such as ``bitsandbytes__nf4``."""
+    if name.startswith("bitsandbytes__"):
+        packed = self.as_dict(packed=True)
+        if "quant_state." + name in packed:
+            return packed["quant_state." + name]
+    raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+
+def unless_there(value: Any) -> Any:
+    """``make`` for :class:`SetAttribute`: keep what the release has (late source builds), else ``value``."""
+    return lambda original: value if original is None else original
+
+
+def defect() -> Finding:
+    import torch
+    from bitsandbytes.nn import Linear4bit
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4"))
+    model.to("cpu")
+    try:
+        names = list(get_model_state_dict(model))
+    except AttributeError as error:
+        return Finding(True, f"get_model_state_dict: {error}")
+    x = torch.randn(2, 64, requires_grad=True)
+    model(x)
+    torch.compiler.reset()
+    step = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), fullgraph=True, backend="eager")
+    try:
+        step(x).sum().backward()
+    except torch._dynamo.exc.Unsupported as error:
+        return Finding(True, f"fullgraph + checkpoint: {str(error).splitlines()[0]}")
+    return Finding(False, f"{len(names)} names reached, 1 graph")
+
+
+PATCH = Patch(
+    id="bitsandbytes-params4bit-attributes",
+    summary="get_model_state_dict (FSDP, DCP) dies on 4-bit models; source builds break fullgraph compilation",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1866",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1904",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1916",
+    ),
+    # "rc1", so that the source builds 0.50.0.dev0, which PEP 440 keeps out of "<0.50", are in
+    requires=("bitsandbytes>=0.46,<0.50.0rc1",),
+    tested_up_to="0.50.2",
+    edits=(
+        DeleteAttribute("bitsandbytes.nn.modules:Params4bit.__getattr__", missing_ok=True),
+        *(
+            SetAttribute(
+                f"bitsandbytes.nn.modules:Params4bit.{name}",
+                make=unless_there(proxy(name, attribute, names is NESTED)),
+            )
+            for names in (OWN, NESTED)
+            for name, attribute in names.items()
+        ),
+        SetAttribute("bitsandbytes.functional:QuantState.__getattr__", make=unless_there(packed_key)),
+    ),
+    defect=defect,
+)
