@@ -65,7 +65,7 @@ PATCH = Patch(
     id="bitsandbytes-matmul4bit-dtype-write",
     summary="a CPU forward overwrites the dtype of the 4-bit weight: wrong checkpoints, fullgraph fails cold",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1917",),
-    requires=("bitsandbytes>=0.49,<0.50.0rc1",),
+    requires=("bitsandbytes>=0.49,<0.50",),
     tested_up_to="0.50.2",
     edits=(
         Rewrite(

@@ -111,8 +111,7 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1904",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1916",
     ),
-    # "rc1", so that the source builds 0.50.0.dev0, which PEP 440 keeps out of "<0.50", are in
-    requires=("bitsandbytes>=0.46,<0.50.0rc1",),
+    requires=("bitsandbytes>=0.46,<0.50",),
     tested_up_to="0.50.2",
     edits=(
         DeleteAttribute("bitsandbytes.nn.modules:Params4bit.__getattr__", missing_ok=True),
