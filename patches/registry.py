@@ -262,11 +262,11 @@ class Registry:
 
         if torch._guards.CompileContext.current_compile_id() is not None:
             return  # an import inside a region that is being traced brought us here
-        if torch._dynamo.utils.counters["frames"]:
-            torch.compiler.reset()
-            note = "torch.compiler.reset() was called: compiled code is compiled again at its next use"
-            if note not in self._notes:
-                self._notes.append(note)
+        used = any(torch._dynamo.utils.counters.values())
+        torch.compiler.reset()
+        note = "torch.compiler.reset() was called: compiled code is compiled again at its next use"
+        if used and note not in self._notes:
+            self._notes.append(note)
 
     # -- reading the state ---------------------------------------------------------------------
 

@@ -1,0 +1,36 @@
+"""What the environment asks for, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from patches.autoload import Settings
+
+KNOWN = ["bitsandbytes-one", "bitsandbytes-two"]
+
+
+def test_defaults():
+    assert Settings.read(KNOWN, {}) == Settings(autoload=True, strict=False, untested=False, disabled=frozenset())
+
+
+def test_values(caplog):
+    environ = {"PATCHES_AUTOLOAD": "off", "PATCHES_STRICT": " 1 ", "PATCHES_DISABLE": "bitsandbytes-two, "}
+    settings = Settings.read(KNOWN, environ)
+    assert (settings.autoload, settings.strict, settings.disabled) == (False, True, {"bitsandbytes-two"})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["PATCHES_AUTOLOAD", "PATCHES_STRICT", "PATCHES_UNTESTED"])
+def test_a_value_that_means_nothing_is_a_warning_that_lists_what_it_could_be(caplog, name):
+    with caplog.at_level(logging.WARNING, "bnb_patches"):
+        assert Settings.read(KNOWN, {name: "maybe"}) == Settings()
+    (record,) = caplog.records
+    assert name in record.getMessage() and "'maybe'" in record.getMessage() and "yes" in record.getMessage()
+
+
+def test_an_unknown_id_is_a_warning_that_names_the_nearest(caplog):
+    with caplog.at_level(logging.WARNING, "bnb_patches"):
+        assert Settings.read(KNOWN, {"PATCHES_DISABLE": "bitsandbytes-tow"}).disabled == frozenset()
+    assert "bitsandbytes-two" in caplog.text

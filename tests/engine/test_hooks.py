@@ -1,0 +1,84 @@
+"""Modules that are imported later, already, or half way through their own import."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from patches import hooks
+from patches.edits import Rewrite
+from patches.patch import Status
+
+BODY = "def f(x):\n    return x + 1\n"
+
+
+def test_apply_before_the_import(write_module, registry):
+    write_module("later", BODY)
+    r = registry((Rewrite("later:f", "x + 1", "x + 2"),))
+    result = r.apply()["a"]
+    assert result.status is Status.PENDING and "later is not imported yet" in result.reason
+    assert "later" not in sys.modules
+    import later
+
+    assert later.f(1) == 3
+    assert r.report()["a"].status is Status.APPLIED
+
+
+def test_a_patch_waits_for_the_last_of_its_modules(write_module, registry):
+    write_module("one", BODY), write_module("two", BODY)
+    r = registry((Rewrite("one:f", "x + 1", "x + 2"), Rewrite("two:f", "x + 1", "x + 3")))
+    r.apply()
+    import one
+
+    assert one.f(1) == 2, "all or nothing"
+    import two
+
+    assert (one.f(1), two.f(1)) == (3, 4)
+
+
+def test_reverted_before_the_import_it_stays_out(write_module, registry):
+    write_module("later2", BODY)
+    r = registry((Rewrite("later2:f", "x + 1", "x + 2"),))
+    r.apply()
+    r.revert()
+    import later2
+
+    assert later2.f(1) == 2
+
+
+def test_a_half_imported_package_is_patched_when_its_import_is_over(write_module, registry):
+    """As bitsandbytes calls its entry points: from inside its own import, its submodules loaded."""
+    r = registry((Rewrite("half.sub:f", "x + 1", "x + 2"),))
+    seen = sys.modules["_half_probe"] = type(sys)("_half_probe")
+    seen.apply = lambda: seen.states.append(r.apply()["a"].status)
+    seen.states = []
+    write_module("half.sub", BODY)
+    write_module("half.__init__", "import _half_probe\nfrom . import sub\n_half_probe.apply()\nlate = 1\n")
+    try:
+        import half
+    finally:
+        del sys.modules["_half_probe"]
+    assert seen.states == [Status.PENDING]
+    assert half.sub.f(1) == 3
+    assert type(half.__spec__).__name__ == "ModuleSpec", "the watch is taken down"
+
+
+def test_a_failing_import_is_not_disturbed_and_may_be_tried_again(write_module, registry):
+    r = registry((Rewrite("broken:f", "x + 1", "x + 2"),))
+    write_module("broken", BODY + "raise ImportError('not today')\n")
+    r.apply()
+    for _ in range(2):
+        try:
+            importlib.import_module("broken")
+        except ImportError as error:
+            assert str(error) == "not today"
+        else:
+            raise AssertionError("the import should fail")
+    assert r.report()["a"].status is Status.PENDING
+
+
+def test_imported(write_module):
+    write_module("plain_module", "x = 1")
+    assert not hooks.imported("plain_module")
+    importlib.import_module("plain_module")
+    assert hooks.imported("plain_module")
