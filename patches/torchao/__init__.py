@@ -1,0 +1,1 @@
+"""Repairs of torchao, one defect a file."""

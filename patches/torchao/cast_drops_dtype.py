@@ -1,0 +1,122 @@
+"""``model.float()`` and ``model.half()`` leave torchao weights in their old dtype.
+
+``Module.to(dtype)`` calls ``tensor.to``, which ``IntxUnpackedToInt8Tensor`` overrides; ``.float()``,
+``.half()`` and ``.bfloat16()`` go straight to ``aten._to_copy``, whose one implementation, shared by
+every subclass of ``TorchAOBaseTensor``, takes ``device`` out of the arguments and drops ``dtype``. So
+biases, norms and activations are cast and quantized weights are not, without a word: the next forward
+fails with two dtypes in one matmul. ``Float8Tensor`` overrides nothing and fails after ``.to(dtype)``
+as well; ``Int8Tensor`` follows its input in ``linear``, but reports and dequantizes to the old dtype.
+
+Who hits it: whoever casts a quantized model by the short names, for example to run a bfloat16
+checkpoint on a CPU in float32, or to export it. Shown on torchao 0.14.1 to 0.18.0.
+
+The repair stands where an op is looked up and lets the shared implementation do its work (and no
+other: a class that registered its own is left alone), then gives the result the dtype that was asked
+for. For ``IntxUnpackedToInt8Tensor``, whose scales are in its own dtype, its ``to`` does that, so
+``.float()`` is ``.to(torch.float32)`` bit for bit. For the others it is the ``dtype`` among their
+attributes, the one they dequantize to; codes and scales stay as they are and lose nothing. Classes
+that override ``to`` otherwise, or have no such attribute, keep what they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import getclosurevars
+from typing import TYPE_CHECKING, Any
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _casting(implementation: Callable[..., Any], op: Any) -> Callable[..., Any]:
+    """``implementation`` of ``op``, completed where it is the shared one of ``aten._to_copy``."""
+    import torch
+
+    if op is torch.ops.aten._to_copy.default and _is_shared(implementation):
+        return partial(_to_copy, implementation)
+    return implementation
+
+
+def _is_shared(implementation: Callable[..., Any]) -> bool:
+    """Whether it is the one of ``TorchAOBaseTensor`` rather than one that a class registered."""
+    # The wrapper that torchao registers has the function's name; on 0.14 it only closes over it.
+    written = getclosurevars(implementation).nonlocals.get("func", implementation)
+    return written.__qualname__.startswith("_implements_common_tensor_ops.")
+
+
+def _to_copy(implementation: Callable[..., Any], op, types, args, kwargs) -> torch.Tensor:
+    import torch
+
+    copy = implementation(op, types, args, kwargs)
+    dtype = (kwargs or {}).get("dtype")
+    # The three that torchao dequantizes to; .double() is as unsupported as it was.
+    if dtype in (torch.float32, torch.float16, torch.bfloat16) and dtype != copy.dtype:
+        return _with_dtype(copy, dtype)
+    return copy
+
+
+def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor``, a quantized weight, as one that dequantizes to ``dtype``; itself if it cannot."""
+    import torch
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
+    cls = type(tensor)
+    if cls.to is IntxUnpackedToInt8Tensor.to:
+        return tensor.to(dtype=dtype)
+    names, attributes = tensor.__tensor_flatten__()
+    if cls.to is not torch.Tensor.to or "dtype" not in attributes:
+        return tensor
+    data = {name: getattr(tensor, name) for name in names}
+    attributes = {**attributes, "dtype": dtype}
+    return cls.__tensor_unflatten__(data, attributes, tensor.size(), tensor.stride())
+
+
+def defect() -> Finding:
+    """Quantize a bfloat16 layer, cast it by ``.float()`` and call it."""
+    import torch
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32)).bfloat16()
+    quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+    model.float()
+    try:
+        out = model(torch.randn(2, 64))
+    except RuntimeError as error:
+        if "same dtype" not in str(error):
+            raise
+        return Finding(True, f"weight stays {model[0].weight.dtype} after .float(): {error}")
+    return Finding(False, f"weight {model[0].weight.dtype}, output {out.dtype} after .float()")
+
+
+_NAMES = {"_patches_casting": _casting}
+
+PATCH = Patch(
+    id="torchao-cast-drops-dtype",
+    summary=".float() and .half() leave quantized weights in their old dtype; the next forward fails",
+    links=("https://github.com/pytorch/executorch/issues/18975",),
+    requires=("torchao>=0.14.1",),
+    tested_up_to="0.18.0",
+    edits=(
+        Rewrite(
+            "torchao.utils:_dispatch__torch_dispatch__",
+            find="cls._ATEN_OP_TABLE[cls][func]",
+            replace="_patches_casting(cls._ATEN_OP_TABLE[cls][func], func)",
+            names=_NAMES,
+            when="torchao>=0.15",
+        ),
+        Rewrite(
+            "torchao.utils:_dispatch__torch_dispatch__",
+            find="cls._ATEN_OP_OR_TORCH_FN_TABLE[cls][func]",
+            replace="_patches_casting(cls._ATEN_OP_OR_TORCH_FN_TABLE[cls][func], func)",
+            names=_NAMES,
+            when="torchao<0.15",
+        ),
+    ),
+    defect=defect,
+)

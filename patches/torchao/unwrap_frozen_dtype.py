@@ -1,0 +1,95 @@
+"""``unwrap_tensor_subclass`` freezes the dtype of the weights that it unwraps.
+
+``torchao.utils.unwrap_tensor_subclass`` makes a quantized model ready for ``torch.export`` and
+``aot_compile``: it stores the plain tensors of a weight and rebuilds the weight at each access, from
+metadata that was taken when it was unwrapped. That metadata holds the dtype to dequantize to. A later
+``model.to(torch.float32)``, ``.half()`` or ``.float()`` casts scales, biases and norms, but not the
+metadata: eager then fails with two dtypes in one matmul, and ``torch.export`` says nothing and writes
+``dequantize_affine(..., output_dtype=bfloat16)`` into a float32 program.
+
+Who hits it: whoever quantizes, unwraps and then casts, as exporters do. Upstream:
+https://github.com/pytorch/executorch/issues/18975 (ExecuTorch stopped unwrapping in its own "8da4w";
+its "torchao:8da*w" mode and its SourceTransform stage still unwrap, as do optimum-executorch and
+torchchat). Shown on torchao 0.14.1 to 0.18.0; the class is the same in all of them.
+
+The repair gives ``UnwrapTensorSubclass`` the ``_apply`` that ``Module.to`` and its relatives call on
+every submodule, and there moves the one entry ``"dtype"`` of the metadata by the very function that
+casts the parameters. ``target_dtype`` and the other entries say how the codes are stored and stay.
+Parameters, keys and the weight before a cast are not touched, so a model that is not cast is
+bit-identical. A model that was cast before the patch was applied is set right by its next cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..edits import SetAttribute
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _moved(metadata: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``metadata`` of one unwrapped tensor as it must read once ``fn`` has cast its parameters."""
+    import torch
+
+    # A dict, or the list of AffineQuantizedTensor (torchao < 0.18), which ends with its dtype.
+    is_list = isinstance(metadata, list)
+    key = len(metadata) - 1 if is_list else "dtype"
+    old = dict(enumerate(metadata) if is_list else metadata).get(key)
+    if not isinstance(old, torch.dtype) or not old.is_floating_point:
+        return metadata
+    # Only the function itself knows to what it casts: ask it, with an empty tensor.
+    with torch.no_grad():
+        new = fn(torch.empty(0, dtype=old)).dtype
+    if new == old:
+        return metadata
+    # A new object: a shallow copy of the module may share the old one.
+    return [*metadata[:-1], new] if is_list else {**metadata, key: new}
+
+
+def _make_apply(original: Any) -> Callable[..., Any]:
+    """The ``_apply`` to give to ``UnwrapTensorSubclass``, on top of the one it may have."""
+
+    def _apply(self, fn, recurse=True):
+        import torch
+
+        stack = self.__dict__.get("rebuild_stack", ())
+        if stack:
+            self.rebuild_stack = [(cls, _moved(metadata, fn), names) for cls, metadata, names in stack]
+        return (original or torch.nn.Module._apply)(self, fn, recurse)
+
+    return _apply
+
+
+def defect() -> Finding:
+    """Quantize a bfloat16 layer, unwrap it, cast it to float32 and call it."""
+    import torch
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+    from torchao.utils import unwrap_tensor_subclass
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32)).bfloat16()
+    quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+    unwrap_tensor_subclass(model).to(torch.float32)
+    try:
+        out = model(torch.randn(2, 64))
+    except RuntimeError as error:
+        if "same dtype" not in str(error):
+            raise
+        return Finding(True, f"weight stays {model[0].weight.dtype} after .to(torch.float32): {error}")
+    return Finding(False, f"weight {model[0].weight.dtype}, output {out.dtype} after .to(torch.float32)")
+
+
+PATCH = Patch(
+    id="torchao-unwrap-frozen-dtype",
+    summary="a cast after unwrap_tensor_subclass is lost: eager fails, torch.export writes the old dtype",
+    links=("https://github.com/pytorch/executorch/issues/18975",),
+    requires=("torchao>=0.14.1",),
+    tested_up_to="0.18.0",
+    edits=(SetAttribute("torchao.utils:UnwrapTensorSubclass._apply", make=_make_apply),),
+    defect=defect,
+)
