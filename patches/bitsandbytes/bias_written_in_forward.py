@@ -1,0 +1,82 @@
+"""``Linear4bit`` and ``Linear8bitLt`` overwrite their bias in forward.
+
+Both layers cast the bias by assigning ``bias.data`` in every release from 0.46.1 to 0.50.2. The first
+forward in a narrower dtype therefore truncates the stored bias for good: a later fp32 forward, the
+``state_dict`` and the optimizer all see the rounded numbers. torch.compile cannot trace the assignment
+where the dtypes differ (``Failed to mutate tensor data attribute to different dtype``; Qwen2, whose
+attention has biases).
+
+The repair drops the assignment and casts a local copy to the dtype that the product is computed in:
+what the layer computed before in the case that the assignment was harmless, and one rounding less in
+the others. The cast is differentiable, so the gradient of a trained bias keeps the dtype of the bias.
+
+The rule of torch.compile that the assignment breaks: https://github.com/pytorch/pytorch/issues/152162
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+_FOUR_BIT = "bitsandbytes.nn.modules:Linear4bit.forward"
+_EIGHT_BIT = "bitsandbytes.nn.modules:Linear8bitLt.forward"
+_ASSIGNMENT = """
+if self.bias is not None and self.bias.dtype != x.dtype:
+    self.bias.data = self.bias.data.to(x.dtype)
+"""
+
+
+def cast_bias(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """``bias`` in ``dtype``, the parameter itself untouched."""
+    return None if bias is None else bias.to(dtype)
+
+
+def defect() -> Finding:
+    """One bf16 forward through each layer; how far did the fp32 bias move?"""
+    import torch
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    torch.manual_seed(0)
+    four = Linear4bit(64, 64, compute_dtype=torch.bfloat16, quant_type="nf4").to("cpu")
+    eight = Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
+    moved = []
+    for layer in (four, eight):
+        before = layer.bias.detach().clone()
+        layer(torch.randn(2, 64, dtype=torch.bfloat16))
+        moved.append((layer.bias.float() - before).abs().max().item() / before.abs().max().item())
+    return Finding(max(moved) > 0, f"bias off by {moved[0]:.1e} (4-bit), {moved[1]:.1e} (8-bit) of its maximum")
+
+
+PATCH = Patch(
+    id="bitsandbytes-bias-written-in-forward",
+    summary="the first forward rounds the stored bias for good, and torch.compile cannot trace it",
+    links=("https://github.com/pytorch/pytorch/issues/152162",),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(_FOUR_BIT, _ASSIGNMENT, "", when="bitsandbytes<0.50"),
+        Rewrite(
+            _FOUR_BIT, "self.bias.to(self.compute_dtype)", "self.bias.to(x.dtype)", when="bitsandbytes<0.50"
+        ),
+        Rewrite(
+            _FOUR_BIT,
+            "if bias.dtype != x.dtype:\n    bias.data = bias.data.to(x.dtype)",
+            "",
+            when="bitsandbytes>=0.50",
+        ),
+        Rewrite(_FOUR_BIT, "bias.to(self.compute_dtype)", "bias.to(x.dtype)", when="bitsandbytes>=0.50"),
+        Rewrite(_EIGHT_BIT, _ASSIGNMENT, ""),
+        Rewrite(
+            _EIGHT_BIT,
+            "bnb.matmul(x, self.weight, bias=self.bias, state=self.state)",
+            "bnb.matmul(x, self.weight, bias=_patches_cast_bias(self.bias, x.dtype), state=self.state)",
+            names={"_patches_cast_bias": cast_bias},
+        ),
+    ),
+    defect=defect,
+)
