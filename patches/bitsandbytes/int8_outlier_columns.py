@@ -1,0 +1,86 @@
+"""INT8 with a threshold cannot be compiled: every layer breaks the graph at its outlier columns.
+
+transformers loads INT8 models with ``llm_int8_threshold=6.0``. ``MatMul8bitLt`` then looks for
+activation columns above the threshold, and how many there are depends on the data: Dynamo cannot
+give ``int8_vectorwise_quant`` and ``int8_mixed_scaled_mm`` a shape and breaks there. A model of 3
+layers falls into 35 graphs; with gradient checkpointing no decoder layer compiles at all, and
+compiled training is slower than eager. Hits training on a GPU, and eval everywhere.
+``capture_dynamic_output_shape_ops`` is no cure: with checkpointing it crashes Dynamo.
+All releases.
+
+While compiling, the layer becomes one operator, ``bnb_patches::int8_linear``, whose output shape
+does not depend on the data: it calls the same two kernels in the same order, and its backward
+rounds as ``MatMul8bitLt.backward`` does, so both are bit-equal to eager. Only what it can stand for
+goes there: a quantized weight, 2-D or 3-D input, a threshold. Eager calls take the old path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .._graphs import graphs
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+
+def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) -> torch.Tensor:
+    """``function.apply(A, B, out, bias, state)``, or while compiling the operator that stands for it."""
+    import torch
+
+    if torch.compiler.is_compiling() and out is None and _fits(A, state):
+        from . import _ops
+
+        if id(function) == id(_ops.functions.MatMul8bitLt):  # Dynamo cannot compare two Functions with `is`
+            return torch.ops.bnb_patches.int8_linear(A, state.CB, state.SCB, bias, float(state.threshold))
+    return function.apply(A, B, out, bias, state)
+
+
+def _fits(A: torch.Tensor, state: Any) -> bool:
+    if state.has_fp16_weights or state.CB is None or state.SCB is None:
+        return False
+    return state.threshold > 0.0 and A.dim() in (2, 3)
+
+
+def defect() -> Finding:
+    import bitsandbytes as bnb
+    import torch
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear8bitLt(32, 16, bias=False, has_fp16_weights=False, threshold=6.0).to("cpu").eval()
+    x = torch.randn(4, 32)
+    x[:, 3] *= 20
+    layer(x)  # so that what is left is the columns, not the state that the first call settles
+    # Not fullgraph=True: that alone turns capture_dynamic_output_shape_ops on in newer torch.
+    count = graphs(layer, x)
+    return Finding(count != 1, f"{count} graphs for one layer")
+
+
+TARGET = "bitsandbytes.autograd._functions:matmul"
+NAMES = {"_patches_int8_apply": apply}
+
+PATCH = Patch(
+    id="bitsandbytes-int8-outlier-columns",
+    summary="torch.compile breaks at every INT8 layer with a threshold: the outlier columns depend on the data",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(
+            TARGET,
+            find="MatMul8bitLt.apply(A, B, out, bias, state)",
+            replace="_patches_int8_apply(MatMul8bitLt, A, B, out, bias, state)",
+            names=NAMES,
+        ),
+        Rewrite(
+            TARGET,
+            find="MatMul8bitFp.apply(A, B, out, bias, state)",
+            replace="_patches_int8_apply(MatMul8bitFp, A, B, out, bias, state)",
+            names=NAMES,
+            when="bitsandbytes>=0.47",
+        ),
+    ),
+    defect=defect,
+)
