@@ -301,7 +301,8 @@ class Registry:
                 diff = known.slot.diff(known.original, mine, value)
             except Conflict as conflict:
                 diff = f"# {conflict}\n"
-            changes.append(Change(known.slot.name, diff))
+            if diff:  # else it was there already, or absent already
+                changes.append(Change(known.slot.name, diff))
         return tuple(changes)
 
     def _active(self, patch: Patch) -> list[_Installed]:

@@ -75,8 +75,10 @@ def read(function: FunctionType, code: CodeType) -> Source:
     try:
         block = inspect.getblock(lines[code.co_firstlineno - 1 :])
         tree, depth = _parse(block, code, function.__qualname__)
-        tree.body += _imports("".join(lines))
         same = _compile(tree, code) == code
+        if not same:  # only then: it takes reading the whole file
+            tree.body += _imports("".join(lines))
+            same = _compile(tree, code) == code
     except (SyntaxError, IndexError, LookupError) as error:
         raise Conflict(f"{where}: its source in {code.co_filename} cannot be read: {error}") from error
     if not same:

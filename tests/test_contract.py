@@ -1,0 +1,227 @@
+"""What every patch must do, over the whole registry and on the releases that are installed.
+
+Each test runs in fresh processes, because what is tested is the state of a process.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import patches
+from patches import REGISTRY, gate
+from patches.edits import Rewrite, module_of
+from patches.patch import Patch, Status
+from patches.source import check
+
+ALL = list(REGISTRY.patches.values())
+HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
+"""Those for the installed releases."""
+
+SNAPSHOT = """
+import importlib, sys
+import patches
+from patches import REGISTRY, gate
+from patches.edits import module_of
+from patches.patch import Status
+from patches.slots import slots_of
+
+here = [p for p in REGISTRY.patches.values() if gate.check(p).status is Status.AVAILABLE]
+targets = sorted({module_of(e) for p in here for e in REGISTRY._edits(p)})
+
+def load():
+    for name in targets:
+        importlib.import_module(name)
+
+def snapshot():
+    '''Raw ``__dict__`` entries and code objects, by identity, of every module of every target package.'''
+    keep, taken = [], {}
+    packages = {t.partition(".")[0] for t in targets}
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] not in packages or module is None:
+            continue
+        pending = [(name, module)]
+        while pending:
+            path, owner = pending.pop()
+            for key, value in list(vars(owner).items()):
+                if key in ("__builtins__", "__abstractmethods__", "_abc_impl", "__warningregistry__"):
+                    continue
+                keep.append(value)
+                taken[f"{path}.{key}"] = id(value)
+                inner = getattr(value, "__func__", value)
+                if hasattr(inner, "__code__"):
+                    keep.append(inner.__code__)
+                    taken[f"{path}.{key}()"] = id(inner.__code__)
+                if isinstance(value, type) and value.__module__ == name and path.count(".") < 8:
+                    pending.append((f"{path}.{key}", value))
+    return taken, keep
+
+def changed(a, b):
+    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+"""
+
+
+@pytest.mark.parametrize("patch", ALL, ids=lambda p: p.id)
+def test_declared_well(patch: Patch):
+    """The declaration is whole: a reader finds the defect, its source and its range."""
+    assert patch.id == patch.id.lower() and patch.id.startswith(patch.package.lower() + "-")
+    assert patch.summary and not patch.summary.endswith(".") and "\n" not in patch.summary
+    assert all(link.startswith("https://") for link in patch.links)
+    assert patch.edits and patch.seen_on and patch.tested_up_to
+    module = inspect.getmodule(patch.defect)
+    assert module is not None and module.PATCH is patch and inspect.getdoc(module)
+    for edit in patch.edits:
+        if isinstance(edit, Rewrite):
+            check(edit)
+            assert all(name.startswith("_patches_") for name in edit.names)
+
+
+def test_ids_are_in_the_names_of_their_files():
+    """Whoever reads an id in a log finds the file."""
+    folders = {p.id: inspect.getmodule(p.defect).__name__.split(".")[-2] for p in ALL}
+    assert {i: f for i, f in folders.items() if not i.startswith(f)} == {}
+
+
+def test_importing_patches_imports_none_of_the_packages(fresh):
+    heavy = sorted({module_of(e).partition(".")[0] for p in ALL for e in p.edits} | {"torch"})
+    out = fresh(f"import sys, patches; patches.report(); print([n for n in {heavy} if n in sys.modules])")
+    assert out.strip() == "[]"
+
+
+def test_present_absent_present():
+    """Unpatched the defect is there, patched it is not, reverted it is back; nowhere where it is fixed."""
+    result = patches.verify(jobs=2)
+    wrong = [f"{row.id}: {row.reason}" for row in result.rows if row.verdict == "wrong"]
+    assert not wrong, "\n".join(wrong)
+    shown = {row.id for row in result.rows if row.verdict == "ok"}
+    hidden = {row.id: row.reason for row in result.rows if row.verdict == "cannot show"}
+    assert all(hidden.values()), "who cannot show a defect says why"
+    assert shown, "at least one defect can be shown everywhere"
+
+
+def test_all_apply_together_twice_and_revert_exactly(fresh):
+    out = fresh(
+        SNAPSHOT
+        + """
+load()
+before, _keep = snapshot()
+report = patches.apply()
+states = {r.id: (str(r.status), r.reason) for r in report if r.id in {p.id for p in here}}
+assert all(s == "applied" for s, _ in states.values()), states
+assert all(r.changes and all(c.diff for c in r.changes) for r in report.with_status(Status.APPLIED))
+first, _keep1 = snapshot()
+assert len(changed(before, first)) >= len(here)
+patches.apply()
+second, _keep2 = snapshot()
+assert changed(first, second) == []
+patches.revert()
+after, _keep3 = snapshot()
+assert changed(before, after) == [], changed(before, after)
+assert not REGISTRY._slots
+print(len(here))
+"""
+    )
+    assert int(out.split()[-1]) == len(HERE)
+
+
+def test_each_alone_applies_and_reverts_exactly(fresh):
+    fresh(
+        SNAPSHOT
+        + """
+load()
+before, _keep = snapshot()
+for patch in here:
+    with patches.applied(patch.id):
+        pass
+    after, _keep1 = snapshot()
+    assert changed(before, after) == [], (patch.id, changed(before, after))
+"""
+    )
+
+
+def test_taken_out_in_any_order_the_rest_stays(fresh):
+    """Several patches share functions: each can leave first, and the last one puts the original back."""
+    fresh(
+        SNAPSHOT
+        + """
+import random
+load()
+before, _keep = snapshot()
+for seed in range(3):
+    patches.apply(strict=True)
+    order = [p.id for p in here]
+    random.Random(seed).shuffle(order)
+    for i, name in enumerate(order):
+        patches.revert(name)
+        left = {r.id for r in patches.report().with_status(Status.APPLIED)}
+        assert left == set(order[i + 1:]), (name, set(order[i + 1:]) ^ left)
+    after, _keep1 = snapshot()
+    assert changed(before, after) == [], changed(before, after)
+"""
+    )
+
+
+def test_applied_before_the_import_it_follows_the_import(fresh):
+    """``patches.apply()`` first, then the packages: the same end state as the other way round."""
+    fresh(
+        SNAPSHOT
+        + """
+report = patches.apply()
+assert {r.status for r in report if r.id in {p.id for p in here}} <= {Status.PENDING}, str(report)
+load()
+states = {r.id: (str(r.status), r.reason) for r in patches.report() if r.id in {p.id for p in here}}
+assert all(s == "applied" for s, _ in states.values()), states
+"""
+    )
+
+
+def test_names_copied_before_see_the_rewrite_and_a_wrapper_put_on_after_survives(fresh):
+    """For every rewritten function: an alias taken before, and a third party that wraps the name after."""
+    fresh(
+        SNAPSHOT
+        + """
+from patches.edits import Rewrite
+from patches.slots import _owner
+load()
+sites = sorted({e.target for p in here for e in REGISTRY._edits(p) if isinstance(e, Rewrite)})
+aliases = {t: next(s.function for s, _ in slots_of(Rewrite(t, "x", "x")) if hasattr(s, "function")) for t in sites}
+codes = {t: f.__code__ for t, f in aliases.items()}
+patches.apply(strict=True)
+assert all(aliases[t].__code__ is not codes[t] for t in sites), "an alias taken before sees the change"
+wrappers = {}
+for t in sites:
+    owner, name = _owner(t)
+    raw = vars(owner)[name]
+    wrappers[t] = staticmethod(lambda *a, **k: None) if isinstance(raw, staticmethod) else (lambda *a, **k: None)
+    setattr(owner, name, wrappers[t])
+patches.revert()
+for t in sites:
+    owner, name = _owner(t)
+    assert vars(owner)[name] is wrappers[t], "the third party's wrapper is still there"
+    assert aliases[t].__code__ is codes[t], "and what it wrapped is the original again"
+"""
+    )
+
+
+def test_the_entry_point_repairs_and_can_be_switched_off(fresh):
+    """What a user gets by installing: the shim, called from inside the import of bitsandbytes."""
+    probe = """
+import importlib.metadata as m, sys
+real = m.entry_points
+class Point:
+    name = "bnb_patches"
+    def load(self):
+        import bnb_patches_autoload
+        return bnb_patches_autoload.start
+m.entry_points = lambda *a, **k: [Point()] if k.get("group") == "bitsandbytes.backends" else real(*a, **k)
+import bitsandbytes, patches
+print([r.id for r in patches.report().with_status(patches.Status.APPLIED)])
+"""
+    ours = [p.id for p in HERE if all(module_of(e).startswith("bitsandbytes") for e in REGISTRY._edits(p))]
+    on = fresh(probe, PATCHES_AUTOLOAD="1")
+    assert set(ours) <= set(eval(on.splitlines()[-1]))
+    assert eval(fresh(probe, PATCHES_AUTOLOAD="0").splitlines()[-1]) == []
+    first = (ours or [ALL[0].id])[0]
+    left = eval(fresh(probe, PATCHES_AUTOLOAD="1", PATCHES_DISABLE=first).splitlines()[-1])
+    assert first not in left and set(ours) - {first} <= set(left)
