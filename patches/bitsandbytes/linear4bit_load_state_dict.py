@@ -1,0 +1,190 @@
+"""``Linear4bit`` cannot load what it saved.
+
+``state_dict()`` of a quantized layer holds the packed weight and its statistics (``weight.absmax``,
+``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4`` and, doubly quantized, two more), but the
+layer has no ``_load_from_state_dict``, so ``nn.Module``'s knows the packed weight alone (#1946, 0.46.1
+to 0.50.2):
+
+* ``strict=True`` raises on "unexpected" statistics;
+* ``strict=False`` copies the codes and keeps the statistics of the layer that was there: every output
+  is wrong, without a word;
+* onto a layer that is not quantized yet both fail.
+
+The repair reads the group as one thing. A whole and fitting group becomes the weight's new codes and
+``QuantState``: copies, or with ``assign=True`` the given tensors themselves. The parameter stays the
+same object, and blocksize, quant type, storage dtype and nesting become those that were saved, as with
+``Params4bit.from_prequantized``. Anything else (a key missing, unknown or of another shape) is an error
+that names it, whether strict or not, for codes mean nothing under foreign statistics; the layer, bias
+included, is then left as it was. State dicts without a key of the weight (adapters), and floating point
+weights for a layer that is not quantized yet, go ``nn.Module``'s way as before, and so do layers whose
+weight FSDP has flattened into a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..edits import SetAttribute
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit
+
+Tensors = dict[str, "torch.Tensor"]
+
+
+def make(original: Callable[..., None] | None) -> Callable[..., None]:
+    """``Linear4bit._load_from_state_dict``, over that of ``nn.Module`` (or one that someone has put there)."""
+
+    def _load_from_state_dict(
+        self: Linear4bit,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        from bitsandbytes.nn import Linear4bit
+
+        load = super(Linear4bit, self)._load_from_state_dict if original is None else partial(original, self)
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        weight = prefix + "weight"
+        group = {k[len(weight) :].lstrip("."): v for k, v in state_dict.items() if (k + ".").startswith(weight + ".")}
+        if not _is_quantized_group(self, group):
+            load(state_dict, prefix, *rest)
+            return
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        try:
+            codes, state = _read(self, group, assign)
+        except ValueError as error:
+            error_msgs.append(f"While loading the 4-bit weight {weight!r}, which was left as it was: {error}")
+            return
+        known, errors = len(missing_keys), len(error_msgs)
+        others = {k: v for k, v in state_dict.items() if not (k + ".").startswith(weight + ".")}
+        load(others, prefix, *rest)
+        missing_keys[known:] = [key for key in missing_keys[known:] if key != weight]
+        if len(error_msgs) == errors and not (strict and missing_keys[known:]):
+            _install(self, codes, state)
+
+    return _load_from_state_dict
+
+
+def _is_quantized_group(layer: Linear4bit, group: Tensors) -> bool:
+    """Whether ``group`` (keys after ``weight.``, the weight itself under "") is ours to load or to refuse."""
+    from bitsandbytes.nn import Params4bit
+
+    if not group or not isinstance(layer.weight, Params4bit):
+        return False
+    return set(group) != {""} or layer.weight.bnb_quantized or _is_packed(layer, group[""])
+
+
+def _is_packed(layer: Linear4bit, tensor: torch.Tensor) -> bool:
+    return tensor.shape[1:] == (1,) and tensor.nbytes == _bytes(layer)
+
+
+def _bytes(layer: Linear4bit) -> int:
+    """How many bytes the codes of the layer take, two to a byte."""
+    return -(-layer.out_features * layer.in_features // 2)
+
+
+def _read(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
+    """The codes and state in ``group``, on the layer's device, sharing no memory with it unless ``assign``.
+
+    Raises ``ValueError`` with the reason if the group is not whole or does not fit the layer.
+    """
+    import torch
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.utils import unpack_tensor_to_dict
+
+    if set(group) == {""} and group[""].shape == (layer.out_features, layer.in_features):
+        raise ValueError("it is not quantized, and the layer is; load it into a layer that is not quantized yet")
+    packed = [key for key in group if key.startswith("quant_state.")]
+    needed = {"", "absmax", "quant_map", *(packed or ["quant_state.bitsandbytes__" + layer.weight.quant_type])}
+    try:
+        facts = unpack_tensor_to_dict(group[packed[0]]) if packed else {}
+    except ValueError as error:
+        raise ValueError(f"'weight.{packed[0]}' cannot be read: {error}") from error
+    if "nested_blocksize" in facts:
+        needed |= {"nested_absmax", "nested_quant_map"}
+    _refuse("the state dict lacks", needed - set(group))
+    _refuse("the state dict has, unexpectedly,", (set(group) - needed) | set(packed[1:]))
+    device = group[""].device if assign else layer.weight.device
+    if device.type == "meta":
+        raise ValueError("the layer is on the meta device, where nothing can be copied to; pass assign=True")
+    try:
+        _check_sizes(layer, group, facts)
+        plain = {key: tensor.detach().as_subclass(torch.Tensor) for key, tensor in group.items()}
+        taken = {key: tensor.to(device, copy=not assign) for key, tensor in plain.items()}
+        codes = taken.pop("")
+        return codes, QuantState.from_dict(taken, device=device)
+    except (KeyError, TypeError, AssertionError) as error:
+        raise ValueError(f"'weight.{packed[0]}' cannot be read: {error!r}") from error
+
+
+def _refuse(words: str, keys: set[str]) -> None:
+    if keys:
+        raise ValueError(f"{words} {', '.join(map(_name, sorted(keys)))}")
+
+
+def _name(key: str) -> str:
+    return repr("weight." + key if key else "weight")
+
+
+def _check_sizes(layer: Linear4bit, group: Tensors, facts: dict[str, Any]) -> None:
+    """Refuse what was quantized from a weight of another shape, or is not as long as it must be."""
+    shape = (layer.out_features, layer.in_features)
+    if tuple(facts["shape"]) != shape:
+        raise ValueError(f"size mismatch: it was quantized from shape {tuple(facts['shape'])}, the layer's is {shape}")
+    blocks = -(-shape[0] * shape[1] // facts["blocksize"])
+    sizes = {"": (group[""].nbytes, _bytes(layer)), "absmax": (group["absmax"].numel(), blocks)}
+    if "nested_absmax" in group:
+        sizes["nested_absmax"] = (group["nested_absmax"].numel(), -(-blocks // facts["nested_blocksize"]))
+    for key, (found, expected) in sizes.items():
+        if found != expected:
+            raise ValueError(f"size mismatch: {_name(key)} holds {found} {'values' if key else 'bytes'}, not {expected}")
+
+
+def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
+    """Make ``codes`` and ``state`` those of the layer, on the parameter object that it has."""
+    weight = layer.weight
+    if weight.device.type == "meta":  # a parameter cannot leave it
+        weight = layer.weight = type(weight)(codes, requires_grad=False, module=weight.module)
+    weight.requires_grad = False
+    weight.data = codes
+    weight.quant_state = layer.quant_state = state
+    weight.blocksize = state.blocksize
+    weight.compress_statistics = state.nested
+    weight.quant_type = state.quant_type
+    weight.quant_storage = layer.quant_storage = codes.dtype
+    weight.bnb_quantized = True
+
+
+def defect() -> Finding:
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    torch.manual_seed(0)
+    saved, live = (Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4") for _ in range(2))
+    torch.nn.init.normal_(saved.weight)
+    saved.to("cpu"), live.to("cpu")
+    x = torch.randn(2, 64)
+    live.load_state_dict(saved.state_dict(), strict=False)
+    error = ((live(x) - saved(x)).norm() / saved(x).norm()).item()
+    return Finding(error > 0, f"relative error {error:.2f} after load_state_dict(strict=False)")
+
+
+PATCH = Patch(
+    id="bitsandbytes-linear4bit-load-state-dict",
+    summary="Linear4bit cannot load its own state dict; strict=False gives wrong outputs silently",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946",),
+    requires=("bitsandbytes>=0.46",),
+    tested_up_to="0.50.2",
+    edits=(SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=make),),
+    defect=defect,
+)
