@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import sys
 import traceback
@@ -147,12 +148,28 @@ def _fresh_processes(chosen: Sequence[Patch]) -> Iterator[Any]:
         context = multiprocessing.get_context("forkserver")
         names = sorted({name for p in chosen for name in gate.check(p).versions})
         context.set_forkserver_preload(["torch", *names, __name__])
+        with _silent():
+            multiprocessing.forkserver.ensure_running()
         yield context
     finally:
         if before is None:
             del os.environ["PATCHES_AUTOLOAD"]
         else:
             os.environ["PATCHES_AUTOLOAD"] = before
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Processes started inside write to nowhere: what imports print has no place in the table."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _has_accelerator() -> bool:
