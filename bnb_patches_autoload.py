@@ -37,8 +37,8 @@ def _package(log: logging.Logger) -> str:
     if found == str(_OURS):
         return "patches"
     log.warning(
-        "%s hides the package 'patches' of bnb-patches. It is active all the same, under another name: "
-        "`import %s` after `import bitsandbytes`, or rename yours.", found, _ALIAS,
+        "%s hides the package 'patches' of bnb-patches, which is therefore loaded as '%s': "
+        "use `import %s` after `import bitsandbytes`, or rename yours.", found, _ALIAS, _ALIAS,
     )  # fmt: skip
     _load(_ALIAS)
     return _ALIAS
