@@ -15,6 +15,7 @@ from typing import Any
 
 from . import catalog as _catalog
 from .patch import CannotShow, Change, Finding, Patch, Report, Result, Status
+from .ranks import RanksDiffer, check_ranks
 from .registry import PatchError, Registry
 
 __all__ = [
@@ -23,11 +24,13 @@ __all__ = [
     "Finding",
     "Patch",
     "PatchError",
+    "RanksDiffer",
     "Report",
     "Result",
     "Status",
     "applied",
     "apply",
+    "check_ranks",
     "report",
     "revert",
     "verify",

@@ -1,0 +1,54 @@
+"""torchrun on two processes of this machine, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, _path
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for ``PYTHONPATH`` that installs our entry point, wherever this checkout is not installed."""
+    folder = tmp_path_factory.mktemp("site")
+    if _installed():
+        return folder
+    info = folder / "bnb_patches-0.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bnb-patches\nVersion: 0.0.0\n")
+    (info / "entry_points.txt").write_text("[bitsandbytes.backends]\nbnb_patches = bnb_patches_autoload:start\n")
+    return folder
+
+
+def _installed() -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return bool(version("bnb-patches"))
+    except PackageNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def torchrun(site: Path) -> Callable[..., list[dict]]:
+    """Run a worker of this folder on two ranks; what each wrote to ``OUT/<rank>.json``, in order."""
+
+    def run(worker: str, out: Path, *arguments: str, timeout: float = 240, **environ: str) -> list[dict]:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([_path(), str(site)]), "PATCHES_AUTOLOAD": "1",
+               "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environ}  # fmt: skip
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run([*command, str(HERE / worker), str(out), *arguments],
+                              capture_output=True, text=True, env=env, timeout=timeout)  # fmt: skip
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+        return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+    return run
