@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,17 @@ START = """
 import logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s")
 import bnb_patches_autoload
-bnb_patches_autoload.start()
-import bitsandbytes
+{call}
 print(sorted(n for n in sys.modules if n.split(".")[0] in ("patches", "bnb_patches")))
 """
 
 
-def start(folder: Path, before: str = "", root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def start(
+    folder: Path, before: str = "", root: Path = ROOT, call: str = "bnb_patches_autoload.start()"
+) -> subprocess.CompletedProcess[str]:
     """Run the shim in a fresh process whose working directory, ``folder``, comes first on the path."""
-    code = f"import sys; sys.path[:0] = [{str(folder)!r}]; sys.path.append({str(root)!r})\n{before}\n{START}"
+    path = f"import sys; sys.path[:0] = [{str(folder)!r}]; sys.path.append({str(root)!r})"
+    code = "\n".join([path, before, START.replace("{call}", call)])
     result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result
@@ -41,6 +44,15 @@ def test_a_module_of_the_users_is_neither_run_nor_in_the_way(tmp_path, kind):
     result = start(tmp_path)
     assert "'bnb_patches.autoload'" in result.stdout and "'patches'" not in result.stdout
     assert f"WARNING {theirs.resolve()} hides the package 'patches'" in result.stderr
+
+
+@pytest.mark.skipif(
+    not entry_points(group="bitsandbytes.backends", name="bnb_patches"), reason="bnb-patches is not installed here"
+)
+def test_a_module_of_the_users_does_not_break_the_import_of_bitsandbytes(tmp_path):
+    (tmp_path / "patches.py").write_text("raise SystemExit('the user module ran')")
+    result = start(tmp_path, call="import bitsandbytes; bitsandbytes.nn.Linear4bit")
+    assert "'bnb_patches.autoload'" in result.stdout
 
 
 def test_a_folder_without_init_is_not_in_the_way(tmp_path):
