@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 from collections.abc import Mapping
@@ -25,9 +26,14 @@ class Verdict:
 def installed(package: str) -> str | None:
     """The installed version of a distribution; that of the imported module where there is no metadata."""
     try:
-        return importlib.metadata.version(package)
+        return _version(package)
     except importlib.metadata.PackageNotFoundError:
         return getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
+
+
+@functools.lru_cache
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)  # reads and parses a file
 
 
 def satisfied(requirement: str) -> bool:

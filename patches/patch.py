@@ -6,6 +6,7 @@ import enum
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -116,7 +117,12 @@ class Change:
     """One place that a patch changed: the dotted target, and the change as a unified diff."""
 
     target: str
-    diff: str
+    render: Callable[[], str] = field(repr=False, compare=False)
+
+    @cached_property
+    def diff(self) -> str:
+        """Made when it is first asked for: most reports are read for their states only."""
+        return self.render()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from . import gate, hooks
@@ -296,13 +297,8 @@ class Registry:
         changes = []
         for known in self._active(patch):
             mine = [edit for owner, edit in known.edits if owner == patch.id]
-            try:
-                value = known.slot.build(known.original, mine)
-                diff = known.slot.diff(known.original, mine, value)
-            except Conflict as conflict:
-                diff = f"# {conflict}\n"
-            if diff:  # else it was there already, or absent already
-                changes.append(Change(known.slot.name, diff))
+            if known.value is not known.original:  # else it was there already, or absent already
+                changes.append(Change(known.slot.name, partial(_diff, known.slot, known.original, mine)))
         return tuple(changes)
 
     def _active(self, patch: Patch) -> list[_Installed]:
@@ -324,6 +320,14 @@ class Registry:
             if patch_id not in self.patches:
                 raise KeyError(unknown(patch_id, self.patches))
         return [patch for patch in self.patches.values() if not ids or patch.id in ids]
+
+
+def _diff(slot: Slot, original: Any, edits: list[Edit]) -> str:
+    """What ``edits`` alone make of ``original``."""
+    try:
+        return slot.diff(original, edits, slot.build(original, edits))
+    except Conflict as conflict:
+        return f"# {conflict}\n"
 
 
 def unknown(patch_id: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import __future__
 import ast
-import copy
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -39,13 +39,27 @@ class Source:
     """The text and syntax tree of one function as it was imported."""
 
     code: CodeType
-    tree: ast.Module
+    text: str
+    """The function at its own lines and columns, inside the headers of its scopes."""
     depth: int
-    """How many scopes (classes, functions) the tree has around the function."""
+    """How many scopes (classes, functions) that are."""
+    imports: tuple[ast.stmt, ...]
+    """Statements to compile along with it, see :func:`_imports`."""
     lines: list[str]
     """The function's own lines, decorators included; the first is line ``code.co_firstlineno``."""
     file: list[str]
     """All lines of its file."""
+
+    def parse(self) -> tuple[ast.Module, FunctionNode]:
+        """A new syntax tree, and the function in it."""
+        tree = ast.parse(self.text, self.code.co_filename)
+        node: ast.AST = tree
+        for _ in range(self.depth + 1):
+            node = node.body[0]  # type: ignore[attr-defined]
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            raise LookupError("it is not a function definition")
+        tree.body += self.imports
+        return tree, node
 
 
 @dataclass(frozen=True)
@@ -59,8 +73,9 @@ class _Match:
     field: str
 
 
+@functools.lru_cache(maxsize=512)
 def read(function: FunctionType, code: CodeType) -> Source:
-    """Parse the source of ``function``, whose code object was ``code`` when it was imported.
+    """Read the source of ``function``, whose code object was ``code`` when it was imported.
 
     Raises
     ------
@@ -74,11 +89,11 @@ def read(function: FunctionType, code: CodeType) -> Source:
         raise Conflict(f"{where}: there is no source to read at {code.co_filename}")
     try:
         block = inspect.getblock(lines[code.co_firstlineno - 1 :])
-        tree, depth = _parse(block, code, function.__qualname__)
-        same = _compile(tree, code) == code
-        if not same:  # only then: it takes reading the whole file
-            tree.body += _imports("".join(lines))
-            same = _compile(tree, code) == code
+        text, depth = _in_scopes(block, code, function.__qualname__)
+        found = Source(code, text, depth, (), block, lines)
+        if _compile(found.parse()[0], code) != code:  # only then: it takes parsing the whole file
+            found = dataclasses.replace(found, imports=_imports("".join(lines)))
+        same = _compile(found.parse()[0], code) == code
     except (SyntaxError, IndexError, LookupError) as error:
         raise Conflict(f"{where}: its source in {code.co_filename} cannot be read: {error}") from error
     if not same:
@@ -86,7 +101,7 @@ def read(function: FunctionType, code: CodeType) -> Source:
             f"{where}: the source in {code.co_filename} is not what was imported; "
             "the file changed since, or someone else replaced the function"
         )
-    return Source(code, tree, depth, block, lines)
+    return found
 
 
 def rewrite(source: Source, edits: Sequence[Rewrite]) -> CodeType:
@@ -97,8 +112,7 @@ def rewrite(source: Source, edits: Sequence[Rewrite]) -> CodeType:
     Conflict
         An edit does not match as often as it says, or two edits touch the same nodes.
     """
-    tree = copy.deepcopy(source.tree)
-    function = _innermost(tree, source.depth)
+    tree, function = source.parse()
     for match in _matches(function, edits):
         _replace(match)
     for edit in edits:
@@ -140,10 +154,10 @@ def check(edit: Rewrite) -> None:
 # -- reading and compiling ---------------------------------------------------------------------
 
 
-def _parse(block: list[str], code: CodeType, qualname: str) -> tuple[ast.Module, int]:
-    """Parse ``block`` at its own lines and columns, inside the scopes that ``qualname`` names.
+def _in_scopes(block: list[str], code: CodeType, qualname: str) -> tuple[str, int]:
+    """``block`` at its own lines and columns, under one-line headers for the scopes that ``qualname`` names.
 
-    Returns the module and the number of scopes.
+    Returns the text and the number of scopes.
     """
     scopes: list[str] = []
     for name in qualname.split(".")[:-1]:
@@ -160,11 +174,11 @@ def _parse(block: list[str], code: CodeType, qualname: str) -> tuple[ast.Module,
         raise SyntaxError("it does not stand inside the scopes of its name")
     padding = "\n" * (code.co_firstlineno - 1 - len(scopes))
     headers = "".join(" " * depth + header + "\n" for depth, header in enumerate(scopes))
-    return ast.parse(padding + headers + "".join(block), code.co_filename), len(scopes)
+    return padding + headers + "".join(block), len(scopes)
 
 
 @functools.lru_cache(maxsize=32)
-def _imports(text: str) -> list[ast.stmt]:
+def _imports(text: str) -> tuple[ast.stmt, ...]:
     """What makes the names that a module imports known as imported where its functions are compiled alone.
 
     CPython (3.11.7, 3.12) compiles ``name.method()`` differently if the module imports ``name``.
@@ -179,16 +193,7 @@ def _imports(text: str) -> list[ast.stmt]:
             pending += ast.iter_child_nodes(node)
     names.discard("*")
     statement = ast.Import([ast.alias("_", name) for name in sorted(names)])
-    return [ast.fix_missing_locations(statement)] if names else []
-
-
-def _innermost(tree: ast.Module, depth: int) -> FunctionNode:
-    node: ast.AST = tree
-    for _ in range(depth + 1):
-        node = node.body[0]  # type: ignore[attr-defined]
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        raise LookupError("it is not a function definition")
-    return node
+    return (ast.fix_missing_locations(statement),) if names else ()
 
 
 def _compile(tree: ast.Module, like: CodeType) -> CodeType:
@@ -250,7 +255,7 @@ def _matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[_Match]:
     for edit in edits:
         if not edit.find:
             continue
-        find, replacement = _pattern(edit)
+        find, _ = _pattern(edit)
         places = list(_places(function, find))
         if len(places) != edit.count:
             raise Conflict(
@@ -261,7 +266,7 @@ def _matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[_Match]:
             if other := next((claimed[i] for i in inside if i in claimed), None):
                 raise Conflict(f"{edit.target}: {_brief(edit.find)} overlaps {_brief(other.find)}")
             claimed.update(dict.fromkeys(inside, edit))
-            matches.append(_Match(nodes, copy.deepcopy(replacement), edit.replace, holder, field))
+            matches.append(_Match(nodes, _pattern(edit)[1], edit.replace, holder, field))
     return matches
 
 
@@ -307,7 +312,7 @@ def _keyword_arguments(edit: Rewrite) -> ast.arg:
 
 def _spliced(source: Source, edits: Sequence[Rewrite]) -> list[str]:
     """The lines of ``source`` with the edits made in the text, for people to read."""
-    function = _innermost(source.tree, source.depth)
+    _, function = source.parse()
     first = source.code.co_firstlineno
     lines = [line.encode() for line in source.lines]
     spans = []
