@@ -1,0 +1,133 @@
+"""Casting a layer, a model or a PeftModel leaves the packed bits of its 4-bit weights alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import patches
+from patches.bitsandbytes.params4bit_cast import damage
+from patches.gate import satisfied
+
+bnb = pytest.importorskip("bitsandbytes")
+
+ID = "bitsandbytes-params4bit-cast"
+STORAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
+CASTS = {
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "float": lambda m: m.float(),
+    "double": lambda m: m.double(),
+    "type": lambda m: m.type(torch.float16),
+    "to dtype": lambda m: m.to(torch.float16),
+    "to device and dtype": lambda m: m.to("cpu", torch.float16),
+    "to like": lambda m: m.to(torch.zeros(1, dtype=torch.float16)),
+}
+computes = pytest.mark.skipif(
+    not satisfied("bitsandbytes>=0.47"), reason="0.46.1 computes with uint8 storage alone on a CPU"
+)
+
+
+def layer(storage, quantized=True):
+    torch.manual_seed(0)
+    made = bnb.nn.Linear4bit(64, 96, compute_dtype=torch.float32, quant_type="nf4", quant_storage=storage)
+    return made.to("cpu") if quantized else made
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("inside", [True, False], ids=["model", "layer"])
+def test_bits_and_state_stay(storage, cast, inside):
+    made = layer(storage)
+    model = torch.nn.Sequential(made, torch.nn.LayerNorm(96)) if inside else made
+    weight, state = made.weight, made.weight.quant_state
+    bits, kept = weight.data.view(torch.uint8).clone(), dict(vars(state))
+    with patches.applied(ID):
+        cast(model)
+    assert made.weight is weight and weight.quant_state is state
+    assert (weight.dtype, weight.quant_storage, state.dtype) == (storage, storage, torch.float32)
+    assert torch.equal(weight.data.view(torch.uint8), bits)
+    assert torch.equal(state.absmax, kept["absmax"]) and torch.equal(state.code, kept["code"])
+    assert made.bias.dtype is not torch.float32 or cast is CASTS["float"], "the rest of the layer is cast"
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+def test_casting_the_parameter_itself(storage):
+    weight = layer(storage).weight
+    with patches.applied(ID):
+        for cast in ("half", "bfloat16", "float", "double"):
+            assert getattr(weight, cast)() is weight
+        assert weight.type() == torch.Tensor.type(weight)
+        assert weight.to(torch.float64).dtype is storage
+        moved = weight.to("cpu", torch.float64)
+    assert type(moved) is bnb.nn.Params4bit and moved.quant_state is weight.quant_state
+    assert torch.equal(moved.data.view(torch.uint8), weight.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_a_weight_that_is_not_quantized_yet_is_cast_as_before(cast):
+    results = []
+    for ids in ((), (ID,)):
+        made = layer(torch.uint8, quantized="device" in str(cast))
+        with patches.applied(*ids) if ids else torch.no_grad():
+            cast(made)
+        results.append(made)
+    before, after = results
+    assert after.weight.dtype is before.weight.dtype and torch.equal(after.weight, before.weight)
+
+
+@computes
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+def test_outputs_are_those_of_a_layer_that_was_not_cast(storage):
+    made, x = layer(storage), torch.randn(3, 64)
+    made.bias.data = made.bias.data.half().float()
+    expected = made(x)
+    with patches.applied(ID):
+        assert torch.equal(made.half()(x), expected)
+        assert torch.equal(made.float()(x), expected)
+
+
+@computes
+def test_peft_model_from_disk(tmp_path):
+    """FSDP-QLoRA's storage; the model of which transformers guards the casts, behind a PeftModel, which does not."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    tokens = torch.arange(16)[None]
+
+    def logits_after(cast):
+        torch.manual_seed(1)
+        base = transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path, quantization_config=how, device_map="cpu", dtype=torch.float32
+        )
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(base, lora).eval()
+        with torch.no_grad():
+            return cast(model)(tokens).logits.double()
+
+    expected = logits_after(lambda model: model)
+    error = lambda logits: ((logits - expected).norm() / expected.norm()).item()  # noqa: E731
+    assert error(logits_after(lambda model: model.half())) > 0.1, "the test does not reach the defect"
+    with patches.applied(ID):
+        assert error(logits_after(lambda model: model.half())) < 0.01
+        assert error(logits_after(lambda model: model.to(torch.float16))) < 0.01
+        assert error(logits_after(lambda model: model.float())) == 0
+
+
+def test_weights_cast_before_are_named():
+    sound, lost = layer(torch.bfloat16), layer(torch.bfloat16).half()
+    assert damage() == (
+        "a 4-bit weight of shape (96, 64) was packed as torch.bfloat16 and cast to torch.float16: "
+        "its codes are lost, load the model again",
+    )
+    del lost
+    assert damage() == () and sound.weight.bnb_quantized
