@@ -11,12 +11,16 @@ source found, can be taken out again, and brings a reproducer of its defect (``p
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from . import catalog as _catalog
 from .patch import CannotShow, Change, Finding, Patch, Report, Result, Status
 from .ranks import RanksDiffer, check_ranks
 from .registry import PatchError, Registry
+
+if TYPE_CHECKING:
+    from .options import CompileOptions
 
 __all__ = [
     "CannotShow",
@@ -30,7 +34,11 @@ __all__ = [
     "Status",
     "applied",
     "apply",
+<<<<<<< Updated upstream
     "check_ranks",
+=======
+    "compile_options",
+>>>>>>> Stashed changes
     "report",
     "revert",
     "verify",
@@ -67,3 +75,50 @@ def verify(*ids: str, jobs: int | None = None) -> Any:
     from . import verification
 
     return verification.verify(*ids, jobs=jobs)
+
+
+def compile_options(
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    *,
+    dynamic: bool | None = None,
+    sample_packing: bool = False,
+) -> CompileOptions:
+    """Inductor options for ``torch.compile``, checked against the installed torch; it is imported.
+
+    Three ways to use what is returned::
+
+        torch.compile(model, **patches.compile_options({"shape_padding": False}, mode="max-autotune"))
+
+        with patches.compile_options({"epilogue_fusion": False}):
+            trainer.train()     # or any other code that calls torch.compile, Inductor being on
+
+        Accelerator(dynamo_plugin=patches.compile_options({"max_autotune_gemm": True}).plugin())
+
+    The `with` covers the ``torch.compile`` calls made in it by the thread that entered it; what they return
+    keeps the options, also for what is compiled later and in another thread. At its end ``torch.compile`` is
+    as before. It is no patch of the registry: ``patches.revert()`` leaves it, only the end of the `with` ends it.
+
+    Parameters
+    ----------
+    options:
+        Any of :data:`patches.options.ALLOWED`, by name.
+    mode:
+        A mode of ``torch.compile``, which refuses it beside options: its own options are merged, below these.
+    dynamic:
+        As in ``torch.compile``, and passed on to it if given; a `with` leaves it to the calls in it.
+    sample_packing:
+        Say so if batches are packed: it warns about ``triton.cudagraphs``, as dynamic shapes do.
+
+    Raises
+    ------
+    ValueError
+        An option that is not allowed or not in the installed torch, or an unknown mode; lists what is.
+    TypeError
+        A value of another type than torch declares.
+    RuntimeError
+        From the `with`: nothing in it was compiled, or accelerate is about to prepare a model uncompiled.
+    """
+    from .options import compile_options
+
+    return compile_options(options, mode, dynamic=dynamic, sample_packing=sample_packing)
