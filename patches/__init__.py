@@ -34,11 +34,8 @@ __all__ = [
     "Status",
     "applied",
     "apply",
-<<<<<<< Updated upstream
     "check_ranks",
-=======
     "compile_options",
->>>>>>> Stashed changes
     "report",
     "revert",
     "verify",
