@@ -1,0 +1,87 @@
+"""The first forward of a ``Linear4bit`` decides in which dtype all later ones compute.
+
+A layer made without ``compute_dtype`` takes over the dtype of its first input, if that is float32 or
+bfloat16, and casts every later input to it. One bfloat16 call (a warm-up under autocast, say) degrades
+all float32 calls after it: 5.2e-3 relative instead of exact, without a word (0.46.1 to 0.50.2). 0.46.1
+does so even where the user gave a ``compute_dtype``. As forward writes attributes of the layer for this,
+``torch.compile(fullgraph=True)`` over a checkpointed layer fails if it is the first call
+(``HOP: Non-nullified side effect``).
+
+The repair decides anew in each forward, as the first one did, and writes nothing: without
+``compute_dtype`` the product is computed in the input's own dtype. On 0.46.1, which keeps no record of
+what the user gave, float32 and bfloat16 inputs are computed in their own dtype too, as in a first
+forward there; float16 ones in the ``compute_dtype``. What the user set from 0.47.0 on stays as it is.
+A layer that only ever sees one dtype gives bit for bit what it gave.
+
+A layer that had settled on a dtype before ``apply()`` keeps it: it looks like one where the user did.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
+
+
+def dtype_of_product(given: torch.dtype, x: torch.Tensor) -> torch.dtype:
+    """What a first forward on 0.46.1 computes ``x`` in, where the layer's ``compute_dtype`` is ``given``."""
+    import torch
+
+    return x.dtype if x.dtype in (torch.float32, torch.bfloat16) else given
+
+
+def defect() -> Finding:
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    torch.manual_seed(0)
+    used, fresh = (Linear4bit(64, 64, bias=False, quant_type="nf4") for _ in range(2))
+    used.load_state_dict(fresh.state_dict())
+    used.to("cpu"), fresh.to("cpu")
+    x = torch.randn(4, 64)
+    used(x.bfloat16())
+    error = ((used(x) - fresh(x)).norm() / fresh(x).norm()).item()
+    return Finding(error > 0, f"float32 output off by {error:.1e} after one bfloat16 call")
+
+
+PATCH = Patch(
+    id="bitsandbytes-linear4bit-compute-dtype",
+    summary="the dtype of a 4-bit layer's first input degrades all later ones; fullgraph fails cold",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L623",),
+    requires=("bitsandbytes>=0.46",),
+    tested_up_to="0.50.2",
+    edits=(
+        # set_compute_type writes for float32 and bfloat16 alone; for float16 it warns of slow kernels, once
+        Rewrite(
+            FORWARD,
+            find="not self.compute_type_is_set",
+            replace="not self.compute_type_is_set and x.dtype == torch.float16 and not torch.compiler.is_compiling()",
+        ),
+        Rewrite(
+            FORWARD,
+            find="x.to(self.compute_dtype)",
+            replace="x.to(_patches_dtype_of_product(self.compute_dtype, x))",
+            names={"_patches_dtype_of_product": dtype_of_product},
+            when="bitsandbytes<0.47",
+        ),
+        # the bias follows the input, not the attribute that it was cast to
+        Rewrite(
+            FORWARD,
+            find="bnb.matmul_4bit(x, self.weight.t(), bias=bias, quant_state=self.weight.quant_state)",
+            replace="""bnb.matmul_4bit(
+                x,
+                self.weight.t(),
+                bias=None if self.bias is None else self.bias.to(x.dtype),
+                quant_state=self.weight.quant_state,
+            )""",
+            when="bitsandbytes<0.47",
+        ),
+    ),
+    defect=defect,
+)
