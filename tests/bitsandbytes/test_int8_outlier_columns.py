@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import patches
-from patches._graphs import graphs
+from patches._pieces import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
 functions = bnb.autograd._functions
@@ -59,7 +59,7 @@ def test_one_graph_of_the_same_bits(as_on_a_gpu, device, dtype, bias, outliers):
     assert (layer.state.idx.numel() > 0) is outliers
     with patches.applied(ID):
         assert all(map(torch.equal, step(layer, layer, x), expected)), "eager changed"
-        assert graphs(layer, x) == 1
+        assert pieces(layer, x) == 1
         # Inductor sums a bias gradient in float32 before it rounds, quantized or not.
         for backend in ("aot_eager",) if bias or dtype is torch.float16 else ("aot_eager", "inductor"):
             torch.compiler.reset()
@@ -72,9 +72,9 @@ def test_eval_takes_the_operator_on_every_device(device):
     layer, x = layer_of(torch.bfloat16, True, device).eval(), input_of(torch.bfloat16, device)
     with torch.no_grad():
         expected = layer(x)
-        assert graphs(layer, x) > 1
+        assert pieces(layer, x) > 1
         with patches.applied(ID):
-            assert graphs(layer, x) == 1
+            assert pieces(layer, x) == 1
             compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
             assert torch.equal(compiled(x), expected)
             # Other data has other outlier columns, or none, in the same graph.

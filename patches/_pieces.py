@@ -1,0 +1,44 @@
+"""Into how many pieces torch.compile cuts a call: what the reproducers about compilation measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .patch import Finding
+
+
+def pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Compile ``function``, call it, and count the graphs; 1 more if a part is in none of them.
+
+    So 1 is one graph of the whole call. The graphs are what the backend gets, for Dynamo's own
+    counter of breaks stays 0 where a whole frame falls back to eager; whether such a frame is left
+    is what ``fullgraph=True`` tells. That alone would not do: it also makes Dynamo capture shapes
+    that depend on data, which a user's ``torch.compile(model)`` does not. Nothing is generated, the
+    graphs run as they are.
+    """
+    import torch
+
+    found: list[torch.fx.GraphModule] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.append(module)
+        return module.forward
+
+    torch.compiler.reset()
+    try:
+        torch.compile(function, backend=backend)(*args, **kwargs)
+        count = len(found)
+        torch.compiler.reset()
+        torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
+    except torch._dynamo.exc.Unsupported:
+        return count + 1
+    finally:
+        torch.compiler.reset()
+    return count
+
+
+def in_pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finding:
+    """The finding of :func:`pieces`: present unless the call is one graph."""
+    count = pieces(function, *args, **kwargs)
+    return Finding(count != 1, f"{count} pieces" if count != 1 else "1 graph")
