@@ -1,0 +1,1 @@
+"""transformers: what a fine-tuning step on quantized layers meets in it."""

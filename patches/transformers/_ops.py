@@ -1,0 +1,32 @@
+"""An operator that makes a tensor inside a compiled graph require grad.
+
+Imported only while torch.compile traces a patched hook.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return x.clone()  # not a view: the model may write into it
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _tie(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    return _Tie.apply(x, anchor)
+
+
+# An operator rather than the Function itself: the AOT autograd cache takes no custom Function.
+# Composite: it expands to the clone, which Inductor fuses away.
+_library = torch.library.Library("bnb_patches", "FRAGMENT")
+_library.define("tie(Tensor x, Tensor anchor) -> Tensor")
+_library.impl("tie", _tie, "CompositeImplicitAutograd")
+
+anchor = torch.zeros((), requires_grad=True)
+"""Requires grad and gets none. An input of the graph, so that a graph without parameters has a backward too."""

@@ -1,0 +1,90 @@
+"""Gradient checkpointing on a quantized model splits the compiled graph at the embedding.
+
+``enable_input_require_grads`` registers a hook that calls ``output.requires_grad_(True)`` on the
+output of the embedding, so that reentrant checkpoints have an input that requires grad; peft's
+``prepare_model_for_kbit_training`` and the Trainer call it. Dynamo cannot trace a change of
+``requires_grad`` on a tensor that leaves the graph, and the whole model falls apart there: a 3-layer
+Llama in 4-bit gives 3 graphs and 5 breaks, and with ``fullgraph=True`` an error. All releases.
+
+While compiling, the hook ties the output to an anchor that requires grad, an operator that returns
+its input unchanged. The values are the same and the output requires grad as before; to skip the
+hook instead would cost gradients where a graph ends between the embedding and a reentrant
+checkpoint. Eager calls run the line they always ran. Only hooks registered while the patch is
+applied are ours; they stay valid after it is reverted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .._pieces import in_pieces
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_grads(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+    """Forward hook: make ``output`` require grad, in place in eager and as a new tensor while compiling."""
+    import torch
+
+    if not torch.compiler.is_compiling():
+        output.requires_grad_(True)
+        return None
+    if output.requires_grad or not torch.is_grad_enabled():
+        return None
+    from . import _ops
+
+    return torch.ops.bnb_patches.tie(output, _ops.anchor)
+
+
+def defect() -> Finding:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    class Model(PreTrainedModel):
+        config_class = PretrainedConfig
+        supports_gradient_checkpointing = True
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            self.embed_tokens = nn.Embedding(4, 4).requires_grad_(False)
+            self.layer = Layer()
+            self.post_init()
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.embed_tokens(ids)).sum()
+
+    model = Model(PretrainedConfig()).train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    return in_pieces(model, torch.arange(4))
+
+
+PATCH = Patch(
+    id="transformers-input-grads-hook",
+    summary="torch.compile splits the model at the hook that makes the embedding's output require grad",
+    links=("https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",),
+    requires=("transformers>=4.53", "torch>=2.6"),
+    tested_up_to="5.23.0",
+    edits=(
+        Rewrite(
+            "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",
+            find="make_inputs_require_grads",
+            replace="_patches_require_grads",
+            names={"_patches_require_grads": require_grads},
+        ),
+    ),
+    defect=defect,
+)

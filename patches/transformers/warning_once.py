@@ -1,0 +1,77 @@
+"""A warning inside a model's forward splits the compiled graph.
+
+Models call ``logger.warning_once``: for one, when gradient checkpointing meets ``use_cache=True``,
+which is the default of a model that was not prepared for training. Dynamo traces no method of a
+``logging.Logger`` and breaks at each such call: 3 of them in a checkpointed Llama, an error with
+``fullgraph=True``. All releases.
+
+While compiling, Dynamo gives the warning itself when it meets the call, and leaves it out of the
+graph. So it is still given once a process: ``warning_once`` remembers what it said. Arguments that
+are not known while tracing drop it, as Dynamo's ``ignore_logging_functions`` would. That setting
+is no way out: from torch 2.12 on it is kept per thread, so what we set is not seen by a compilation
+in another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._pieces import in_pieces
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+ONCE = ("warning_once", "info_once")
+
+
+def said(logger: logging.Logger, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Say it now if ``name`` says things once; whether Dynamo may leave the call out.
+
+    ``args`` and ``kwargs`` are Dynamo's variables.
+    """
+    if name not in ONCE or not hasattr(logger, name):
+        return False
+    values = (*args, *kwargs.values())
+    if all(value.is_python_constant() for value in values):
+        constants = {key: value.as_python_constant() for key, value in kwargs.items()}
+        getattr(logger, name)(*(value.as_python_constant() for value in args), **constants)
+    return True
+
+
+def defect() -> Finding:
+    import torch
+    from transformers import logging as transformers_logging
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
+            return x.sin()
+
+    layer = Layer().train()
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = lambda function, *args: function(*args)
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        return in_pieces(lambda x: layer(x.cos(), use_cache=True), torch.zeros(2))
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+PATCH = Patch(
+    id="transformers-warning-once",
+    summary="torch.compile splits the model wherever its forward warns through logger.warning_once",
+    links=("https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/misc.py",),
+    requires=("transformers>=4.53", "torch>=2.13"),
+    tested_up_to="5.23.0",
+    edits=(
+        Rewrite(
+            "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method",
+            find="method in ignore_set",
+            replace="method in ignore_set or _patches_said(self.value, name, args, kwargs)",
+            names={"_patches_said": said},
+        ),
+    ),
+    defect=defect,
+)
