@@ -1,0 +1,1 @@
+"""peft: adapters on quantized layers."""

@@ -1,0 +1,51 @@
+"""DoRA with gradient checkpointing: no decoder layer compiles, because each call clears a cache.
+
+``DoraLinearLayer`` keeps an ad hoc cache for inference and empties it in every training forward.
+Inside a checkpoint Dynamo allows no write to an object outside of it, not even one that changes
+nothing: 5 graphs, 5 breaks, and every decoder layer runs in eager. peft >= 0.19, where the cache is.
+
+An empty cache is not emptied.
+"""
+
+from __future__ import annotations
+
+from .._pieces import in_pieces
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+
+def defect() -> Finding:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from torch.utils.checkpoint import checkpoint
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["0"], use_dora=True)).train()
+    layer = model.base_model.model[0]
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        """What a DoRA layer computes first of all, and all that touches its cache."""
+        dora, A, B = (layer.lora_magnitude_vector["default"], layer.lora_A["default"], layer.lora_B["default"])
+        return x * dora.get_lora_weight(lora_A=A, lora_B=B, adapter_name="default").sum()
+
+    return in_pieces(lambda x: checkpoint(norm, x.sin(), use_reentrant=False), torch.randn(2, 4))
+
+
+PATCH = Patch(
+    id="peft-dora-cache",
+    summary="torch.compile cannot trace a checkpointed DoRA layer: it clears an empty cache in every call",
+    links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/dora.py",),
+    requires=("peft>=0.19", "torch>=2.6"),
+    tested_up_to="0.21.2",
+    edits=(
+        Rewrite(
+            "peft.tuners.lora.dora:DoraLinearLayer._cache_clear",
+            find="self._dora_cache.clear()",
+            replace="""
+                if self._dora_cache:
+                    self._dora_cache.clear()
+            """,
+        ),
+    ),
+    defect=defect,
+)

@@ -1,0 +1,63 @@
+"""peft's own copies of the embedding hook split the compiled graph too.
+
+``prepare_model_for_kbit_training``, ``PeftModel`` and ``PeftMixedModel`` register a hook that calls
+``output.requires_grad_(True)`` on any model that has ``get_input_embeddings`` but not transformers'
+``enable_input_require_grads``: models of one's own. What goes wrong, and the repair, are those of
+:mod:`..transformers.input_grads_hook`. All releases.
+"""
+
+from __future__ import annotations
+
+from .._pieces import in_pieces
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+from ..transformers.input_grads_hook import require_grads
+
+
+def defect() -> Finding:
+    import torch
+    from peft import prepare_model_for_kbit_training
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(nn.Module):
+        is_loaded_in_4bit = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(4, 4)
+            self.layer = nn.Linear(4, 4)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embedding
+
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict) -> None:
+            pass
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.layer, self.embedding(ids), use_reentrant=True)
+
+    model = prepare_model_for_kbit_training(Model())
+    model.layer.requires_grad_(True)
+    return in_pieces(lambda ids: model(ids).sum(), torch.arange(4))
+
+
+HOOK = {
+    "find": "make_inputs_require_grad",
+    "replace": "_patches_require_grads",
+    "names": {"_patches_require_grads": require_grads},
+}
+
+PATCH = Patch(
+    id="peft-input-grads-hook",
+    summary="torch.compile splits the model at peft's hook that makes the embedding's output require grad",
+    links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/other.py",),
+    requires=("peft>=0.14", "torch>=2.6"),
+    tested_up_to="0.21.2",
+    edits=(
+        Rewrite("peft.utils.other:prepare_model_for_kbit_training", **HOOK),
+        Rewrite("peft.peft_model:PeftModel._prepare_model_for_gradient_checkpointing", **HOOK),
+        Rewrite("peft.mixed_model:_prepare_model_for_gradient_checkpointing", **HOOK),
+    ),
+    defect=defect,
+)
