@@ -1,0 +1,1 @@
+"""accelerate: hooks that move weights, and what they do to quantized ones."""

@@ -1,0 +1,68 @@
+"""Offloading an INT8 model with the CPU as execution device needs a GPU.
+
+Asked to put an ``Int8Params`` on ``"cpu"``, ``set_module_tensor_to_device`` moves it to device 0 and
+back, from the days when only a GPU could quantize. ``dispatch_model`` passes that string whenever
+the whole device map is CPU and disk. Without an accelerator the first forward dies: ``Cannot access
+accelerator device when none is available``. With one, codes that are quantized already go over the
+bus for nothing, and a weight whose scales are handed over separately dies on
+``new_value.SCB.to("cpu")``.
+
+accelerate up to 1.15. The repair takes that branch only for a weight that is still to be quantized
+where there is a device to do so; everything else takes the branch of every other device, as
+``torch.device("cpu")`` always did.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _needs_accelerator(value: Tensor) -> bool:
+    """Whether ``value`` is still to be quantized and there is an accelerator to do it."""
+    import torch
+
+    return value.dtype != torch.int8 and torch.accelerator.is_available()
+
+
+def defect() -> Finding:
+    """``dispatch_model`` with one layer on the CPU and one on disk."""
+    import tempfile
+
+    import bitsandbytes as bnb
+    import torch
+    from accelerate import dispatch_model
+
+    torch.manual_seed(0)
+    layers = [bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).requires_grad_(False) for _ in range(2)]
+    model = torch.nn.Sequential(*layers).to("cpu").eval()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=folder, force_hooks=True)
+        try:
+            model(torch.randn(2, 64))
+        except (RuntimeError, AttributeError) as error:
+            return Finding(True, f"first forward: {error}")
+    return Finding(False, "first forward finishes")
+
+
+PATCH = Patch(
+    id="accelerate-int8-cpu-round-trip",
+    summary="INT8 weights on their way to the CPU go through device 0: no accelerator, no forward",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("accelerate>=1.0", "bitsandbytes>=0.46.1"),
+    tested_up_to="1.15.0",
+    edits=(
+        Rewrite(
+            "accelerate.utils.modeling:set_module_tensor_to_device",
+            'device == "cpu" and param_cls.__name__ == "Int8Params"',
+            'device == "cpu" and param_cls.__name__ == "Int8Params" and _patches_needs_accelerator(new_value)',
+            names={"_patches_needs_accelerator": _needs_accelerator},
+        ),
+    ),
+    defect=defect,
+)

@@ -1,0 +1,43 @@
+"""Weights that are already on their way to a device without quantization needs keep their codes and scales."""
+
+from __future__ import annotations
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from accelerate.utils import set_module_tensor_to_device
+
+import patches
+
+ID = "accelerate-int8-cpu-round-trip"
+
+
+def quantized() -> bnb.nn.Linear8bitLt:
+    torch.manual_seed(0)
+    return bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).requires_grad_(False).to("cpu").eval()
+
+
+def test_codes_and_scales_handed_over_for_the_cpu_arrive():
+    layer, x = quantized(), torch.randn(2, 64)
+    codes, scales = layer.weight.data.clone(), layer.weight.SCB.clone()
+    expected = quantized()(x)
+
+    def put() -> None:
+        set_module_tensor_to_device(layer, "weight", "meta")
+        set_module_tensor_to_device(layer, "weight", "cpu", value=codes, fp16_statistics=scales)
+
+    with pytest.raises((RuntimeError, AttributeError)):
+        put()
+    with patches.applied(ID, "bitsandbytes-int8-requantized-codes"):
+        put()
+        assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator, it is still asked to quantize")
+def test_a_float_weight_is_quantized_on_the_cpu_where_there_is_nothing_else():
+    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, device="meta")
+    weight = torch.randn(64, 64)
+    with patches.applied(ID):
+        set_module_tensor_to_device(layer, "weight", "cpu", value=weight)
+    expected = bnb.nn.Int8Params(weight.half(), requires_grad=False).to("cpu")
+    assert torch.equal(layer.weight.data, expected.data) and torch.equal(layer.weight.SCB, expected.SCB)
