@@ -1,0 +1,53 @@
+"""After an offloaded INT8 forward, the int8 codes stay on the execution device.
+
+``AlignDevicesHook.post_forward`` moves the weight to meta and clears ``state.SCB`` and
+``state.CxB``. ``CxB`` is a layout that bitsandbytes gave up long ago; the codes live in
+``state.CB``, which nobody clears. So every byte of an offloaded INT8 model ends up on the device it
+was offloaded from: 524288 of 524288 for 8 layers of 256x256, and out of memory for a model that
+was offloaded because it does not fit.
+
+accelerate up to 1.15, with any bitsandbytes. Backward does not need what is dropped: see
+``bitsandbytes-int8-backward-live-state``.
+
+bitsandbytes 0.47.0 alone brings an offloaded weight back without marking it as new, and would take
+codes for numbers if it found none. There ``state.CB`` follows the weight to meta, which is loud.
+"""
+
+from __future__ import annotations
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+
+def defect() -> Finding:
+    """One forward of a model under ``cpu_offload``."""
+    import bitsandbytes as bnb
+    import torch
+    from accelerate import cpu_offload
+
+    torch.manual_seed(0)
+    layers = [bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).requires_grad_(False) for _ in range(4)]
+    model = torch.nn.Sequential(*layers).to("cpu").eval()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+    codes = [layer.state.CB for layer in model]
+    resident = sum(c.nbytes for c in codes if c is not None and c.device.type != "meta")
+    return Finding(resident > 0, f"{resident} of {4 * 64 * 64} bytes of offloaded codes stay")
+
+
+_TARGET = "accelerate.hooks:AlignDevicesHook.post_forward"
+_CLEARED = "module.state.CxB = None"
+
+PATCH = Patch(
+    id="accelerate-int8-offload-resident-codes",
+    summary="Offloaded INT8 weights stay on the execution device after the first forward",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("accelerate>=1.0", "bitsandbytes>=0.46.1"),
+    tested_up_to="1.15.0",
+    edits=(
+        Rewrite(_TARGET, _CLEARED, "module.state.CB = module.state.CxB = None", when="bitsandbytes!=0.47.0"),
+        Rewrite(_TARGET, _CLEARED, "module.state.CB = module.weight.data", when="bitsandbytes==0.47.0"),
+    ),
+    defect=defect,
+)
