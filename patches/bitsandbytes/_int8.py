@@ -1,0 +1,94 @@
+"""What the INT8 patches share: finding a layer's row scales, and naming the layer that lost them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+
+def is_lost(scale: Tensor | None) -> bool:
+    """Whether ``scale`` holds no values: absent, or on the meta device."""
+    return scale is None or scale.device.type == "meta"
+
+
+def find_scale(layer: Any) -> Tensor | None:
+    """The row scales (float, one for each output feature) of a layer's int8 weight, from where they truly are.
+
+    In order: the weight; what accelerate offloaded; the layer's state, if its codes are those of
+    the weight. ``None`` if they are nowhere. Never computed: codes do not tell their scale.
+    """
+    weight, state = layer.weight, layer.state
+    for scale in (getattr(weight, "SCB", None), *_offloaded(layer)):
+        if not is_lost(scale):
+            return scale.to(weight.device)
+    if is_lost(state.SCB) or is_lost(state.CB):
+        return None
+    same = state.CB.shape == weight.shape and bool((state.CB.to(weight.device) == weight.data).all())
+    return state.SCB.to(weight.device) if same else None
+
+
+def _offloaded(layer: Module) -> Iterator[Tensor | None]:
+    """Scales that accelerate's hooks hold for ``layer``: an entry of their own, or on the offloaded weight."""
+    hook = getattr(layer, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        weights = getattr(part, "weights_map", None)
+        if weights is None:
+            continue
+        if "SCB" in weights:
+            yield weights["SCB"]
+        if "weight" in weights:
+            yield getattr(weights["weight"], "SCB", None)
+
+
+def scale(layer: Any) -> Tensor:
+    """``find_scale``, or an error that names the layer and says what to do."""
+    found = find_scale(layer)
+    if found is None:
+        raise lost(layer)
+    return found
+
+
+def lost(layer: Any) -> RuntimeError:
+    """The error for an int8 weight without its scales; ``layer`` may be None if nobody knows it."""
+    which = "a weight" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
+    return RuntimeError(
+        f"{which} holds int8 codes but not their row scales (SCB), and codes do not tell their scales. "
+        "Load the weight together with the 'SCB' entry of its checkpoint (Int8Params(codes, SCB=scales), or "
+        "load_state_dict into a quantized layer), or quantize the layer again from its original weights."
+    )
+
+
+def name_of(layer: Module) -> str:
+    """The dotted name of ``layer`` in the outermost module that holds it. Slow: for error messages."""
+    parents: dict[int, tuple[Module, str]] = {}
+    for parent in _modules():
+        for key, child in (vars(parent).get("_modules") or {}).items():
+            parents.setdefault(id(child), (parent, key))
+    keys: list[str] = []
+    while id(layer) in parents and len(keys) < 100:
+        layer, key = parents[id(layer)]
+        keys.append(key)
+    return ".".join(reversed(keys)) or repr(layer)
+
+
+def layer_of(state: Any) -> Any:
+    """The layer whose ``MatmulLtState`` is ``state``, or None. Slow: for error messages."""
+    return next((module for module in _modules() if vars(module).get("state") is state), None)
+
+
+def layers() -> list[Any]:
+    """Every ``Linear8bitLt`` alive in this process."""
+    from bitsandbytes.nn import Linear8bitLt
+
+    return [module for module in _modules() if isinstance(module, Linear8bitLt)]
+
+
+def _modules() -> Iterator[Module]:
+    from torch.nn import Module
+
+    return (found for found in gc.get_objects() if issubclass(type(found), Module))

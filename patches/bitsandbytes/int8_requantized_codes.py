@@ -1,0 +1,149 @@
+"""An int8 weight whose scales were lost is quantized a second time, as if its codes were numbers.
+
+Wherever the codes (``CB``) or row scales (``SCB``) of a quantized layer are missing, forward calls
+``int8_vectorwise_quant`` on whatever the weight holds. Int8 codes survive that unchanged, but
+every scale becomes 127: outputs are off by a factor of about 2000, without an error. Two ways
+lead there in a user's program: accelerate's offload hook brings a weight back without its scale,
+and ``Int8Params.to`` itself quantizes again on 0.46.1, or drops what it had on 0.47.0 (so that
+transformers re-loads INT8 checkpoints wrongly there).
+
+Upstream: #1927, which proposes ``SCB = CB.abs().amax(1) / 127``. That is 1.0 for every row.
+
+The repair never computes a scale. ``init_8bit_state`` takes it from where it truly is (the weight,
+accelerate's offloaded weights, the state that holds these very codes) and leaves it on the weight
+too, so that it goes where the weight goes. Int8 codes are never quantized: a weight that has no
+scale anywhere is an error that names the layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+from . import _int8
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, row scales and outliers of the weight ``B``; int8 codes are taken as they are."""
+    import torch
+    from bitsandbytes.functional import int8_vectorwise_quant
+
+    if B.dtype != torch.int8:
+        return int8_vectorwise_quant(B.to(torch.float16))
+    scale = getattr(B, "SCB", None)
+    if not _int8.is_lost(scale):
+        return B.data, scale.to(B.device), None
+    raise _int8.lost(_int8.layer_of(state))
+
+
+def _moved_scale(old: Any, new: Any) -> Tensor | None:
+    """The scale of ``old``, a parameter that was moved to ``new``."""
+    if old.SCB is None or (_int8.is_lost(old.SCB) and new.device.type != "meta"):
+        return None
+    return old.SCB.to(new.device)
+
+
+def _damage() -> tuple[str, ...]:
+    """Layers whose codes were quantized a second time: every scale is 127 exactly."""
+    found = []
+    for layer in _int8.layers():
+        scale = layer.state.SCB
+        if not layer.state.has_fp16_weights and not _int8.is_lost(scale) and bool((scale == 127).all()):
+            found.append(f"{_int8.name_of(layer)}: its int8 codes were quantized again; load its weight and SCB anew")
+    return tuple(found)
+
+
+def defect() -> Finding:
+    """A layer under accelerate's offload hook, forward twice, against the same layer without."""
+    import bitsandbytes as bnb
+    import torch
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    def quantized() -> bnb.nn.Linear8bitLt:
+        torch.manual_seed(0)
+        return bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).requires_grad_(False).to("cpu").eval()
+
+    x = torch.randn(4, 64)
+    expected = quantized()(x)
+    layer = add_hook_to_module(quantized(), AlignDevicesHook(torch.device("cpu"), offload=True))
+    try:
+        outputs = [layer(x), layer(x)]
+    except AttributeError as error:
+        return Finding(True, f"forward of an offloaded layer: {error}")
+    error = max(float((y - expected).norm() / expected.norm()) for y in outputs)
+    return Finding(error > 1e-2, f"relative error of the output {error:.1e}")
+
+
+_TO = "bitsandbytes.nn.modules:Int8Params.to"
+_INIT = "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state"
+_NAMES = {"_patches_quantize_int8": _quantize}
+
+
+def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
+    target = f"bitsandbytes.autograd._functions:{function}.forward"
+    return (
+        Rewrite(
+            target,
+            "state.has_fp16_weights or state.CB is None",
+            "state.has_fp16_weights or state.CB is None or state.SCB is None",
+            when=when,
+        ),
+        Rewrite(
+            target,
+            "F.int8_vectorwise_quant(B.to(torch.float16))",
+            "_patches_quantize_int8(B, state)",
+            names=_NAMES,
+            when=when,
+        ),
+    )
+
+
+PATCH = Patch(
+    id="bitsandbytes-int8-requantized-codes",
+    summary="An int8 weight without its scales is quantized again as if it were floating point: outputs 2000x off",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("bitsandbytes>=0.46.1", "accelerate"),
+    tested_up_to="0.50.2",
+    edits=(
+        *_forward("MatMul8bitLt"),
+        *_forward("MatMul8bitFp", when="bitsandbytes>=0.47"),
+        Rewrite(
+            _INIT,
+            "self.state.SCB = self.weight.SCB",
+            "self.state.SCB = _patches_scale(self)",
+            names={"_patches_scale": _int8.scale},
+        ),
+        Rewrite(_INIT, "self.weight.SCB = None", "self.weight.SCB = self.state.SCB"),
+        Rewrite(
+            _TO,
+            'self.data.device.type == "cpu"',
+            'self.data.device.type == "cpu" and self.data.dtype != torch.int8',
+            when="bitsandbytes<0.47",
+        ),
+        Rewrite(
+            _TO,
+            'device.type != "cpu" or self.data.dtype != torch.int8',
+            "self.data.dtype != torch.int8",
+            when="bitsandbytes>=0.47,<0.48",
+        ),
+        Rewrite(
+            _TO,
+            "new_param.CB = self.CB",
+            "new_param.CB = new_param.data if new_param.dtype == torch.int8 else self.CB",
+            when="bitsandbytes<0.48",
+        ),
+        Rewrite(
+            _TO,
+            "new_param.SCB = self.SCB",
+            "new_param.SCB = _patches_moved_scale(self, new_param)",
+            names={"_patches_moved_scale": _moved_scale},
+            when="bitsandbytes<0.48",
+        ),
+    ),
+    defect=defect,
+    damage=_damage,
+)
