@@ -79,7 +79,8 @@ def print_changes() -> None:
     for result in patches.report().with_status(patches.Status.APPLIED):
         print(f"  {result.id}: {result.summary}")
         for change in result.changes:
-            print(f"    {change.target}")
+            if "_patches_" not in change.target:  # helpers of ours, put beside the functions that call them
+                print(f"    {change.target}")
     print("`python -m patches diff` shows the lines; `patches.revert()` puts the originals back.")
 
 

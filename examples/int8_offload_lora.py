@@ -128,7 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="training steps (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="decoder layers, half of them offloaded")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model, a multiple of 32")
-    parser.add_argument("--batch", type=int, default=8, help="samples in a batch")
+    parser.add_argument("--batch", type=int, default=4, help="samples in a batch")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--reentrant", action="store_true", help="the older kind of gradient checkpointing")
