@@ -14,8 +14,10 @@ The repair stands where an op is looked up and lets the shared implementation do
 other: a class that registered its own is left alone), then gives the result the dtype that was asked
 for. For ``IntxUnpackedToInt8Tensor``, whose scales are in its own dtype, its ``to`` does that, so
 ``.float()`` is ``.to(torch.float32)`` bit for bit. For the others it is the ``dtype`` among their
-attributes, the one they dequantize to; codes and scales stay as they are and lose nothing. Classes
-that override ``to`` otherwise, or have no such attribute, keep what they did.
+attributes, the one they dequantize to; codes and scales stay as they are and lose nothing (an
+``Int8Tensor`` by groups is no longer rounded to bfloat16 on its way to float32, relative error 1e-3; the
+other forwards that worked are bit-identical). Classes that override ``to`` otherwise, or have no such
+attribute, keep what they did.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ def defect() -> Finding:
     except RuntimeError as error:
         if "same dtype" not in str(error):
             raise
-        return Finding(True, f"weight stays {model[0].weight.dtype} after .float(): {error}")
-    return Finding(False, f"weight {model[0].weight.dtype}, output {out.dtype} after .float()")
+        return Finding(True, f"the forward fails: {error}")
+    return Finding(False, f"weight {model[0].weight.dtype}, output {out.dtype}")
 
 
 _NAMES = {"_patches_casting": _casting}

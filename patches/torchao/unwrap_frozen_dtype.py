@@ -80,8 +80,8 @@ def defect() -> Finding:
     except RuntimeError as error:
         if "same dtype" not in str(error):
             raise
-        return Finding(True, f"weight stays {model[0].weight.dtype} after .to(torch.float32): {error}")
-    return Finding(False, f"weight {model[0].weight.dtype}, output {out.dtype} after .to(torch.float32)")
+        return Finding(True, f"the forward fails: {error}")
+    return Finding(False, f"weight {model[0].weight.dtype}, output {out.dtype}")
 
 
 PATCH = Patch(

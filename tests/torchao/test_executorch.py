@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 utils = pytest.importorskip("torchao.utils", reason="torchao is not installed")
 for name in ("exir", "runtime", "export.stages", "examples.models.llama.source_transformation.quantize"):
-    pytest.importorskip(f"executorch.{name}", reason="executorch, or something that it needs, is not installed")
+    pytest.importorskip(f"executorch.{name}", reason="executorch is not installed, or not whole")
 
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.examples.models.llama.source_transformation.quantize import quantize

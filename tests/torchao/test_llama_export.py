@@ -14,7 +14,10 @@ from torchao.quantization.granularity import PerAxis, PerGroup
 import patches
 
 PATHS = {
-    "unwrapped": ("torchao-unwrap-frozen-dtype", lambda model: utils.unwrap_tensor_subclass(model).to(torch.float32)),
+    "unwrapped": (
+        "torchao-unwrap-frozen-dtype",
+        lambda model: utils.unwrap_tensor_subclass(model).to(torch.float32),
+    ),
     "native": ("torchao-cast-drops-dtype", lambda model: model.float()),
 }
 

@@ -86,7 +86,8 @@ def test_output_is_that_of_the_model_never_unwrapped(config, cast, device):
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_export_dequantizes_to_the_new_dtype(config, strict):
-    assert dequantized_to(torch.export.export(unwrapped(config).float(), (IDS,), strict=strict)) == {torch.bfloat16}
+    frozen = torch.export.export(unwrapped(config).float(), (IDS,), strict=strict)
+    assert dequantized_to(frozen) == {torch.bfloat16}  # and not a word
     with patches.applied(ID):
         model = unwrapped(config).float()
         program = torch.export.export(model, (IDS,), strict=strict)
@@ -114,11 +115,11 @@ def test_a_model_that_is_not_cast_is_untouched(config):
 
 
 def test_state_dict_goes_through_a_file_after_a_cast():
-    unpatched = unwrapped("4-bit").float().state_dict()
+    dtypes = {key: value.dtype for key, value in unwrapped("4-bit").float().state_dict().items()}
     with patches.applied(ID):
         model, file = unwrapped("4-bit").float(), io.BytesIO()
         torch.save(model.state_dict(), file)
-        assert [(k, v.dtype) for k, v in model.state_dict().items()] == [(k, v.dtype) for k, v in unpatched.items()]
+        assert {key: value.dtype for key, value in model.state_dict().items()} == dtypes
         file.seek(0)
         other = unwrapped("4-bit").float()
         for tensor in other.state_dict().values():
