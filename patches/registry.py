@@ -63,7 +63,7 @@ class Registry:
         self._memory: dict[str, _Memory] = {}
         self._pending: dict[str, bool] = {}  # id -> untested; to apply when their modules arrive
         self._hooked: set[str] = set()
-        self._arrived = False
+        self._arrived: set[str] = set()  # modules just imported, to be looked at
         self._notes: list[str] = []
         self.on_change: Callable[[Report], None] | None = None
         """Called with the patches that an import has just brought to an end state."""
@@ -106,6 +106,7 @@ class Registry:
                 changed |= self._take_out(patch)
             if changed:
                 self._reset_compiler()
+        self._catch_up()
         return self.report(*ids)
 
     def report(self, *ids: str) -> Report:
@@ -129,7 +130,8 @@ class Registry:
 
     # -- applying ------------------------------------------------------------------------------
 
-    def _apply(self, chosen: list[Patch], untested: bool) -> None:
+    def _apply(self, chosen: list[Patch], untested: bool, fresh: frozenset[str] = frozenset()) -> None:
+        """``fresh``: packages whose import has just ended, so that nothing of theirs is alive yet."""
         changed = False
         for patch in chosen:
             if patch.id in self.disabled or self._active(patch):
@@ -140,14 +142,14 @@ class Registry:
                 self._pending[patch.id] = untested
                 for name in missing - self._hooked:
                     self._hooked.add(name)
-                    hooks.after_import(name, self._module_arrived)
+                    hooks.after_import(name, partial(self._module_arrived, name))
                 continue
             self._pending.pop(patch.id, None)
-            changed |= self._put_in(patch)
+            changed |= self._put_in(patch, look_for_damage=patch.package not in fresh)
         if changed:
             self._reset_compiler()
 
-    def _put_in(self, patch: Patch) -> bool:
+    def _put_in(self, patch: Patch, look_for_damage: bool) -> bool:
         """Apply one patch whole. Returns whether anything was changed."""
         try:
             planned = self._plan(patch)
@@ -172,7 +174,8 @@ class Registry:
             return True
         for new in planned:
             self._slots[new.slot.key] = new
-        self._memory[patch.id] = _Memory(Status.APPLIED, "", self._damage(patch))
+        notes = self._damage(patch) if look_for_damage else ()
+        self._memory[patch.id] = _Memory(Status.APPLIED, "", notes)
         return True
 
     def _plan(self, patch: Patch) -> list[_Installed]:
@@ -235,20 +238,21 @@ class Registry:
 
     # -- what an import brings -----------------------------------------------------------------
 
-    def _module_arrived(self) -> None:
+    def _module_arrived(self, name: str) -> None:
         """An awaited module is imported. Never waits: the importing thread holds import locks."""
-        self._arrived = True
+        self._arrived.add(name)
         self._catch_up()
 
     def _catch_up(self) -> None:
         """Apply what became possible, unless a thread is at work; then it does so when it ends."""
         while self._arrived and self._lock.acquire(blocking=False):
             try:
-                self._arrived = False
+                fresh = frozenset(name.partition(".")[0] for name in self._arrived)
+                self._arrived.clear()
                 ready = {i: u for i, u in self._pending.items() if not self._missing(self.patches[i])}
                 for untested in set(ready.values()):
                     chosen = [p for i, p in self.patches.items() if ready.get(i) is untested]
-                    self._apply(chosen, untested)
+                    self._apply(chosen, untested, fresh)
             finally:
                 self._lock.release()
             if ready and self.on_change is not None:

@@ -82,3 +82,17 @@ def test_imported(write_module):
     assert not hooks.imported("plain_module")
     importlib.import_module("plain_module")
     assert hooks.imported("plain_module")
+
+
+def test_damage_is_looked_for_only_where_something_can_be_alive(write_module, registry, tmp_path):
+    metadata = tmp_path / "newborn-1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: newborn\nVersion: 1.0\n")
+    write_module("newborn", BODY)
+    r = registry((Rewrite("newborn:f", "x + 1", "x + 2"),), requires=("newborn",), damage=lambda: ("damaged",))
+    r.apply()
+    import newborn
+
+    assert newborn.f(1) == 3 and r.report()["a"].notes == (), "its import had just ended"
+    r.revert()
+    assert r.apply()["a"].notes == ("damaged",)
