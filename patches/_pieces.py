@@ -25,17 +25,20 @@ def pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
         found.append(module)
         return module.forward
 
-    torch.compiler.reset()
-    try:
-        torch.compile(function, backend=backend)(*args, **kwargs)
-        count = len(found)
+    def calls(fullgraph: bool) -> bool:
         torch.compiler.reset()
-        torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
-    except torch._dynamo.exc.Unsupported:
-        return count + 1
-    finally:
-        torch.compiler.reset()
-    return count
+        try:
+            torch.compile(function, backend=backend, fullgraph=fullgraph)(*args, **kwargs)
+        except torch._dynamo.exc.Unsupported:
+            return False
+        finally:
+            torch.compiler.reset()
+        return True
+
+    whole = calls(fullgraph=True)  # first: what fails leaves the model as cold as it was
+    found.clear()
+    calls(fullgraph=False)
+    return len(found) + (not whole)
 
 
 def in_pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finding:

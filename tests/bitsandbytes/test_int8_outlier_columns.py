@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import patches
 from patches._pieces import pieces
@@ -88,7 +89,7 @@ def test_the_number_of_outlier_columns_is_no_reason_to_compile_again(device):
     inputs += [input_of(torch.float16, device, outliers=False)]
     layer(inputs[0])
     with patches.applied(ID), torch.no_grad():
-        counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+        counter = CompileCounterWithBackend("eager")
         compiled = torch.compile(layer, fullgraph=True, backend=counter)
         for x in inputs:
             assert torch.equal(compiled(x), layer(x))

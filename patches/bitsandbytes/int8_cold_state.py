@@ -1,0 +1,77 @@
+"""INT8 layers do not compile before they ran once: their forward writes the layer's state.
+
+The first forward of a ``Linear8bitLt`` moves codes and scales from the weight into ``state``, and
+every forward writes ``state.is_training`` and ``weight.data``. Dynamo allows no such write inside a
+checkpoint, so the first compiled step of a freshly loaded model leaves every decoder layer to eager
+(6 graphs, 4 breaks); without checkpointing the second step finds another state than the first and
+the model is compiled twice. Who runs the model once in eager does not see it. All releases.
+
+While compiling, the same product is taken with a state of its own, filled from wherever codes and
+scales are; nothing is written, so the graph holds for the next step. A weight that is not quantized
+yet, or whose scales are not there, takes the old path. Eager calls do too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .._pieces import in_pieces
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+
+def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """While compiling: ``layer(x)`` without writing anything; else, or if it cannot be done, None."""
+    import torch
+
+    if not torch.compiler.is_compiling() or layer.state.has_fp16_weights:
+        return None
+    import bitsandbytes as bnb
+
+    settled, weight = layer.state, layer.weight
+    cold = getattr(weight, "CB", None) is not None
+    CB, SCB = (weight.CB, weight.SCB) if cold else (settled.CB, settled.SCB)
+    if CB is None or SCB is None or CB.device != x.device or SCB.device != x.device:
+        return None
+    state = bnb.MatmulLtState()
+    state.CB, state.SCB = CB, SCB
+    state.has_fp16_weights = False
+    state.threshold = settled.threshold
+    state.is_training = layer.training
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    return bnb.matmul(x, weight, bias=bias, state=state)
+
+
+def defect() -> Finding:
+    import bitsandbytes as bnb
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear8bitLt(16, 16, bias=False, has_fp16_weights=False).to("cpu")
+    return in_pieces(lambda x: checkpoint(layer, x.sin(), use_reentrant=False), torch.randn(2, 16))
+
+
+PATCH = Patch(
+    id="bitsandbytes-int8-cold-state",
+    summary="The first compiled step of an INT8 model falls apart, for its layers write their state in forward",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(
+            "bitsandbytes.nn.modules:Linear8bitLt.forward",
+            find="self.state.is_training = self.training",
+            replace="""
+                if (traced := _patches_int8_traced(self, x)) is not None:
+                    return traced
+                self.state.is_training = self.training
+            """,
+            names={"_patches_int8_traced": traced},
+        ),
+    ),
+    defect=defect,
+)
