@@ -27,6 +27,7 @@ FunctionNode = Union[ast.FunctionDef, ast.AsyncFunctionDef]
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List, ast.Dict, ast.Set)
 _OPERATIONS = (ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Attribute, ast.Subscript, ast.IfExp)
+_SHARED = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)  # the parser has one node of each
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
@@ -262,7 +263,7 @@ def _matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[_Match]:
                 f"{edit.target}: {_brief(edit.find)} stands there {len(places)} times, expected {edit.count}"
             )
         for nodes, holder, field in places:
-            inside = {id(n) for node in nodes for n in ast.walk(node) if not isinstance(n, ast.expr_context)}
+            inside = {id(n) for node in nodes for n in ast.walk(node) if not isinstance(n, _SHARED)}
             if other := next((claimed[i] for i in inside if i in claimed), None):
                 raise Conflict(f"{edit.target}: {_brief(edit.find)} overlaps {_brief(other.find)}")
             claimed.update(dict.fromkeys(inside, edit))
