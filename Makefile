@@ -2,6 +2,8 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
+# The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
+export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: demo demo-compile test test-all verify newest readme venv clean
 .NOTPARALLEL:
