@@ -1,0 +1,46 @@
+"""Quantized parameters refuse attributes that newer libraries have put on them.
+
+accelerate makes a ``Params4bit`` or ``Int8Params`` again from the attributes of the old one,
+``type(old)(value, requires_grad=..., **old.__dict__)``, whenever it puts one on a device. transformers 5
+marks parameters with ``_is_hf_initialized``; accelerate takes that out only from 1.14 on. So loading,
+dispatching and offloading die on bitsandbytes <= 0.49.2 with ``__new__() got an unexpected keyword
+argument`` (#1900), for any other attribute with any accelerate.
+
+The repair is that of 0.50.0: both constructors take further keyword arguments and ignore them.
+"""
+
+from __future__ import annotations
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+
+def defect() -> Finding:
+    import torch
+    from accelerate.utils import set_module_tensor_to_device
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    torch.manual_seed(0)
+    refused = []
+    for layer in (Linear4bit(64, 64, quant_type="nf4"), Linear8bitLt(64, 64, has_fp16_weights=False)):
+        layer.to("cpu")
+        layer.weight.tensor_parallel = False  # a mark, as many a library leaves one on parameters
+        try:
+            set_module_tensor_to_device(layer, "weight", torch.device("cpu"), value=layer.weight.data)
+        except TypeError:
+            refused.append(type(layer.weight).__name__)
+    return Finding(bool(refused), f"refused by {' and '.join(refused) or 'none'}")
+
+
+PATCH = Patch(
+    id="bitsandbytes-constructor-kwargs",
+    summary="Params4bit and Int8Params refuse attributes set by newer transformers when accelerate moves them",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1900",),
+    requires=("bitsandbytes>=0.46,<0.50", "accelerate"),
+    tested_up_to="0.50.2",
+    edits=tuple(
+        Rewrite(f"bitsandbytes.nn.modules:{name}.__new__", signature="**kwargs")
+        for name in ("Params4bit", "Int8Params")
+    ),
+    defect=defect,
+)
