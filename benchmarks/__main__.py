@@ -1,0 +1,132 @@
+"""``python -m benchmarks [CASE ...]``: step times, graphs, first calls and memory, unpatched and patched."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import cost, present, run
+from .cases import CASES, SIZES, Case, configurations
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    chosen = _chosen(options.cases)
+    device = options.device or _device()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    sizes = [options.size] if options.size else ["small"] if device == "cpu" else ["small", "large"]
+    options.output.mkdir(parents=True, exist_ok=True)
+    for size in sizes:
+        data = _measure(options, chosen, device, size)
+        name = device.partition(":")[0] + (f"-{size}" if size != "small" else "")
+        (options.output / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+        text = present.table(data)
+        (options.output / f"{name}.md").write_text(text + "\n")
+        print(text)
+        if importlib.util.find_spec("matplotlib") is None:
+            print("\nno plot: pip install 'bnb-patches[bench]'", file=sys.stderr)
+        elif data["cases"]:
+            present.plot(data, options.output / f"{name}.png")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    names = ", ".join(case.name for case in CASES)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"names or patterns, of {names}; default all")
+    parser.add_argument("--quick", action="store_true", help="few rounds: a look, not a figure")
+    parser.add_argument("--rounds", type=int, help="rounds of all configurations (default 15; quick: 3)")
+    parser.add_argument("--steps", type=int, help="steps a round of each (default 3; quick: 1)")
+    parser.add_argument("--size", choices=SIZES, help="default small; on a CUDA device small and large")
+    parser.add_argument("--device", help="default cuda where there is one, else cpu")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--threads", type=int, default=_cores(), help="OMP_NUM_THREADS of what is measured")
+    parser.add_argument("--only", nargs="+", metavar="CONFIGURATION", help='such as "patched compiled"')
+    parser.add_argument("--newest", metavar="FOLDER", help="holds another bitsandbytes, measured unpatched beside")
+    parser.add_argument("--no-cost", action="store_true", help="leave out what the patches themselves cost")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
+    return parser
+
+
+def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size: str) -> dict[str, Any]:
+    rounds = options.rounds or (3 if options.quick else 15)
+    other, label = _newest(options.newest)
+    setups = [c for c in configurations(other, label) if not options.only or c.name in options.only]
+    data: dict[str, Any] = {
+        "host": _host(device, options.threads),
+        "size": size,
+        "size_of": vars(SIZES[size]),
+        "backend": options.backend,
+        "rounds": rounds,
+        "cases": {},
+    }
+    for case in chosen:
+        results = run.measure(
+            case,
+            SIZES[size],
+            setups,
+            device=device,
+            backend=options.backend,
+            rounds=rounds,
+            steps=options.steps or (1 if options.quick else 3),
+            tell=lambda text: print(text, file=sys.stderr),
+        )
+        data["cases"][case.name] = {"text": case.text, "results": results}
+    if not options.no_cost:
+        print("what the patches cost", file=sys.stderr)
+        data["cost"] = cost.measure(device, rounds=max(3, rounds // 2))
+    return data
+
+
+def _chosen(patterns: Sequence[str]) -> list[Case]:
+    found = [c for c in CASES if not patterns or any(fnmatch.fnmatch(c.name, p) for p in patterns)]
+    if not found:
+        sys.exit(f"no case is named {' or '.join(patterns)}; there are {', '.join(c.name for c in CASES)}")
+    return found
+
+
+def _newest(folder: str | None) -> tuple[str, str]:
+    """The folder and its label; nothing if it holds the release that is installed anyway."""
+    if not folder:
+        return "", ""
+    found = [d.version for d in importlib.metadata.distributions(name="bitsandbytes", path=[folder])]
+    if not found:
+        sys.exit(f"--newest {folder}: there is no bitsandbytes in it")
+    return ("", "") if found[0] == importlib.metadata.version("bitsandbytes") else (folder, found[0])
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _host(device: str, threads: int) -> dict[str, Any]:
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    if device != "cpu":
+        import torch
+
+        name = torch.cuda.get_device_name()
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    return {"device": name, "threads": threads, "cores": _cores(), "load": load, "python": platform.python_version()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

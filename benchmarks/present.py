@@ -1,0 +1,143 @@
+"""What was measured, as a table and as a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .run import ratio
+
+TARGETS = {
+    "nf4-checkpoint": 0.60,
+    "nf4-dora-checkpoint": 0.45,
+    "int8": 0.65,
+    "int8-checkpoint": 0.65,
+}
+"""Step time, patched compiled over patched eager, that the project set itself for the size "small"."""
+
+_COLORS = {
+    "unpatched eager": "#b8b8b8",
+    "unpatched compiled": "#e08a3c",
+    "patched eager": "#8fb8de",
+    "patched compiled": "#2f6db3",
+}
+
+
+def table(data: dict[str, Any]) -> str:
+    """Everything that was measured, for a terminal or a Markdown page."""
+    parts = [_heading(data)]
+    for name, case in data.get("cases", {}).items():
+        parts.append(f"{case['text']} ({name})\n{_case(case['results'])}")
+        parts.append(_ratios(name, case["results"], data["size"]))
+    if cost := data.get("cost"):
+        parts.append(_cost(cost))
+    return "\n\n".join(parts)
+
+
+def _heading(data: dict[str, Any]) -> str:
+    host, size = data["host"], data["size_of"]
+    return (
+        f"Llama {size['layers']} x {size['hidden']}, sequence {size['sequence']}, batch {size['batch']}, "
+        f"{data['backend']}, {data['rounds']} rounds; {host['device']}, {host['threads']} threads, load {host['load']}"
+    )
+
+
+def _case(results: dict[str, dict[str, Any]]) -> str:
+    head = ("", "ms a step", "of eager", "graphs", "breaks", "eager frames", "first call s", "peak MiB")
+    rows = []
+    for name, r in results.items():
+        if "error" in r:
+            rows.append((name, f"failed: {r['error'][:80]}"))
+            continue
+        eager = name.replace("compiled", "eager")
+        step = sorted(r["seconds"])[len(r["seconds"]) // 2] * 1000
+        compiled = name != eager
+        counts = (r["graphs"], r["breaks"], r["eager_frames"]) if compiled else ("", "", "")
+        of_eager = _number(ratio(results, name, eager)) if compiled else ""
+        rows.append((name, f"{step:.1f}", of_eager, *counts, f"{r['first_s']:.1f}", f"{r['peak_mib']:.0f}"))
+    return _markdown(head, rows)
+
+
+def _ratios(name: str, results: dict[str, dict[str, Any]], size: str) -> str:
+    compiled = ratio(results, "patched compiled", "patched eager")
+    target = f" (target {TARGETS[name]:.2f})" if size == "small" and name in TARGETS else ""
+    eager = ratio(results, "patched eager", "unpatched eager")
+    gain = ratio(results, "patched compiled", "unpatched compiled")
+    lines = [
+        f"patched compiled / patched eager    {_number(compiled)}{target}",
+        f"patched eager / unpatched eager     {_number(eager)} (target 1.00 within noise)",
+        f"patched compiled / unpatched compiled {_number(gain)}",
+    ]
+    one, other = (results.get(f"{state} compiled", {}).get("first_s") for state in ("patched", "unpatched"))
+    if one and other:
+        lines.append(f"first call, patched / unpatched     {one / other:.2f}")
+    return "\n".join(lines)
+
+
+def _cost(cost: dict[str, Any]) -> str:
+    i, registry = cost["import"], cost["registry"]
+    rows = [
+        (name, f"{c['unpatched']:.1f}", f"{c['patched']:.1f}", f"{c['overhead']:+.1f}", f"{c['ratio']:.3f}")
+        for name, c in cost["calls"].items()
+    ]
+    return "\n".join(
+        [
+            "What the patches cost",
+            _markdown(("eager call, us", "unpatched", "patched", "more", "ratio"), rows),
+            "",
+            f"import bitsandbytes: {i['without']:.3f} s, with the entry point off {i['off']:.3f} s, "
+            f"with autoload {i['autoload']:.3f} s: ratio {i['ratio']:.3f} (target 1.02)",
+            f"apply() of {registry['patches']} patches: {registry['apply'] * 1000:.1f} ms, the first "
+            f"{registry['first_apply'] * 1000:.1f} ms; revert() {registry['revert'] * 1000:.1f} ms",
+        ]
+    )
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    cells = [tuple(map(str, row)) + ("",) * (len(head) - len(row)) for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    aligned = ["| " + " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))) + " |"
+               for row in cells]  # fmt: skip
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    return "\n".join([aligned[0], rule, *aligned[1:]])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def plot(data: dict[str, Any], file: Path) -> None:
+    """Step time over that of unpatched eager, and seconds of the first call. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    cases = data["cases"]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.9 + 1.05 * len(cases)), layout="constrained")
+    names = list(dict.fromkeys(name for case in cases.values() for name in case["results"]))
+    height = 0.8 / len(names)
+    for axis, value, label in (
+        (left, lambda results, name: ratio(results, name, "unpatched eager"), "step time, unpatched eager = 1"),
+        (right, lambda results, name: results[name].get("first_s"), "first call, seconds"),
+    ):
+        for i, name in enumerate(names):
+            for row, case in enumerate(cases.values()):
+                width = value(case["results"], name) if name in case["results"] else None
+                if width is None:
+                    continue
+                y = row + (i - (len(names) - 1) / 2) * height
+                color = _COLORS.get(name) or ("#d9d9d9" if "eager" in name else "#f2c49b")
+                axis.barh(y, width, height * 0.92, color=color, label=name if row == 0 else None)
+                axis.text(width, y, f" {width:.2f}" if axis is left else f" {width:.0f}", va="center", fontsize=7)
+        axis.set_yticks(range(len(cases)), [case["text"] for case in cases.values()] if axis is left else [])
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+        axis.margins(x=0.1)
+        axis.spines[["top", "right"]].set_visible(False)
+    left.axvline(1, color="black", linewidth=0.6)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(names), frameon=False, fontsize=8)
+    figure.supxlabel(_heading(data), fontsize=7)
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
