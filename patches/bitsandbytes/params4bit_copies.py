@@ -1,0 +1,59 @@
+"""A copy of a ``Params4bit`` still belongs to the layer of the original.
+
+``weight.module`` is the layer that quantizing tells its new ``QuantState``. ``copy.deepcopy`` of a layer or
+model leaves it on the original layer, as does ``copy.copy`` of a weight: quantize the copy, and the original
+layer (still in full precision) has the quantization state of the copy, while the copied layer has none to
+fall back on when its weight loses its own (FSDP). ``deepcopy`` also ignores what it copied already: the state
+that weight and layer share becomes two, twice the statistics in memory. All releases.
+
+The repair hands ``memo`` on, as ``__deepcopy__`` should: the copied weight belongs to the copied layer and
+shares one state with it. A weight copied alone belongs to no layer.
+"""
+
+from __future__ import annotations
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+_PARAMETER = "bitsandbytes.nn.modules:Params4bit"
+_SET_STATE = "new_instance.__setstate__(state)"
+
+
+def defect() -> Finding:
+    """Copy a layer, quantize the copy: what became of the original?"""
+    import copy
+
+    from bitsandbytes.nn import Linear4bit
+
+    layer = Linear4bit(64, 64, quant_type="nf4")
+    copied = copy.deepcopy(layer).to("cpu")
+    written = layer.quant_state is not None
+    home = "its own" if copied.weight.module is copied else "the original"
+    return Finding(
+        written or home != "its own",
+        f"quantizing a deep copy {'wrote' if written else 'did not write'} to the original layer; "
+        f"its weight belongs to {home} layer",
+    )
+
+
+PATCH = Patch(
+    id="bitsandbytes-params4bit-copies",
+    summary="quantizing a deep copy of a 4-bit layer writes to the original layer",
+    links=(),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(
+            f"{_PARAMETER}.__deepcopy__",
+            _SET_STATE,
+            f"{_SET_STATE}\nmemo[id(self)] = new_instance\nnew_instance.module = memo.get(id(self.module))",
+        ),
+        Rewrite(
+            f"{_PARAMETER}.__deepcopy__",
+            "copy.deepcopy(state['quant_state'])",
+            "copy.deepcopy(state['quant_state'], memo)",
+        ),
+        Rewrite(f"{_PARAMETER}.__copy__", _SET_STATE, f"{_SET_STATE}\nnew_instance.module = None"),
+    ),
+    defect=defect,
+)
