@@ -1,0 +1,125 @@
+"""An INT8 layer cannot run with a weight that is not an ``Int8Params``.
+
+``Linear8bitLt.forward`` reads ``self.weight.CB``, and others put plain tensors there: transformers
+ties ``lm_head`` to the embedding when ``llm_int8_skip_modules`` does not name it (#1634), FSDP2
+replaces every parameter, ``functional_call`` runs on the tensors that it was given. All die with
+``'Parameter' object has no attribute 'CB'``. All releases.
+
+The repair gives such a weight a forward of its own, which leaves the layer and the weight as they
+were (the normal path would write int8 codes into the embedding that the head is tied to). A plain
+float weight is not quantized, so it computes as ``nn.Linear``; with ``has_fp16_weights`` it is
+quantized for the call, as always. Plain int8 codes use the scales of this layer, which is why the
+layer notes them as soon as it gets a quantized weight: FSDP2 throws that weight away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..edits import Rewrite, SetAttribute
+from ..patch import Finding, Patch
+from . import _int8
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _plain_forward(layer: Any, x: Tensor) -> Tensor:
+    """Forward with a weight that carries no codes or scales of its own."""
+    import bitsandbytes as bnb
+    import torch
+
+    weight, bias, kept = layer.weight, layer.bias, layer.state
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    if weight.is_floating_point() and not kept.has_fp16_weights:
+        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+    state = bnb.MatmulLtState()
+    state.threshold, state.has_fp16_weights, state.is_training = kept.threshold, kept.has_fp16_weights, layer.training
+    if not weight.is_floating_point():
+        scale = _int8.find_scale(layer) if _int8.is_lost(kept.SCB) else kept.SCB
+        if scale is None:
+            raise _int8.lost(layer)
+        state.CB, state.SCB = weight.data, scale.to(weight.device)
+    return bnb.matmul(x, weight, bias=bias, state=state)
+
+
+def _note_scale(layer: Any) -> None:
+    """Note the scales of a weight that was just quantized or assigned, before its first forward."""
+    weight, state = layer._parameters.get("weight"), vars(layer).get("state")
+    if state is not None and getattr(weight, "CB", None) is not None and not _int8.is_lost(weight.SCB):
+        state.SCB = weight.SCB
+
+
+def _setattr(original: Callable[..., None] | None) -> Callable[..., None]:
+    import torch
+
+    inherited = original or torch.nn.Linear.__setattr__
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if name == "weight":
+            _note_scale(self)
+        inherited(self, name, value)
+        if name == "weight":
+            _note_scale(self)
+
+    return __setattr__
+
+
+def _apply(original: Callable[..., Any] | None) -> Callable[..., Any]:
+    import torch
+
+    inherited = original or torch.nn.Linear._apply
+
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        result = inherited(self, fn, recurse)
+        _note_scale(self)
+        return result
+
+    return _apply
+
+
+def defect() -> Finding:
+    """A head tied to its embedding, as transformers does it."""
+    import bitsandbytes as bnb
+    import torch
+
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(32, 64)
+    head = bnb.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False)
+    head.weight = embedding.weight
+    x = torch.randn(4, 64)
+    expected = x @ embedding.weight.detach().t()
+    try:
+        y = head(x)
+    except AttributeError as error:
+        return Finding(True, f"forward of a tied head: {error}")
+    error = float((y - expected).norm() / expected.norm())
+    return Finding(error > 1e-2, f"relative error of a tied head {error:.1e}")
+
+
+_LAYER = "bitsandbytes.nn.modules:Linear8bitLt"
+
+PATCH = Patch(
+    id="bitsandbytes-int8-plain-weight",
+    summary="INT8 layers crash with tied, sharded or functional weights: 'Parameter' object has no attribute 'CB'",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",
+    ),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(
+            f"{_LAYER}.forward",
+            "if self.weight.CB is not None:\n    self.init_8bit_state()",
+            "if not hasattr(self.weight, 'CB'):\n    return _patches_plain_forward(self, x)\n"
+            "if self.weight.CB is not None:\n    self.init_8bit_state()",
+            names={"_patches_plain_forward": _plain_forward},
+        ),
+        SetAttribute(f"{_LAYER}.__setattr__", make=_setattr),
+        SetAttribute(f"{_LAYER}._apply", make=_apply),
+    ),
+    defect=defect,
+)

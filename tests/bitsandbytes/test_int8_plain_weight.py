@@ -1,0 +1,163 @@
+"""INT8 layers with tied, sharded and functional weights: exact, and the layer left as it was."""
+
+from __future__ import annotations
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch.func import functional_call
+
+import patches
+
+ID = "bitsandbytes-int8-plain-weight"
+
+
+def linear(bias: bool = True, **options) -> bnb.nn.Linear8bitLt:
+    torch.manual_seed(0)
+    options = {"has_fp16_weights": False, **options}
+    return bnb.nn.Linear8bitLt(64, 32, bias=bias, **options).to("cpu")
+
+
+def test_a_tied_head_computes_as_nn_linear_and_leaves_the_embedding_alone():
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(32, 64)
+    head = linear()
+    head.weight = embedding.weight
+    before = embedding.weight.detach().clone()
+    x = torch.randn(4, 64, requires_grad=True)
+    with pytest.raises(AttributeError, match="CB"):
+        head(x)
+    with patches.applied(ID):
+        y = head(x)
+        y.sum().backward()
+    assert torch.equal(y, torch.nn.functional.linear(x, embedding.weight, head.bias))
+    assert torch.equal(embedding.weight, before) and embedding.weight.grad is not None
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("warm", [True, False])
+def test_plain_codes_use_the_scales_of_the_layer(training, warm):
+    x = torch.randn(4, 64)
+    expected = linear().train(training)(x)
+    with patches.applied(ID):
+        layer = linear().train(training)
+        if warm:
+            layer(x)
+        layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("warm", [True, False])
+def test_functional_call_runs_on_what_it_is_given_and_leaves_no_trace(training, warm):
+    x = torch.randn(4, 64)
+    expected = linear(bias=False).train(training)(x)
+    with patches.applied(ID):
+        layer = linear(bias=False).train(training)
+        if warm:
+            layer(x)
+        given = {name: p.detach().clone() for name, p in layer.named_parameters()}
+        assert torch.equal(functional_call(layer, given, (x,)), expected)
+        given["weight"] = -given["weight"]
+        assert torch.equal(functional_call(layer, given, (x,)), -expected)
+        assert torch.equal(layer(x), expected), "the layer kept the weight of the call"
+
+
+def test_a_float_weight_of_a_layer_that_trains_it_is_quantized_for_the_call():
+    x = torch.randn(4, 64)
+    expected = linear(has_fp16_weights=True).requires_grad_(False)(x)
+    layer = linear(has_fp16_weights=True)
+    layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
+    with patches.applied(ID):
+        assert torch.equal(layer(x), expected)
+
+
+def test_codes_that_never_had_scales_are_an_error_that_names_the_layer():
+    model = torch.nn.ModuleDict({"head": linear()})
+    model["head"].weight = torch.nn.Parameter(model["head"].weight.data, requires_grad=False)
+    with patches.applied(ID), pytest.raises(RuntimeError, match="'head' holds int8 codes but not their row scales"):
+        model["head"](torch.randn(4, 64))
+
+
+def test_sound_layers_stay_bit_identical(device):
+    def outputs() -> list[torch.Tensor]:
+        layer, x = linear().to(device), torch.ones(4, 64, device=device)
+        return [layer(x).detach(), layer.eval()(x).detach(), *layer.state_dict().values()]
+
+    before = outputs()
+    with patches.applied(ID):
+        assert all(map(torch.equal, outputs(), before))
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "quantized"])
+def test_compiled_equals_eager_in_one_graph(kind):
+    with patches.applied(ID):
+        layer = linear().eval()
+        x = torch.randn(4, 64)
+        layer(x)
+        if kind != "quantized":
+            weight = layer.weight.data if kind == "int8" else torch.randn(32, 64)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        expected = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+def test_transformers_with_a_tied_head(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    size = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, tie_word_embeddings=True, **size)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    int8 = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["q_proj"])
+    ids = torch.arange(8).view(1, 8)
+    with patches.applied(ID, "bitsandbytes-int8-tied-state-dict"), torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=int8, device_map={"": "cpu"}
+        )
+        assert isinstance(model.lm_head, bnb.nn.Linear8bitLt)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        hidden = model.model(ids).last_hidden_state
+        assert torch.equal(model(ids).logits, hidden @ model.lm_head.weight.to(hidden.dtype).t())
+        assert "lm_head.weight" in model.state_dict()
+
+
+def test_fsdp2_on_one_rank(fresh):
+    """FSDP2 throws the Int8Params away, before or after the first forward, and shards plain codes."""
+    out = fresh("""
+        import copy, os
+        import bitsandbytes as bnb, patches, torch
+        import torch.distributed as dist
+        patches.apply("bitsandbytes-int8-plain-weight", "bitsandbytes-int8-backward-live-state",
+                      "bitsandbytes-int8-state-dict-names", "bitsandbytes-int8-tied-state-dict")
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.device_mesh import init_device_mesh
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+
+        def step(model):
+            x = torch.ones(4, 64, requires_grad=True)
+            y = model(x)
+            y.square().sum().backward()
+            return y.detach(), x.grad
+
+        for warm in (False, True):
+            torch.manual_seed(0)
+            layers = [bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).requires_grad_(False) for _ in range(2)]
+            model = torch.nn.Sequential(*layers).to("cpu")
+            expected = step(copy.deepcopy(model))
+            if warm:
+                step(model)
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            assert not isinstance(model[0].weight, bnb.nn.Int8Params)
+            for _ in range(2):
+                assert all(map(torch.equal, step(model), expected))
+            assert set(get_model_state_dict(model)) == set(model.state_dict()) and "0.SCB" in model.state_dict()
+        dist.destroy_process_group()
+        print("sharded")
+    """)
+    assert "sharded" in out
