@@ -1,0 +1,47 @@
+"""``state_dict`` of a model with a tied INT8 head: ``'Parameter' object has no attribute 'SCB'``.
+
+``Linear8bitLt._save_to_state_dict`` asks the weight for its scales, and a weight that is tied to an
+embedding (or replaced by FSDP2) is a plain ``Parameter``; on the meta device, transformers takes the
+attribute off an ``Int8Params`` too. Saving, and loading with transformers, which reads the state
+dict, then fail (#1634). Up to 0.49.2; fixed upstream in 0.50.0 (#1897), the same way.
+"""
+
+from __future__ import annotations
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+
+def defect() -> Finding:
+    """The state dict of a head that is tied to its embedding."""
+    import bitsandbytes as bnb
+    import torch
+
+    embedding = torch.nn.Embedding(32, 64)
+    head = bnb.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False)
+    head.weight = embedding.weight
+    try:
+        keys = list(head.state_dict())
+    except AttributeError as error:
+        return Finding(True, f"state_dict of a tied head: {error}")
+    return Finding(keys != ["weight"], f"state_dict of a tied head has {keys}")
+
+
+PATCH = Patch(
+    id="bitsandbytes-int8-tied-state-dict",
+    summary="state_dict of an INT8 layer with a tied or sharded weight crashes: no attribute 'SCB'",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1897",
+    ),
+    requires=("bitsandbytes>=0.46.1,<0.50",),
+    tested_up_to="0.49.2",
+    edits=(
+        Rewrite(
+            "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
+            "getattr(self.weight, scb_name)",
+            "getattr(self.weight, scb_name, None)",
+        ),
+    ),
+    defect=defect,
+)
