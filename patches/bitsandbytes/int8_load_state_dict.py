@@ -1,0 +1,70 @@
+"""``Linear8bitLt`` cannot load its own ``state_dict`` once it has run, nor with ``assign=True``.
+
+The first forward moves the scales from the weight to the layer's state, and
+``_load_from_state_dict`` looks for them on the weight only: ``Loading a quantized checkpoint into
+non-quantized Linear8bitLt is not supported``. By then the codes have been written, so the layer is
+left with new codes and old scales. With ``assign=True`` (the way onto a meta model) the new weight is
+a plain ``Parameter`` without scales, and the same error follows, or ``no attribute 'SCB'`` up to
+0.49.2. All releases.
+
+The repair looks where the scales are, and makes an assigned int8 weight an ``Int8Params`` again.
+What is still refused: int8 codes into a weight that was never quantized, without ``assign=True``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _scale_to_fill(layer: Any) -> Tensor | None:
+    """The scales that the checkpoint's are copied into; None if the layer is not quantized."""
+    import torch
+    from bitsandbytes.nn import Int8Params
+
+    weight = layer.weight
+    if weight.dtype == torch.int8 and not isinstance(weight, Int8Params):
+        scale = torch.empty(weight.shape[0], device=weight.device)
+        layer.weight = Int8Params(weight.data, False, False, weight.data, scale)
+    scale = getattr(layer.weight, "SCB", None)
+    return layer.state.SCB if scale is None else scale
+
+
+def defect() -> Finding:
+    """Forward, then load what the layer itself saved."""
+    import bitsandbytes as bnb
+    import torch
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).requires_grad_(False).to("cpu").eval()
+    x = torch.randn(4, 64)
+    expected = layer(x)
+    try:
+        layer.load_state_dict(layer.state_dict())
+    except RuntimeError as error:
+        return Finding(True, f"load_state_dict of its own state_dict: {str(error)[:60]}...")
+    return Finding(not torch.equal(layer(x), expected), "load_state_dict of its own state_dict changes nothing")
+
+
+_TARGET = "bitsandbytes.nn.modules:Linear8bitLt._load_from_state_dict"
+_NAMES = {"_patches_scale_to_fill": _scale_to_fill}
+_CALL = "_patches_scale_to_fill(self)"
+
+PATCH = Patch(
+    id="bitsandbytes-int8-load-state-dict",
+    summary="Linear8bitLt refuses its own state_dict after a forward, and any with assign=True",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(_TARGET, "self.weight.SCB", _CALL, count=3, names=_NAMES, when="bitsandbytes<0.50"),
+        Rewrite(_TARGET, 'getattr(self.weight, "SCB", None)', _CALL, names=_NAMES, when="bitsandbytes>=0.50"),
+        Rewrite(_TARGET, "self.weight.SCB", _CALL, when="bitsandbytes>=0.50"),
+    ),
+    defect=defect,
+)
