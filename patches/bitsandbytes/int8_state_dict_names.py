@@ -1,0 +1,83 @@
+"""The names in an INT8 layer's state dict are not its attributes: distributed checkpoints cannot be made.
+
+``Linear8bitLt`` saves ``SCB`` and ``weight_format`` beside ``weight`` and has no attribute of either
+name. ``torch.distributed.checkpoint`` finds the owner of every key by walking the attributes, so
+``get_model_state_dict`` dies with ``'Linear8bitLt' object has no attribute 'SCB'`` (FSDP, DCP,
+accelerate). All releases.
+
+The repair adds both as properties of what the layer saves. They can be set and deleted, so that
+``functional_call`` may be given a whole state dict.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..edits import SetAttribute
+from ..patch import Finding, Patch
+from . import _int8
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _scale(layer: Any) -> Tensor:
+    """The row scales as ``state_dict`` saves them; absent for a layer that is not quantized."""
+    for holder in (layer.weight, layer.state):
+        scale = getattr(holder, "SCB", None)
+        if scale is not None and not layer.state.has_fp16_weights:
+            return scale
+    raise AttributeError(f"{type(layer).__name__!r} object has no attribute 'SCB': it is not quantized")
+
+
+def _set_scale(layer: Any, scale: Tensor) -> None:
+    holder = layer.state if _int8.is_lost(getattr(layer.weight, "SCB", None)) else layer.weight
+    holder.SCB = scale
+
+
+def _delete_scale(layer: Any) -> None:
+    layer.state.SCB = None
+
+
+def _format(layer: Any) -> Tensor:
+    """The layout of the codes as ``state_dict`` saves it, 0 for rows; absent where there are no scales."""
+    import torch
+
+    _scale(layer)
+    return torch.tensor(0, dtype=torch.uint8)
+
+
+def _ignore(layer: Any, value: Tensor | None = None) -> None:
+    """Rows are the only layout there is."""
+
+
+def defect() -> Finding:
+    """``get_model_state_dict`` of a model with one INT8 layer."""
+    import bitsandbytes as bnb
+    import torch
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)).to("cpu")
+    try:
+        found = get_model_state_dict(model)
+    except AttributeError as error:
+        return Finding(True, f"get_model_state_dict: {error}")
+    lacking = set(model.state_dict()) - set(found)
+    return Finding(bool(lacking), f"get_model_state_dict lacks {len(lacking)} of {len(model.state_dict())} keys")
+
+
+_LAYER = "bitsandbytes.nn.modules:Linear8bitLt"
+
+PATCH = Patch(
+    id="bitsandbytes-int8-state-dict-names",
+    summary="get_model_state_dict (DCP, FSDP) dies on INT8 layers: no attribute 'SCB'",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    edits=(
+        SetAttribute(f"{_LAYER}.SCB", value=property(_scale, _set_scale, _delete_scale)),
+        SetAttribute(f"{_LAYER}.weight_format", value=property(_format, _ignore, _ignore)),
+    ),
+    defect=defect,
+)
