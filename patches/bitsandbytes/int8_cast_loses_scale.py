@@ -1,0 +1,47 @@
+"""``Int8Params.to(dtype)`` forgets the row scales.
+
+From 0.48 on, ``to`` carries the scales over only when a device is named. ``weight.to(torch.int8)``,
+which accelerate calls on every weight that it brings back, and ``weight.to(torch.float16)``, the first
+step of a dequantization by hand, return codes whose ``SCB`` is None, without a word.
+
+The repair moves the scales to wherever the new parameter is. They keep their own dtype.
+"""
+
+from __future__ import annotations
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+
+def defect() -> Finding:
+    """A weight in another dtype, dequantized by hand."""
+    import bitsandbytes as bnb
+    import torch
+
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64)
+    cast = bnb.nn.Int8Params(weight, requires_grad=False).to("cpu").to(torch.float32)
+    if cast.SCB is None:
+        return Finding(True, "the scales of all 64 rows are gone")
+    error = float((cast.data * cast.SCB.view(-1, 1) / 127 - weight).norm() / weight.norm())
+    return Finding(error > 1e-2, f"relative error of the dequantized weight {error:.1e}")
+
+
+_TARGET = "bitsandbytes.nn.modules:Int8Params.to"
+
+PATCH = Patch(
+    id="bitsandbytes-int8-cast-loses-scale",
+    summary="Int8Params.to(dtype) silently drops the row scales",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("bitsandbytes>=0.48",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(
+            _TARGET,
+            'device is not None and self.SCB is not None and self.SCB.device.type != "meta"',
+            'self.SCB is not None and (self.SCB.device.type != "meta" or new_param.device.type == "meta")',
+        ),
+        Rewrite(_TARGET, "self.SCB.to(device)", "self.SCB.to(new_param.device)"),
+    ),
+    defect=defect,
+)
