@@ -1,0 +1,171 @@
+"""The state dict of a 4-bit layer that FSDP2 has sharded holds its codes without their statistics.
+
+``fully_shard`` replaces the ``Params4bit`` of a layer by a ``DTensor`` that has no ``quant_state``; what
+the forward needs is kept on the layer. ``Linear4bit._save_to_state_dict`` looks at the weight alone, so
+absmax and the rest are left out, without a word, in every release (0.46.1 to 0.50.2; 0.49.0 dies in
+``state_dict()`` with ``'DTensor' object has no attribute 'quant_state'``). A checkpoint of
+such a model (DCP, or a full state dict gathered on rank 0) loads "successfully" into a fresh one and
+leaves its codes under the statistics that happen to be there. That goes well only if both were quantized
+from the same weights.
+
+The repair lends the layer's state to the ``DTensor`` while the state dict is made, under the names that
+``torch.distributed.checkpoint.state_dict`` walks with ``getattr``, and takes it back from the state dict
+when one is loaded. Each rank saves and holds the whole statistics, as in the forward; only codes are
+sharded. Codes that arrive without statistics are accepted if they are the ones that the layer has (a
+checkpoint of before, resumed over the same base), and are an error if they are others.
+
+What stays: ``set_model_state_dict(broadcast_from_rank0=True)`` sends only parameters and buffers, so the
+other ranks get codes alone, now the error above; give every rank the full state dict instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..edits import SetAttribute
+from ..patch import Finding, Patch
+from .linear4bit_load_state_dict import _bytes, _read
+from .params4bit_attributes import NESTED, OWN, packed_key, unless_there
+
+if TYPE_CHECKING:
+    import torch
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit
+
+
+def saving(original: Callable[..., None]) -> Callable[..., None]:
+    """``Linear4bit._save_to_state_dict`` that also finds the state of a sharded weight."""
+
+    def _save_to_state_dict(self: Linear4bit, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if _is_sharded(self):
+            _lend(self.quant_state, self.weight)
+        original(self, destination, prefix, keep_vars)
+
+    return _save_to_state_dict
+
+
+def loading(original: Callable[..., None] | None) -> Callable[..., None]:
+    """``Linear4bit._load_from_state_dict`` that also takes the statistics of a sharded weight."""
+
+    def _load_from_state_dict(
+        self: Linear4bit,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        from bitsandbytes.nn import Linear4bit
+
+        load = super(Linear4bit, self)._load_from_state_dict if original is None else partial(original, self)
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        weight = prefix + "weight"
+        if _is_sharded_tensor(state_dict.get(weight)) and not _is_sharded(self):
+            # Between forward and backward the weight is whole; a hook that FSDP2 has put into the load of
+            # nn.Module shards it again. Nothing to load, so nothing but the hook happens.
+            load({}, prefix, local_metadata, False, [], [], [])
+        if not _is_sharded(self) or weight not in state_dict:
+            load(state_dict, prefix, *rest)
+            return
+        statistics = {k[len(weight) + 1 :]: v for k, v in state_dict.items() if k.startswith(weight + ".")}
+        try:
+            state = _statistics(self, state_dict[weight], statistics)
+        except ValueError as error:
+            error_msgs.append(f"While loading the sharded 4-bit weight {weight!r}, left as it was: {error}")
+            return
+        known = len(error_msgs)
+        load({k: v for k, v in state_dict.items() if not k.startswith(weight + ".")}, prefix, *rest)
+        if len(error_msgs) == known:
+            self.quant_state = state
+
+    return _load_from_state_dict
+
+
+def _is_sharded(layer: Linear4bit) -> bool:
+    """Whether FSDP2 has taken the weight of a quantized layer and left its state behind on the layer."""
+    return layer.quant_state is not None and _is_sharded_tensor(layer.weight)
+
+
+def _is_sharded_tensor(tensor: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # whoever sharded has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _lend(state: QuantState, weight: torch.Tensor) -> None:
+    """Make the names of the state dict attributes of ``weight``."""
+    weight.quant_state = state
+    for names, source in ((OWN, state), (NESTED, state.state2)):
+        for name, attribute in names.items():
+            setattr(weight, name, getattr(source, attribute, None))
+
+
+def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.Tensor]) -> QuantState:
+    """The state that ``codes`` are to be read with. Raises ``ValueError`` if it cannot be known."""
+    import torch
+
+    if saved:
+        if not any(key.startswith("quant_state.") for key in saved):
+            raise ValueError("the state dict lacks 'weight.quant_state.bitsandbytes__...'")
+        stand_in = torch.empty(1, dtype=torch.uint8).expand(_bytes(layer))  # the codes are loaded by torch
+        return _read(layer, {"": stand_in, **saved}, assign=False)[1]
+    here, new = (getattr(t, "_local_tensor", t).detach() for t in (layer.weight, codes))
+    if not torch.equal(here.view(torch.uint8), new.to(here).view(torch.uint8)):  # bits: in bfloat16 some are NaN
+        raise ValueError(
+            "the state dict has codes without statistics ('weight.absmax' ...), and not the codes of this layer. "
+            "It was saved without this repair, or loaded with broadcast_from_rank0"
+        )
+    return layer.quant_state
+
+
+def defect() -> Finding:
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from bitsandbytes.nn import Linear4bit
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+        return fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("gloo", store=dist.FileStore(file.name, 1), rank=0, world_size=1)
+        try:
+            trained, fresh = sharded(0), sharded(1)
+            x = torch.randn(2, 64)
+            try:
+                trained.state_dict()
+            except AttributeError as error:
+                return Finding(True, f"state_dict: {error}")
+            set_model_state_dict(fresh, get_model_state_dict(trained))
+            error = ((fresh(x) - trained(x)).norm() / trained(x).norm()).item()
+        finally:
+            dist.destroy_process_group()
+    return Finding(error > 0, f"relative error {error:.3f} after saving sharded and loading into a fresh model")
+
+
+PATCH = Patch(
+    id="bitsandbytes-linear4bit-sharded-state-dict",
+    summary="checkpoints of 4-bit models under FSDP2 lack the quantization statistics; loading one is silently wrong",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946",
+    ),
+    requires=("bitsandbytes>=0.46",),
+    tested_up_to="0.50.2",
+    edits=(
+        SetAttribute("bitsandbytes.nn.modules:Linear4bit._save_to_state_dict", make=saving),
+        SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=loading),
+        SetAttribute("bitsandbytes.functional:QuantState.__getattr__", make=unless_there(packed_key)),
+    ),
+    defect=defect,
+)
