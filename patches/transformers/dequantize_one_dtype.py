@@ -1,0 +1,75 @@
+"""``model.dequantize()`` after training on a k-bit model gives a model that cannot compute.
+
+peft's ``prepare_model_for_kbit_training`` casts all that is not quantized to float32. After training,
+``merge_and_unload()`` and ``model.dequantize()`` should give a plain model; but ``dequantize`` makes the
+former quantized weights ``config.dtype`` (bfloat16), "using the same dtype we used to load the model",
+while embeddings, norms, biases and head are float32 by then. The first forward dies with ``mat1 and mat2
+must have the same dtype, but got Float and BFloat16``, for 4 and 8 bit.
+
+The repair asks the rest of the model. If its floating point parameters are all of one dtype, that is what
+the dequantized weights become; widening is exact. If they are of several (a model that keeps some modules
+in float32, say), ``config.dtype`` decides as before. A dtype that the caller gives is obeyed as before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+def dtype_of_the_rest(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of all floating point parameters that are not quantized, if it is one; else ``config.dtype``."""
+    quantized = ("Params4bit", "Int8Params")
+    rest = {p.dtype for p in model.parameters() if p.is_floating_point() and type(p).__name__ not in quantized}
+    return rest.pop() if len(rest) == 1 else model.config.dtype
+
+
+def defect() -> Finding:
+    import tempfile
+
+    import torch
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu", dtype="bfloat16")
+    model = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(target_modules=["q_proj"]))
+    plain = model.merge_and_unload().dequantize()
+    dtypes = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in plain.parameters()}))
+    try:
+        plain(torch.arange(4)[None])
+    except RuntimeError as error:
+        if "same dtype" not in str(error):
+            raise
+        return Finding(True, f"parameters in {dtypes}; forward: {error}")
+    return Finding(False, f"parameters in {dtypes}; forward computes")
+
+
+PATCH = Patch(
+    id="transformers-dequantize-one-dtype",
+    summary="a model prepared for k-bit training, merged and dequantized mixes dtypes and cannot compute",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L239",),
+    requires=("transformers>=5.23", "bitsandbytes>=0.46", "peft"),
+    tested_up_to="5.23.0",
+    edits=(
+        Rewrite(
+            "transformers.quantizers.base:HfQuantizer.dequantize",
+            find="model.config.dtype",
+            replace="_patches_dtype_of_the_rest(model)",
+            names={"_patches_dtype_of_the_rest": dtype_of_the_rest},
+        ),
+    ),
+    defect=defect,
+)
