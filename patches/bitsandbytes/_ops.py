@@ -7,10 +7,16 @@ the dispatcher for the life of the process; without the patch nothing calls it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import bitsandbytes.autograd._functions as functions
 import bitsandbytes.functional as F
 import torch
+
+try:
+    RELEASE = version("bitsandbytes")
+except PackageNotFoundError:  # imported from a source tree
+    RELEASE = "unknown"
 
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
 

@@ -1,0 +1,95 @@
+"""A compiled 4-bit model is compiled anew in every process: its graphs are not cached on disk.
+
+torch keeps what AOT autograd makes of a graph on disk and finds it again in the next process. It
+takes no graph that holds a custom ``autograd.Function``, for it cannot tell from the graph what that
+does, and ``MatMul4Bit`` is one: every start of a training run traces and lowers the whole forward
+and backward again. All releases.
+
+While compiling, the product is the operator ``bnb_patches::linear_4bit``, whose arguments are the
+parts of the quantization state. It is a composite: AOT autograd expands it into ``MatMul4Bit`` on
+the same state, so what is lowered, what is saved for backward and every bit of the result are what
+they were; only the graph that is looked up in the cache has an operator there. The release of
+bitsandbytes is one of its arguments, so that an upgrade does not find the graphs of the old one.
+Eager calls take the old path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, quant_state: Any) -> torch.Tensor:
+    """``MatMul4Bit.apply(A, B, out, bias, quant_state)``, or while compiling the operator for it."""
+    import torch
+
+    if not torch.compiler.is_compiling() or out is not None:
+        return function.apply(A, B, out, bias, quant_state)
+    from . import _ops
+
+    nested = quant_state.state2 if quant_state.nested else None
+    return torch.ops.bnb_patches.linear_4bit(
+        A,
+        B,
+        bias,
+        quant_state.absmax,
+        quant_state.shape,
+        quant_state.dtype,
+        quant_state.blocksize,
+        quant_state.quant_type,
+        quant_state.offset if nested is not None else None,
+        nested.absmax if nested is not None else None,
+        nested.code if nested is not None else None,
+        nested.blocksize if nested is not None else 0,
+        nested.dtype if nested is not None else torch.float32,
+        _ops.RELEASE,
+    )
+
+
+def defect() -> Finding:
+    import torch
+    from bitsandbytes.nn import Linear4bit
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+
+    reasons: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        try:
+            check_cacheable(graph)
+        except BypassAOTAutogradCache as error:
+            reasons.append(" ".join(str(error).split()))
+        return graph.forward
+
+    layer = Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
+    torch.compiler.reset()
+    torch.compile(layer, backend=backend)(torch.randn(2, 64, requires_grad=True))
+    torch.compiler.reset()
+    return Finding(bool(reasons), reasons[0][:90] if reasons else "may be cached")
+
+
+TARGET = "bitsandbytes.autograd._functions:matmul_4bit"
+EDIT = {
+    "find": "MatMul4Bit.apply(A, B, out, bias, quant_state)",
+    "replace": "_patches_linear_4bit(MatMul4Bit, A, B, out, bias, quant_state)",
+    "names": {"_patches_linear_4bit": apply},
+}
+
+PATCH = Patch(
+    id="bitsandbytes-matmul4bit-aot-cache",
+    summary="Compiled 4-bit models are compiled anew in every process: the cache on disk refuses their graphs",
+    links=("https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html",),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(TARGET, **EDIT, count=2, when="bitsandbytes<0.47"),
+        Rewrite(TARGET, **EDIT, count=3, when="bitsandbytes>=0.47,<0.48"),
+        Rewrite(TARGET, **EDIT, count=2, when="bitsandbytes>=0.48,<0.49"),
+        Rewrite(TARGET, **EDIT, count=3, when="bitsandbytes>=0.49,<0.50"),
+        Rewrite(TARGET, **EDIT, when="bitsandbytes>=0.50"),
+    ),
+    defect=defect,
+)
