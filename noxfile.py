@@ -51,7 +51,7 @@ def run_suite(session: nox.Session, release: str) -> None:
     path = os.pathsep.join([str(bitsandbytes(session, release)), str(ROOT)])
     # One thread per process: two workers on two cores, and sums that do not depend on the machine.
     env = {"PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    arguments = session.posargs or ["-q", "-n", "2", "--dist", "loadfile"]
+    arguments = session.posargs or ["-q", "-n", "2", "--dist", "worksteal"]
     session.run(sys.executable, "-m", "pytest", *arguments, env=env, external=True)
 
 
