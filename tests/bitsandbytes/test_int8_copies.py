@@ -1,0 +1,151 @@
+"""A copy of an INT8 weight is an INT8 weight: class, codes, scales, and nothing shared that is written to."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import bitsandbytes as bnb
+import pytest
+import torch
+
+import patches
+
+ID = "bitsandbytes-int8-copies"
+
+
+def weight() -> bnb.nn.Int8Params:
+    torch.manual_seed(0)
+    return bnb.nn.Int8Params(torch.randn(16, 64), requires_grad=False).to("cpu")
+
+
+def saved(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "save": saved,
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("extra", [True, False])
+def test_copies_keep_class_codes_and_scales(way, extra):
+    original = weight()
+    if extra:
+        original._is_hf_initialized = True
+    with patches.applied(ID):
+        made = WAYS[way](original)
+    assert type(made) is bnb.nn.Int8Params and not made.requires_grad
+    assert torch.equal(made.data, original.data) and torch.equal(made.SCB, original.SCB)
+    assert torch.equal(made.CB, original.data) and made.has_fp16_weights is False
+    if way != "deepcopy":
+        assert made.CB.data_ptr() == made.data_ptr(), "the codes are there twice"
+        assert getattr(made, "_is_hf_initialized", False) is extra
+
+
+def test_the_codes_are_written_once():
+    def size() -> int:
+        file = io.BytesIO()
+        torch.save(weight(), file)
+        return file.tell()
+
+    before = size()
+    with patches.applied(ID):
+        assert size() <= before
+
+
+def test_a_pickle_loads_without_this_package(fresh, tmp_path):
+    with patches.applied(ID):
+        torch.save(weight(), tmp_path / "weight.pt")
+        torch.save(torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 16, has_fp16_weights=False)), tmp_path / "model.pt")
+    out = fresh(
+        """
+        import sys, torch
+        for name in ("weight.pt", "model.pt"):
+            torch.load(f"{sys.argv[1]}/{name}", weights_only=False)
+        print("patches" in sys.modules)
+        """,
+        str(tmp_path),
+    )
+    assert out.strip().endswith("False")
+
+
+def test_quantizing_a_copy_leaves_the_original_alone():
+    original = bnb.nn.Int8Params(torch.randn(16, 64), requires_grad=False)
+    before = original.data.clone()
+    with patches.applied(ID):
+        copy.copy(original).to("cpu")
+    assert torch.equal(original.data, before) and original.SCB is None
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_saved_module_computes_the_same(warm):
+    layer = bnb.nn.Linear8bitLt(64, 16, has_fp16_weights=False).to("cpu").eval()
+    x = torch.randn(4, 64)
+    expected = copy.deepcopy(layer)(x)
+    if warm:
+        layer(x)
+    with patches.applied(ID):
+        for way in WAYS.values():
+            made = way(layer)
+            assert torch.equal(made(x), expected) and type(made.weight) is bnb.nn.Int8Params
+
+
+SPLITS = {
+    "chunk": lambda p: torch.chunk(p, 3),
+    "method": lambda p: p.chunk(2, dim=0),
+    "split": lambda p: torch.split(p, 6),
+    "sizes": lambda p: p.split([4, 12]),
+    "negative": lambda p: torch.split(p, 4, dim=-2),
+    "columns": lambda p: torch.split(p, [16, 48], dim=1),
+}
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_pieces_keep_the_scales_of_their_rows(how):
+    whole = weight()
+    dequantized = whole.data.float() * whole.SCB.view(-1, 1)
+    assert not any(isinstance(piece, bnb.nn.Int8Params) for piece in SPLITS[how](whole))
+    with patches.applied(ID):
+        pieces = SPLITS[how](whole)
+    assert all(type(piece) is bnb.nn.Int8Params for piece in pieces)
+    found = [piece.data.float() * piece.SCB.view(-1, 1) for piece in pieces]
+    assert torch.equal(torch.cat(found, dim=1 if how == "columns" else 0), dequantized)
+
+
+def test_pieces_run_in_layers_of_their_own():
+    layer = bnb.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False).to("cpu").eval()
+    x = torch.randn(4, 64)
+    expected = copy.deepcopy(layer)(x)
+    with patches.applied(ID):
+        halves = [bnb.nn.Linear8bitLt(64, 16, bias=False, has_fp16_weights=False).eval() for _ in range(2)]
+        for half, piece in zip(halves, torch.chunk(layer.weight, 2)):
+            half.weight = piece
+        assert torch.equal(torch.cat([half(x) for half in halves], dim=1), expected)
+
+
+def test_other_operations_give_plain_tensors():
+    with patches.applied(ID):
+        p = weight()
+        assert {type(p.t()), type(p[:2]), type(p.float()), type(p.detach()), type(p.data)} == {torch.Tensor}
+        plain = bnb.nn.Int8Params(torch.randn(4, 4), requires_grad=False)
+        assert type(plain.chunk(2)[0]) is torch.Tensor, "there is nothing to keep before quantization"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compiled_equals_eager_in_one_graph(training):
+    layer = bnb.nn.Linear8bitLt(64, 16, bias=False, has_fp16_weights=False).to("cpu").train(training)
+    x = torch.randn(4, 64, requires_grad=True)
+    with patches.applied(ID):
+        expected = layer(x)
+        y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        assert torch.equal(y, expected)
+        assert torch.equal(*(torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected)))
