@@ -1,0 +1,65 @@
+"""``Linear8bitLt(has_fp16_weights=True)``, the default, cannot be trained on a CPU.
+
+``MatMul8bitFp.backward`` transposes the input with ``A.t()``, which refuses the (batch, sequence,
+features) of every transformer: ``t() expects a tensor with <= 2 dimensions, but self is 3D``. And a
+forward in eval mode takes ``MatMul8bitLt``, whose ``int8_double_quant`` has no CPU kernel, so that
+evaluation between training steps dies too. From 0.48; before, there is no CPU path for such
+weights at all.
+
+The repair flattens the leading dimensions, as ``MatMul8bitLt`` does, and takes the path that the CPU
+has whenever the weight wants a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _trains_on_cpu(A: Tensor, B: Tensor, state: Any) -> bool:
+    """Whether ``MatMul8bitLt`` would need the kernel that the CPU lacks."""
+    return A.device.type == "cpu" and state.has_fp16_weights and B.requires_grad
+
+
+def defect() -> Finding:
+    """A training step on (batch, sequence, features), then an evaluation."""
+    import bitsandbytes as bnb
+    import torch
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear8bitLt(64, 32).to("cpu")
+    x = torch.randn(2, 3, 64)
+    try:
+        layer(x).sum().backward()
+        layer.eval()(x)
+    except (RuntimeError, NotImplementedError) as error:
+        return Finding(True, f"{type(error).__name__}: {str(error)[:70]}")
+    expected = x.flatten(0, 1).sum(0).expand(32, 64)
+    error = float((layer.weight.grad - expected).norm() / expected.norm())
+    return Finding(error > 1e-2, f"relative error of the weight gradient {error:.1e}")
+
+
+PATCH = Patch(
+    id="bitsandbytes-int8-fp16-weights-cpu",
+    summary="has_fp16_weights=True does not train on a CPU with 3-D inputs, nor evaluate",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("bitsandbytes>=0.48",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(
+            "bitsandbytes.autograd._functions:MatMul8bitFp.backward", "A.t()", "A.reshape(-1, A.shape[-1]).t()"
+        ),
+        Rewrite(
+            "bitsandbytes.autograd._functions:matmul",
+            "state.is_training",
+            "state.is_training or _patches_trains_on_cpu(A, B, state)",
+            names={"_patches_trains_on_cpu": _trains_on_cpu},
+        ),
+    ),
+    defect=defect,
+)

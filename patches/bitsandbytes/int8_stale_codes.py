@@ -1,0 +1,69 @@
+"""A zeroed gradient brings back the codes of an older weight.
+
+With ``has_fp16_weights=True``, forward quantizes the weight anew unless ``weight.grad`` exists, which
+it takes to mean that gradients are being accumulated. ``zero_grad(set_to_none=False)`` leaves zeros
+there, so that every later step runs on the codes of the first one; and an eval forward uses those of
+the last training forward, from before the optimizer's step. Both silently. All releases; only from
+0.48 can such a layer be trained on a CPU.
+
+The repair quantizes in every training forward (the same weight gives the same codes, so what was
+right stays bit-identical), and in eval whenever the weight is another than in the last eval forward.
+Version counters alone would not do: the optimizer kernels of bitsandbytes do not touch them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _must_quantize(B: Tensor, state: Any) -> bool:
+    """Whether the codes in ``state`` may be those of another weight than ``B``."""
+    import torch
+
+    if not state.has_fp16_weights or state.is_training or torch.compiler.is_compiling():
+        state._patches_quantized = None
+        return True
+    stamp = (B.data_ptr(), B._version)
+    known, state._patches_quantized = getattr(state, "_patches_quantized", None), stamp
+    return known != stamp
+
+
+def defect() -> Finding:
+    """Two training steps, the gradients set to zero between them."""
+    import bitsandbytes as bnb
+    import torch
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear8bitLt(64, 64, bias=False).to("cpu")
+    x = torch.randn(8, 64)
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer.weight.normal_()
+    layer.zero_grad(set_to_none=False)
+    expected = x @ layer.weight.detach().t()
+    error = float((layer(x).detach() - expected).norm() / expected.norm())
+    return Finding(error > 0.05, f"relative error of the second step {error:.1e}")
+
+
+_EXPRESSION = "state.is_training and not has_grad"
+_CALL = "_patches_must_quantize(B, state)"
+_NAMES = {"_patches_must_quantize": _must_quantize}
+
+PATCH = Patch(
+    id="bitsandbytes-int8-stale-codes",
+    summary="has_fp16_weights=True keeps computing with old codes after zero_grad(set_to_none=False)",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("bitsandbytes>=0.48",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite("bitsandbytes.autograd._functions:MatMul8bitLt.forward", _EXPRESSION, _CALL, names=_NAMES),
+        Rewrite("bitsandbytes.autograd._functions:MatMul8bitFp.forward", _EXPRESSION, _CALL, names=_NAMES),
+    ),
+    defect=defect,
+)
