@@ -1,0 +1,59 @@
+"""``MatMul8bitLt: inputs will be cast from torch.bfloat16 to float16`` appears at every call.
+
+0.50.0 turned ``warnings.warn``, which Python shows once per place, into ``logger.warning``, which it
+does not: 20 lines for 20 calls, and a training run of a 32-layer model prints 224 a step.
+
+The repair says it once for each dtype, to the same logger.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+
+@functools.cache
+def _say_once(message: str, dtype: object) -> None:
+    logging.getLogger("bitsandbytes.autograd._functions").warning(message, dtype, stacklevel=2)
+
+
+def defect() -> Finding:
+    """Five forwards in another dtype than float16."""
+    import bitsandbytes as bnb
+    import torch
+
+    messages: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = messages.append  # type: ignore[method-assign]
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    logger.addHandler(handler)
+    propagate, logger.propagate = logger.propagate, False
+    try:
+        layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu").eval()
+        for _ in range(5):
+            layer(torch.ones(2, 64))
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+    return Finding(len(messages) > 1, f"{len(messages)} messages in 5 calls")
+
+
+PATCH = Patch(
+    id="bitsandbytes-int8-cast-message",
+    summary="'inputs will be cast' is logged at every INT8 call",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("bitsandbytes>=0.50",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(
+            "bitsandbytes.autograd._functions:MatMul8bitLt.forward",
+            "logger.warning",
+            "_patches_say_once",
+            names={"_patches_say_once": _say_once},
+        ),
+    ),
+    defect=defect,
+)
