@@ -1,0 +1,91 @@
+"""Gradient checkpointing that is on and does nothing, because the base model is in eval.
+
+``from_pretrained`` returns a model in eval, and checkpointing layers look at their own ``training``.
+After ``prepare_model_for_kbit_training`` and ``get_peft_model``, ``peft_model.training`` is True, the
+layers below are not: every layer keeps all its activations, and nobody says so. The Trainer calls
+``train()``; training loops written by hand run out of memory (bitsandbytes #1927 takes it for a
+matter of order). All releases of transformers that have ``GradientCheckpointingLayer``.
+
+The repair warns, once for each time checkpointing was enabled, when such a layer runs with gradients
+wanted. It changes no result: a model may be in eval on purpose. Nothing is said while compiling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+from ..edits import SetAttribute
+from ..patch import Finding, Patch
+
+_told: WeakSet[Any] = WeakSet()
+
+
+def _make(original: Callable[..., Any] | None) -> Callable[..., Any]:
+    import torch
+
+    inherited = original or torch.nn.Module.__call__
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and not self.training and not torch.compiler.is_compiling():
+            _warn(self, args, kwargs)
+        return inherited(self, *args, **kwargs)
+
+    return __call__
+
+
+def _warn(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    import torch
+
+    enabled_by = getattr(layer, "_gradient_checkpointing_func", type(layer))
+    wanted = torch.is_grad_enabled() and any(getattr(a, "requires_grad", False) for a in (*args, *kwargs.values()))
+    if not wanted or enabled_by in _told:
+        return
+    _told.add(enabled_by)
+    logging.getLogger("bnb_patches").warning(
+        "gradient checkpointing is enabled but does nothing: %s is in eval mode while gradients are wanted. "
+        "Call model.train() before the training loop.",
+        type(layer).__name__,
+    )
+
+
+def defect() -> Finding:
+    """A tiny Llama as loaded, with LoRA on it and checkpointing on."""
+    import peft
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_key_value_heads=2, **size)).eval()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model.enable_input_require_grads()
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    messages: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = messages.append  # type: ignore[method-assign]
+    logger = logging.getLogger("bnb_patches")
+    logger.addHandler(handler)
+    propagate, logger.propagate = logger.propagate, False
+    calls = []
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: calls.append(t) or t, lambda t: t):
+            tuned(input_ids=torch.arange(4).view(1, 4))
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+    idle = tuned.training and not any(layer.training for layer in model.model.layers)
+    return Finding(idle and not messages, f"{len(calls)} tensors kept, {len(messages)} warnings")
+
+
+PATCH = Patch(
+    id="transformers-checkpointing-in-eval",
+    summary="Gradient checkpointing does nothing, without a word, while the base model is in eval",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("transformers>=4.53", "peft"),
+    tested_up_to="5.23.0",
+    edits=(SetAttribute("transformers.modeling_layers:GradientCheckpointingLayer.__call__", make=_make),),
+    defect=defect,
+)
