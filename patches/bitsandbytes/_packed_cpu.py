@@ -80,7 +80,7 @@ def _pack(
     return packed, state.absmax
 
 
-def _linear(
+def linear(
     x: Tensor,
     weight: Tensor,
     stats: Sequence[Tensor],
@@ -89,7 +89,12 @@ def _linear(
     blocksize: int,
     nested_blocksize: int,
 ) -> Tensor:
-    memo = _packed(weight, stats, code, shape, blocksize, nested_blocksize)
+    """``x`` ``(…, K)`` times the transpose of a canonical 4-bit ``weight`` of ``shape`` ``(N, K)``: ``(…, N)``.
+
+    ``stats`` are the scales, or (8-bit scales, offset, their scales, their code book) if nested.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # Params4bit would send each look at it through Python
+        memo = _packed(weight, stats, code, shape, blocksize, nested_blocksize)
     # The kernel walks each row of x with stride 1.
     return torch.ops.bitsandbytes.gemv_4bit.default(
         x.contiguous(), memo.packed, shape, memo.scales, code, blocksize
@@ -108,5 +113,5 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
-_library.impl("linear_4bit_packed", _linear, "CPU")
+_library.impl("linear_4bit_packed", linear, "CPU")
 torch.library.register_fake("bnb_patches::linear_4bit_packed", _linear_fake, lib=_library)

@@ -93,11 +93,14 @@ def packed_matmul_4bit(
     """``bitsandbytes.matmul_4bit`` by the packed kernel. ``weight`` in either orientation."""
     import torch
 
-    from . import _packed_cpu  # noqa: F401, defines the op
+    from . import _packed_cpu
 
     state, nested = quant_state, quant_state.state2
     stats = [state.absmax] if nested is None else [state.absmax, state.offset, nested.absmax, nested.code]
-    result = torch.ops.bnb_patches.linear_4bit_packed(
+    # As an op only for those who trace: the way through the dispatcher costs more than all the rest.
+    eager = type(x) is torch.Tensor and not torch.compiler.is_compiling()
+    product = _packed_cpu.linear if eager else torch.ops.bnb_patches.linear_4bit_packed
+    result = product(
         x, weight, stats, state.code, state.shape, state.blocksize, 0 if nested is None else nested.blocksize
     )
     return result if bias is None else result.add_(bias)
