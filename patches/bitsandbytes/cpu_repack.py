@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
 
 _FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
+_ASKED = "support_avx512bf16_for_cpu"
 _FLAG = "packing_format_for_cpu"
 _TILE = 32  # output rows in a tile of the packed layout
 
@@ -57,7 +58,8 @@ def canonical_state(layer: Linear4bit) -> QuantState:
         weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(
             weight.data, weight.quant_state
         )
-    if layer.training and layer.support_avx512bf16_for_cpu and not torch.compiler.is_compiling():
+    # Layers that were pickled by an older release have no such attribute.
+    if layer.training and getattr(layer, _ASKED, False) and not torch.compiler.is_compiling():
         from ._packed_cpu import release
 
         release(weight)

@@ -18,6 +18,8 @@ from bitsandbytes.functional import dequantize_4bit, has_avx512bf16
 from bitsandbytes.nn import Linear4bit, Params4bit
 
 import patches
+from patches import REGISTRY
+from patches.bitsandbytes.cpu_repack import canonical_state
 
 ID = "bitsandbytes-cpu-repack"
 STORAGE = {"storage-uint8": torch.uint8, "storage-bfloat16": torch.bfloat16}
@@ -77,6 +79,17 @@ def same_state(a: torch.nn.Module, b: torch.nn.Module) -> bool:
         a[k].dtype == b[k].dtype and torch.equal(a[k].flatten().view(torch.uint8), b[k].flatten().view(torch.uint8))
         for k in a
     )
+
+
+def test_the_reproducer():
+    """``verify`` cannot show it where the processor is emulated: present, absent, present again."""
+    defect = REGISTRY.patches[ID].defect
+    assert not defect()
+    patches.revert()
+    assert defect()
+    with patches.applied(ID):
+        assert not defect()
+    assert defect()
 
 
 # -- one layer -----------------------------------------------------------------------------------
@@ -147,6 +160,13 @@ def test_inputs_that_the_kernel_reads_wrongly(nested):
     transposed = inputs(128, 5).t()
     assert torch.equal(infer(layer, transposed), infer(layer, transposed.contiguous()))
     assert infer(layer, torch.empty(0, 128, dtype=torch.bfloat16)).shape == (0, 64)
+
+
+def test_a_layer_from_an_older_release():
+    """It never asked the processor; on other devices nothing does."""
+    layer = make().train()
+    del layer.support_avx512bf16_for_cpu
+    assert canonical_state(layer) is layer.weight.quant_state
 
 
 def test_a_bias_that_learns_in_eval_mode():
