@@ -36,9 +36,12 @@ def _version(package: str) -> str:
     return importlib.metadata.version(package)  # reads and parses a file
 
 
+_parsed = functools.lru_cache(maxsize=None)(Requirement)
+
+
 def satisfied(requirement: str) -> bool:
     """Whether the installed release meets a PEP 508 requirement; absent packages meet none."""
-    parsed = Requirement(requirement)
+    parsed = _parsed(requirement)
     version = installed(parsed.name)
     return version is not None and _contains(parsed, version)
 
@@ -49,7 +52,7 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     With ``untested``, a release newer than any that the patch was tested on is no obstacle: the
     exact match of the source still decides.
     """
-    requirements = [Requirement(text) for text in patch.requires]
+    requirements = [_parsed(text) for text in patch.requires]
     versions = {r.name: installed(r.name) for r in requirements}
     for requirement in requirements:
         version = versions[requirement.name]

@@ -92,9 +92,10 @@ def read(function: FunctionType, code: CodeType) -> Source:
         block = inspect.getblock(lines[code.co_firstlineno - 1 :])
         text, depth = _in_scopes(block, code, function.__qualname__)
         found = Source(code, text, depth, (), block, lines)
-        if _compile(found.parse()[0], code) != code:  # only then: it takes parsing the whole file
-            found = dataclasses.replace(found, imports=_imports("".join(lines)))
         same = _compile(found.parse()[0], code) == code
+        if not same:  # only then: it takes parsing the whole file
+            found = dataclasses.replace(found, imports=_imports("".join(lines)))
+            same = _compile(found.parse()[0], code) == code
     except (SyntaxError, IndexError, LookupError) as error:
         raise Conflict(f"{where}: its source in {code.co_filename} cannot be read: {error}") from error
     if not same:
@@ -237,17 +238,18 @@ def _same(a: object, b: object) -> bool:
 
 def _places(function: FunctionNode, find: list[ast.AST]) -> Iterator[tuple[list[ast.AST], ast.AST, str]]:
     """Every place in the body of ``function`` where ``find`` stands, with the node that holds it."""
+    first = type(find[0])  # nearly every node is of another type; comparing them all would cost most of the time
     pending: list[ast.AST] = [function]
     while pending:
         holder = pending.pop()
         for field in ("body",) if holder is function else holder._fields:
             value = getattr(holder, field, None)
             children = value if isinstance(value, list) else [value]
-            for start in range(len(children) - len(find) + 1):
-                run = children[start : start + len(find)]
-                if _same(find, run):
+            for start, child in enumerate(children):
+                if type(child) is first and _same(find, run := children[start : start + len(find)]):
                     yield run, holder, field
-            pending += [child for child in children if isinstance(child, ast.AST)]
+                if isinstance(child, ast.AST):
+                    pending.append(child)
 
 
 def _matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[_Match]:
