@@ -47,6 +47,7 @@ def imports(rounds: int, folder: str = "") -> dict[str, Any]:
             for way in ways if turn % 2 == 0 else reversed(ways):
                 hidden, autoload = ways[way]
                 env_of_way = {**environment(folder), **env(folder), "PATCHES_AUTOLOAD": autoload}
+                env_of_way["PYTHONDONTWRITEBYTECODE"] = ""  # an installed package has its bytecode
                 seconds = float(_run([sys.executable, "-c", _IMPORT, hidden], env_of_way))
                 if turn:  # the first reads from the disk and writes bytecode
                     found[way].append(seconds)
