@@ -34,7 +34,7 @@ def save(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
     if state.nested:
         tensors += (state.offset, state.state2.absmax, state.state2.code)
     ctx.kept = None
-    if not torch.compiler.is_compiling() and any(t.is_inference() for t in tensors):
+    if not torch.compiler.is_compiling() and any(t is not None and t.is_inference() for t in tensors):
         ctx.kept = tensors
     else:
         ctx.save_for_backward(*tensors)

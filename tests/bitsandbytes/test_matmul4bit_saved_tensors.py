@@ -163,3 +163,14 @@ def test_compiles_in_one_graph(warm, reentrant, nested, device):
         compiled = run(torch.compile(model, backend="aot_eager", fullgraph=True), x)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(map(torch.equal, compiled, expected))
+
+
+def test_a_state_without_a_code_table():
+    """What ``bitsandbytes-matmul4bit-aot-cache`` hands on, when the graph is run without AOT autograd."""
+    layer, x = make("cpu", nested=False), inputs("cpu")
+    layer(x)
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    with patches.applied(ID, "bitsandbytes-matmul4bit-aot-cache"):
+        torch.compiler.reset()
+        (gradient,) = torch.autograd.grad(torch.compile(layer, backend="eager")(x).sum(), x)
+    assert torch.equal(gradient, expected)
