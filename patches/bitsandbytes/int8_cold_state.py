@@ -32,7 +32,9 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     import bitsandbytes as bnb
 
     settled, weight = layer.state, layer.weight
-    cold = getattr(weight, "CB", None) is not None
+    if not hasattr(weight, "CB"):
+        return None  # tied, sharded or given by functional_call: the state is that of another weight
+    cold = weight.CB is not None
     CB, SCB = (weight.CB, weight.SCB) if cold else (settled.CB, settled.SCB)
     if CB is None or SCB is None or CB.device != x.device or SCB.device != x.device:
         return None

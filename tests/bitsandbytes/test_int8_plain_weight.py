@@ -103,6 +103,23 @@ def test_compiled_equals_eager_in_one_graph(kind):
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
 
 
+@pytest.mark.parametrize("how", ["replaced", "functional"])
+def test_compiled_takes_the_weight_that_is_there_not_that_of_the_state(how):
+    x = torch.randn(4, 64)
+    with patches.applied(ID, "bitsandbytes-int8-cold-state"):
+        layer = linear(bias=False).eval()
+        expected = -layer(x)
+        given = -layer.weight.data
+        if how == "replaced":
+            layer.weight = torch.nn.Parameter(given, requires_grad=False)
+            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        else:
+            compiled = torch.compile(
+                lambda x: functional_call(layer, {"weight": given}, (x,)), fullgraph=True, backend="aot_eager"
+            )
+        assert torch.equal(compiled(x), expected)
+
+
 def test_transformers_with_a_tied_head(tmp_path):
     transformers = pytest.importorskip("transformers")
     size = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
