@@ -28,7 +28,8 @@ def _scale_to_fill(layer: Any) -> Tensor | None:
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
-    if weight.dtype == torch.int8 and not isinstance(weight, Int8Params):
+    assigned = type(weight.data) is torch.Tensor and not isinstance(weight, Int8Params)
+    if weight.dtype == torch.int8 and assigned:  # the DTensor of FSDP2 is no such thing, and stays
         scale = torch.empty(weight.shape[0], device=weight.device)
         layer.weight = Int8Params(weight.data, False, False, weight.data, scale)
     scale = getattr(layer.weight, "SCB", None)

@@ -14,8 +14,13 @@ when one is loaded. Each rank saves and holds the whole statistics, as in the fo
 sharded. Codes that arrive without statistics are accepted if they are the ones that the layer has (a
 checkpoint of before, resumed over the same base), and are an error if they are others.
 
+The packed entry is JSON, and as long as the digits of ``nested_offset``; ``dcp.load`` wants a tensor of
+the saved size (``Size mismatch between saved torch.Size([167]) and current: torch.Size([168])``). In a
+sharded state dict it is therefore padded with spaces.
+
 What stays: ``set_model_state_dict(broadcast_from_rank0=True)`` sends only parameters and buffers, so the
-other ranks get codes alone, now the error above; give every rank the full state dict instead.
+other ranks get codes alone, written straight into the layers. With ``strict`` that is now the error above,
+after the fact; give every rank the full state dict instead.
 """
 
 from __future__ import annotations
@@ -42,7 +47,10 @@ def saving(original: Callable[..., None]) -> Callable[..., None]:
     def _save_to_state_dict(self: Linear4bit, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if _is_sharded(self):
             _lend(self.quant_state, self.weight)
-        original(self, destination, prefix, keep_vars)
+            original(self, destination, prefix, keep_vars)
+            _pad(destination, prefix + "weight.quant_state.")
+        else:
+            original(self, destination, prefix, keep_vars)
 
     return _save_to_state_dict
 
@@ -74,7 +82,7 @@ def loading(original: Callable[..., None] | None) -> Callable[..., None]:
             return
         statistics = {k[len(weight) + 1 :]: v for k, v in state_dict.items() if k.startswith(weight + ".")}
         try:
-            state = _statistics(self, state_dict[weight], statistics)
+            state = _statistics(self, state_dict[weight], statistics, strict)
         except ValueError as error:
             error_msgs.append(f"While loading the sharded 4-bit weight {weight!r}, left as it was: {error}")
             return
@@ -104,7 +112,18 @@ def _lend(state: QuantState, weight: torch.Tensor) -> None:
             setattr(weight, name, getattr(source, attribute, None))
 
 
-def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.Tensor]) -> QuantState:
+def _pad(destination: dict[str, Any], packed: str) -> None:
+    """Give the packed JSON (uint8) a length that does not depend on the digits in it; spaces mean nothing."""
+    import torch
+
+    for key in [key for key in destination if key.startswith(packed)]:
+        text = destination[key]
+        destination[key] = torch.nn.functional.pad(text, (0, -len(text) % 128), value=ord(" "))
+
+
+def _statistics(
+    layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.Tensor], strict: bool
+) -> QuantState:
     """The state that ``codes`` are to be read with. Raises ``ValueError`` if it cannot be known."""
     import torch
 
@@ -114,7 +133,9 @@ def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.T
         stand_in = torch.empty(1, dtype=torch.uint8).expand(_bytes(layer))  # the codes are loaded by torch
         return _read(layer, {"": stand_in, **saved}, assign=False)[1]
     here, new = (getattr(t, "_local_tensor", t).detach() for t in (layer.weight, codes))
-    if not torch.equal(here.view(torch.uint8), new.to(here).view(torch.uint8)):  # bits: in bfloat16 some are NaN
+    overwritten = strict and here.data_ptr() == new.data_ptr()  # broadcast_from_rank0 writes into the layer's own
+    bits, others = here.view(torch.uint8), new.to(here).view(torch.uint8)  # as bfloat16 some are NaN
+    if overwritten or not torch.equal(bits, others):
         raise ValueError(
             "the state dict has codes without statistics ('weight.absmax' ...), and not the codes of this layer. "
             "It was saved without this repair, or loaded with broadcast_from_rank0"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bitsandbytes.nn import Linear4bit
+from bitsandbytes.utils import unpack_tensor_to_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,6 +58,15 @@ def test_what_one_saves_another_computes_with(nested, storage):
         assert torch.equal(fresh(X), before) and torch.equal(trained(X), before)
         again = get_model_state_dict(fresh)
     assert all(torch.equal(bits(again[key]), bits(saved[key])) for key in saved)
+
+
+def test_the_packed_entry_has_one_length_and_is_read_as_before():
+    model = sharded(0)
+    before = layers(0).state_dict()
+    with patches.applied(ID):
+        blobs = {k: v for k, v in model.state_dict().items() if "bitsandbytes__" in k}
+    assert {len(blob) for blob in blobs.values()} == {256} and len(before["0.weight.quant_state.bitsandbytes__nf4"]) < 256
+    assert all(unpack_tensor_to_dict(blobs[k]) == unpack_tensor_to_dict(before[k]) for k in blobs)
 
 
 def test_loaded_statistics_are_copies():

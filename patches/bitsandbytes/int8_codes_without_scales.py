@@ -1,0 +1,89 @@
+"""INT8 codes are loaded without their scales, and nothing is said.
+
+``SCB`` is neither a parameter nor a buffer, so ``load_state_dict(strict=True)`` does not miss it: int8
+codes that arrive alone are copied under the scales of the layer that was there, and every output is
+wrong. Who sends codes alone: ``set_model_state_dict(broadcast_from_rank0=True)``, which hands only
+parameters and buffers to the other ranks, and whoever saves ``dict(model.named_parameters())``. A layer
+that is not quantized yet takes the codes as if they were weights. All releases.
+
+The repair makes codes without scales an error that names the layer, unless they are the codes that the
+layer has already, whose scales it knows; the layer is left as it was (a broadcast has by then overwritten
+its codes, so that codes which are the layer's own memory count as foreign, unless ``strict=False``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Linear8bitLt
+
+
+def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., None]:
+    """``load`` (the ``_load_from_state_dict`` of ``nn.Module``), for all but codes whose scales are not known."""
+
+    def checked(
+        state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
+    ) -> None:
+        codes = state_dict.get(prefix + "weight")
+        if codes is not None and prefix + "SCB" not in state_dict and not _known(layer, codes, strict):
+            lists[-1].append(
+                f"While loading the INT8 weight {prefix + 'weight'!r}: the state dict has no {prefix + 'SCB'!r}, "
+                "the scales of its codes (with broadcast_from_rank0 they reach no rank but 0)"
+            )
+            return
+        load(state_dict, prefix, local_metadata, strict, *lists)
+
+    return checked
+
+
+def _known(layer: Linear8bitLt, weight: Any, strict: bool) -> bool:
+    """Whether ``weight`` is not codes, or the codes that this layer has had all along."""
+    import torch
+
+    if weight.dtype != torch.int8 or layer.state.has_fp16_weights:
+        return True
+    here, new = (getattr(t, "_local_tensor", t).detach() for t in (layer.weight, weight))
+    if here.dtype != torch.int8 or here.is_meta or new.is_meta:
+        return False
+    if strict and here.data_ptr() == new.data_ptr():  # broadcast_from_rank0 has written into the layer's own
+        return False
+    return torch.equal(here, new.to(here.device))
+
+
+def defect() -> Finding:
+    import bitsandbytes as bnb
+    import torch
+
+    torch.manual_seed(0)
+    saved, live = (bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).to("cpu") for _ in range(2))
+    x = torch.randn(4, 64)
+    expected = saved(x)
+    try:
+        live.load_state_dict({"weight": saved.weight.data})
+    except RuntimeError:
+        return Finding(False, "refused by name")
+    error = ((live(x) - expected).norm() / expected.norm()).item()
+    return Finding(error > 0, f"relative error {error:.3f} after load_state_dict(strict=True) of codes alone")
+
+
+PATCH = Patch(
+    id="bitsandbytes-int8-codes-without-scales",
+    summary="INT8 codes that arrive without their scales are loaded silently; every output is wrong",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    requires=("bitsandbytes>=0.46",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(
+            "bitsandbytes.nn.modules:Linear8bitLt._load_from_state_dict",
+            "super()._load_from_state_dict",
+            "_patches_guarded(super()._load_from_state_dict, self)",
+            names={"_patches_guarded": _guarded},
+        ),
+    ),
+    defect=defect,
+)
