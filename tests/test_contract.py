@@ -37,9 +37,9 @@ def load():
 def snapshot():
     '''Raw ``__dict__`` entries and code objects, by identity, of every module of every target package.'''
     keep, taken = [], {}
-    packages = {t.partition(".")[0] for t in targets}
+    packages = {t.partition(".")[0] for t in targets} - {"torch"}  # 2000 modules, some of which answer to any name
     for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] not in packages or module is None:
+        if name.partition(".")[0] not in packages and name not in targets or module is None:
             continue
         pending = [(name, module)]
         while pending:
