@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-.PHONY: demo demo-compile test test-all verify newest readme venv clean
+.PHONY: demo demo-compile test test-all oldest verify newest readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## INT8 LoRA with half of the layers offloaded: without the plugin, then with it
@@ -19,6 +19,9 @@ test: .venv/.dev  ## the suite, against four releases of bitsandbytes
 
 test-all: .venv/.dev  ## the suite, against every release that a patch was written for
 	$(PY) -m nox --session tests_all
+
+oldest: .venv/.dev  ## the oldest transformers, peft and accelerate that are supported
+	$(PY) -m nox --session oldest
 
 verify: .venv/.dev  ## each patch: is the defect there without it, gone with it, back after revert
 	$(PY) -m patches verify
@@ -45,4 +48,4 @@ venv: .venv/.dev
 	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes==$*
 
 clean:
-	rm -rf .venv .bnb .nox build dist *.egg-info .pytest_cache
+	rm -rf .venv .bnb .oldest .nox build dist *.egg-info .pytest_cache

@@ -18,6 +18,16 @@ RELEASES = ("0.46.1", "0.47.0", "0.48.2", "0.49.0", "0.49.2", "0.50.0", "0.50.2"
 """Every release that the patches were run on."""
 SHORT = ("0.46.1", "0.48.2", "0.49.2", "0.50.2")
 """The first, the last, and the last of the two series between: what CI runs."""
+OLDEST = (
+    "transformers==4.53.0", "peft==0.14.0", "accelerate==0.26.1", "tokenizers==0.21.4", "huggingface_hub==0.36.0",
+    "torchao==0.14.1", "requests==2.34.2", "urllib3==2.7.0", "charset_normalizer==3.4.7", "certifi", "idna",
+)  # fmt: skip
+"""The oldest that work with torch 2.13 on a CPU, found by running, and what transformers 4.53 needs beside it."""
+ANYWHERE = (
+    "benchmarks", "engine", "torchao", "test_benchmarks.py", "test_drift.py", "test_options.py", "test_readme.py",
+    "test_shim.py",
+)  # fmt: skip
+"""Tests that bitsandbytes has no part in: run with the last release only."""
 STACK = ("bitsandbytes", "transformers", "peft", "accelerate", "torchao")
 
 nox.options.sessions = ["tests"]
@@ -38,6 +48,19 @@ def tests_all(session: nox.Session, bnb: str) -> None:
     run_suite(session, bnb)
 
 
+@nox.session(venv_backend="none")
+def oldest(session: nox.Session) -> None:
+    """The main path and every reproducer on the oldest transformers, peft and accelerate."""
+    folder = ROOT / ".oldest"
+    if not (folder / "transformers-4.53.0.dist-info").is_dir():
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade")
+        session.run(*pip, "--target", str(folder), *OLDEST, external=True)
+    for release in (SHORT[0], SHORT[-1]):
+        env = environment(folder, bitsandbytes(session, release), ROOT)
+        session.run(sys.executable, "-m", "pytest", "-q", "tests/test_stack.py", env=env, external=True)
+        session.run(sys.executable, "-m", "patches", "verify", env=env, external=True)
+
+
 @nox.session
 def newest(session: nox.Session) -> None:
     """The newest release of each package, unpinned: says which patch no longer fits. Not run in CI."""
@@ -48,11 +71,18 @@ def newest(session: nox.Session) -> None:
 
 def run_suite(session: nox.Session, release: str) -> None:
     """Run pytest with bitsandbytes ``release`` first on the path."""
-    path = os.pathsep.join([str(bitsandbytes(session, release)), str(ROOT)])
-    # One thread per process: two workers on two cores, and sums that do not depend on the machine.
-    env = {"PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     arguments = session.posargs or ["-q", "-n", "2", "--dist", "worksteal"]
+    if release != SHORT[-1] and not session.posargs:
+        arguments += [f"--ignore=tests/{name}" for name in ANYWHERE]
+    env = environment(bitsandbytes(session, release), ROOT)
     session.run(sys.executable, "-m", "pytest", *arguments, env=env, external=True)
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    """Variables for a run with ``folders`` first on the path."""
+    # One thread per process: two workers on two cores, and sums that do not depend on the machine.
+    path = os.pathsep.join(map(str, folders))
+    return {"PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def bitsandbytes(session: nox.Session, release: str) -> Path:

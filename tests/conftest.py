@@ -44,7 +44,7 @@ def unpatched() -> Iterator[None]:
 def fresh() -> Callable[..., str]:
     """Run Python source in a fresh process and return what it printed; its failure fails the test."""
 
-    def run(source: str, *arguments: str, timeout: float = 300, cwd: Path | None = None, **environ: str) -> str:
+    def run(source: str, *arguments: str, timeout: float = 600, cwd: Path | None = None, **environ: str) -> str:
         env = {**os.environ, "PYTHONPATH": _path(), **environ}
         command = [sys.executable, "-c", textwrap.dedent(source), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=timeout)
