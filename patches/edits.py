@@ -24,7 +24,8 @@ class Rewrite:
     target:
         ``"package.module:Class.method"`` or ``"package.module:function"``. Static and class
         methods, properties (their getter) and functions under ``functools.wraps`` decorators are
-        looked through.
+        looked through. ``"package.module:fake(namespace::operator)"`` is the function that this
+        module gave to ``torch.library.register_fake``, which has no name of its own.
     find:
         The expression or statements to replace, as source. Compared as a syntax tree: spacing,
         quotes and comments do not matter. Several statements match a run of neighbours.

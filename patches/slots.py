@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import PurePath
@@ -17,6 +18,9 @@ from typing import Any, Protocol
 from . import source
 from .edits import DeleteAttribute, Edit, Rewrite, SetAttribute
 from .source import Conflict
+
+
+_OPERATOR = re.compile(r":fake\((\w+::\w+)\)$")
 
 
 class _Absent:
@@ -105,10 +109,13 @@ def slots_of(edit: Edit) -> list[tuple[Slot, Edit]]:
     The module of the edit must be imported. Raises ``Conflict`` if it does not hold what the
     target names.
     """
-    owner, attribute = _owner(edit.target)
-    if not isinstance(edit, Rewrite):
-        return [(AttributeSlot(owner, attribute, edit.target), edit)]
-    function = _function(vars(owner).get(attribute, ABSENT), edit.target)
+    if operator := _OPERATOR.search(edit.target):
+        function = _shape_function(operator[1], edit.target)
+    else:
+        owner, attribute = _owner(edit.target)
+        if not isinstance(edit, Rewrite):
+            return [(AttributeSlot(owner, attribute, edit.target), edit)]
+        function = _function(vars(owner).get(attribute, ABSENT), edit.target)
     slots: list[tuple[Slot, Edit]] = []
     for name, value in edit.names.items():
         module = sys.modules.get(function.__globals__.get("__name__", ""))
@@ -117,6 +124,22 @@ def slots_of(edit: Edit) -> list[tuple[Slot, Edit]]:
         target = f"{module.__name__}:{name}"
         slots.append((AttributeSlot(module, name, target), SetAttribute(target, value=value)))
     return [*slots, (CodeSlot(function, edit.target), edit)]  # the names first: the code needs them
+
+
+def _shape_function(operator: str, target: str) -> FunctionType:
+    """What ``torch.library.register_fake`` was given for ``operator``: no dotted name need reach it."""
+    from torch._library.simple_registry import singleton
+
+    kernel = singleton.find(operator).fake_impl.kernel
+    function = getattr(kernel, "func", None)
+    inner = {id(function): function}
+    for cell in getattr(function, "__closure__", None) or ():  # torch wraps it
+        if isinstance(cell.cell_contents, FunctionType):
+            inner[id(cell.cell_contents)] = cell.cell_contents
+    found = [f for f in inner.values() if getattr(f, "__module__", "") == target.partition(":")[0]]
+    if len(found) != 1:
+        raise Conflict(f"{target}: no shape function of that module is registered for {operator}")
+    return found[0]
 
 
 def _owner(target: str) -> tuple[Any, str]:

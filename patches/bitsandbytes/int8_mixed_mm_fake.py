@@ -1,0 +1,68 @@
+"""The shape function of ``int8_mixed_scaled_mm`` describes another tensor than the kernel returns.
+
+The second result holds the input's outlier columns: rows by columns, in the dtype of the input. The
+shape function says one dimension of unknown length, int64. So ``opcheck`` fails, and whoever compiles
+or exports the operator himself gets graphs with wrong types. All releases; #2044.
+
+The repair returns what the kernel returns. The number of columns is known: it is the length of
+``outlier_cols``. Without outliers the kernel returns an empty vector; where their number is a symbol
+the matrix is right for all of its values but 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..edits import Rewrite
+from ..patch import Finding, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+
+def outliers(A: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """An empty tensor like ``A[:, columns]``, or like the empty vector that stands for no columns."""
+    count = 0 if columns is None else columns.numel()
+    if isinstance(count, int) and count == 0:
+        return A.new_empty(0)
+    return A.new_empty((A.shape[0], count, *A.shape[2:]))
+
+
+def defect() -> Finding:
+    import bitsandbytes.functional as F
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 32, dtype=torch.float16)
+    x[:, 3] = 20
+    CA, SCA, columns = F.int8_vectorwise_quant(x, threshold=6.0)
+    CB, SCB, _ = F.int8_vectorwise_quant(torch.randn(16, 32, dtype=torch.float16))
+    operator, arguments = torch.ops.bitsandbytes.int8_mixed_scaled_mm.default, (x, CA, CB, SCA, SCB, columns)
+    real = operator(*arguments)[1]
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fake = operator(*map(mode.from_tensor, arguments))[1]
+    wrong = (fake.dtype, fake.dim()) != (real.dtype, real.dim())
+    return Finding(wrong, f"{fake.dim()}-D {fake.dtype} for {real.dim()}-D {real.dtype}")
+
+
+TARGET = "bitsandbytes._ops:fake(bitsandbytes::int8_mixed_scaled_mm)"
+
+PATCH = Patch(
+    id="bitsandbytes-int8-mixed-mm-fake",
+    summary="The shape function of int8_mixed_scaled_mm says 1-D int64 for the outlier columns",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite(TARGET, find="outlier_cols = torch.library.get_ctx().new_dynamic_size()", replace=""),
+        Rewrite(
+            TARGET,
+            find="A.new_empty(outlier_cols, dtype=torch.int64)",
+            replace="_patches_outliers(A, outlier_cols)",
+            names={"_patches_outliers": outliers},
+        ),
+    ),
+    defect=defect,
+)
