@@ -57,3 +57,25 @@ def fresh() -> Callable[..., str]:
 def _path() -> str:
     """What the child must find first: the same bitsandbytes as here, and this checkout."""
     return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for ``PYTHONPATH`` that installs our entry point, wherever this checkout is not installed."""
+    folder = tmp_path_factory.mktemp("site")
+    if _installed():
+        return folder
+    info = folder / "bnb_patches-0.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bnb-patches\nVersion: 0.0.0\n")
+    (info / "entry_points.txt").write_text("[bitsandbytes.backends]\nbnb_patches = bnb_patches_autoload:start\n")
+    return folder
+
+
+def _installed() -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return bool(version("bnb-patches"))
+    except PackageNotFoundError:
+        return False

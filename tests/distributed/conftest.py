@@ -17,28 +17,6 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for ``PYTHONPATH`` that installs our entry point, wherever this checkout is not installed."""
-    folder = tmp_path_factory.mktemp("site")
-    if _installed():
-        return folder
-    info = folder / "bnb_patches-0.0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bnb-patches\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text("[bitsandbytes.backends]\nbnb_patches = bnb_patches_autoload:start\n")
-    return folder
-
-
-def _installed() -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return bool(version("bnb-patches"))
-    except PackageNotFoundError:
-        return False
-
-
-@pytest.fixture(scope="session")
 def torchrun(site: Path) -> Callable[..., list[dict]]:
     """Run a worker of this folder on two ranks; what each wrote to ``OUT/<rank>.json``, in order."""
 
