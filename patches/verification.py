@@ -114,6 +114,8 @@ def _judged(patch: Patch, verdict: gate.Verdict, found: dict[str, tuple[bool | N
         return Row(patch.id, "cannot show", found["unpatched"][1].removeprefix(_CANNOT), {})
     if verdict.status is Status.UNTESTED:
         return Row(patch.id, "skipped", verdict.reason, found)
+    if verdict.status is Status.NOT_AFFECTED and said == [None]:  # an older release may lack what it calls
+        return Row(patch.id, "cannot show", f"{verdict.reason}; {_NOT_THERE}: {found['unpatched'][1]}", found)
     expected = [True, False, False, True] if verdict.status is Status.AVAILABLE else [False]
     if said == expected:
         return Row(patch.id, "ok", "" if verdict.status is Status.AVAILABLE else verdict.reason, found)
@@ -130,6 +132,7 @@ def _cell(finding: tuple[bool | None, str] | None) -> str:
 # -- fresh processes ---------------------------------------------------------------------------
 
 _CANNOT = "cannot show: "
+_NOT_THERE = "its reproducer does not run there"
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from patches import REGISTRY, gate
 from patches.edits import Rewrite, module_of
 from patches.patch import Patch, Status
 from patches.source import check
+from patches.verification import _NOT_THERE
 
 ALL = list(REGISTRY.patches.values())
 HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
@@ -97,6 +98,7 @@ def test_present_absent_present():
     shown = {row.id for row in result.rows if row.verdict == "ok"}
     hidden = {row.id: row.reason for row in result.rows if row.verdict == "cannot show"}
     assert all(hidden.values()), "who cannot show a defect says why"
+    assert not [i for i, why in hidden.items() if _NOT_THERE in why], "on this stack every reproducer runs"
     assert shown, "at least one defect can be shown everywhere"
 
 

@@ -36,7 +36,7 @@ PATCH = Patch(
     id="bitsandbytes-constructor-kwargs",
     summary="Params4bit and Int8Params refuse attributes set by newer transformers when accelerate moves them",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1900",),
-    requires=("bitsandbytes>=0.46,<0.50", "accelerate"),
+    requires=("bitsandbytes>=0.46,<0.50", "accelerate>=0.34"),
     tested_up_to="0.50.2",
     edits=tuple(
         Rewrite(f"bitsandbytes.nn.modules:{name}.__new__", signature="**kwargs")

@@ -61,7 +61,7 @@ PATCH = Patch(
     id="bitsandbytes-params4bit-meta",
     summary="4-bit models cannot be offloaded: moving one copy of a weight to meta loses the statistics of all",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1525",),
-    requires=("bitsandbytes>=0.46", "accelerate"),
+    requires=("bitsandbytes>=0.46", "accelerate>=0.34"),
     tested_up_to="0.50.2",
     edits=(
         Rewrite(

@@ -63,6 +63,9 @@ def defect() -> Finding:
             self.layer = Layer()
             self.post_init()
 
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embed_tokens
+
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.layer(self.embed_tokens(ids)).sum()
 

@@ -40,21 +40,20 @@ def said(logger: logging.Logger, name: str, args: Sequence[Any], kwargs: Mapping
 
 
 def defect() -> Finding:
+    """A forward that warns through the logger of its transformers module, as the models there do."""
     import torch
     from transformers import logging as transformers_logging
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    class Layer(GradientCheckpointingLayer):
-        def forward(self, x: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
-            return x.sin()
+    logger = transformers_logging.get_logger("transformers.models.llama.modeling_llama")
 
-    layer = Layer().train()
-    layer.gradient_checkpointing = True
-    layer._gradient_checkpointing_func = lambda function, *args: function(*args)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        logger.warning_once("`use_cache=True` is incompatible with gradient checkpointing.")
+        return x.sin()
+
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        return in_pieces(lambda x: layer(x.cos(), use_cache=True), torch.zeros(2))
+        return in_pieces(forward, torch.zeros(2))
     finally:
         transformers_logging.set_verbosity(before)
 
