@@ -41,7 +41,7 @@ _CLEARED = "module.state.CxB = None"
 
 PATCH = Patch(
     id="accelerate-int8-offload-resident-codes",
-    summary="Offloaded INT8 weights stay on the execution device after the first forward",
+    summary="offloaded INT8 weights stay on the execution device after the first forward",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",

@@ -104,7 +104,7 @@ def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
 
 PATCH = Patch(
     id="bitsandbytes-int8-requantized-codes",
-    summary="An int8 weight without its scales is quantized again as if it were floating point: outputs 2000x off",
+    summary="an int8 weight without its scales is quantized again as if it were floating point: outputs 2000x off",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1", "accelerate"),
     tested_up_to="0.50.2",

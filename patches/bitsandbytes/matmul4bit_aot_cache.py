@@ -80,7 +80,7 @@ EDIT = {
 
 PATCH = Patch(
     id="bitsandbytes-matmul4bit-aot-cache",
-    summary="Compiled 4-bit models are compiled anew in every process: the cache on disk refuses their graphs",
+    summary="compiled 4-bit models are compiled anew in every process: the cache on disk refuses their graphs",
     links=("https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",

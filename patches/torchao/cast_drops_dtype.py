@@ -101,7 +101,7 @@ _NAMES = {"_patches_casting": _casting}
 PATCH = Patch(
     id="torchao-cast-drops-dtype",
     summary=".float() and .half() leave quantized weights in their old dtype; the next forward fails",
-    links=("https://github.com/pytorch/executorch/issues/18975",),
+    links=("https://github.com/pytorch/ao/blob/main/torchao/utils.py",),
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
     edits=(

@@ -82,7 +82,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="transformers-checkpointing-in-eval",
-    summary="Gradient checkpointing does nothing, without a word, while the base model is in eval",
+    summary="gradient checkpointing does nothing, without a word, while the base model is in eval",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("transformers>=4.53", "peft"),
     tested_up_to="5.23.0",
