@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from bitsandbytes.nn import Linear4bit
 from bitsandbytes.utils import unpack_tensor_to_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -65,7 +66,8 @@ def test_the_packed_entry_has_one_length_and_is_read_as_before():
     before = layers(0).state_dict()
     with patches.applied(ID):
         blobs = {k: v for k, v in model.state_dict().items() if "bitsandbytes__" in k}
-    assert {len(blob) for blob in blobs.values()} == {256} and len(before["0.weight.quant_state.bitsandbytes__nf4"]) < 256
+    assert {len(blob) for blob in blobs.values()} == {256}
+    assert all(len(before[k]) < 256 for k in blobs)
     assert all(unpack_tensor_to_dict(blobs[k]) == unpack_tensor_to_dict(before[k]) for k in blobs)
 
 
@@ -141,3 +143,14 @@ def test_layers_that_are_not_sharded_save_and_load_as_before():
         after = model.state_dict()
         model.load_state_dict(without_statistics(after), strict=False)
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_limit_checkpoints_of_models_that_are_not_sharded_load_by_luck(tmp_path):
+    """Their packed entry has the digits of ``nested_offset`` and no padding: files stay as bitsandbytes writes them."""
+    key = "0.weight.quant_state.bitsandbytes__nf4"
+    with patches.applied(ID, "bitsandbytes-params4bit-attributes", strict=False):
+        states = [get_model_state_dict(layers(seed)) for seed in range(12)]
+        other = next(state for state in states if len(state[key]) != len(states[0][key]))
+        dcp.save(states[0], checkpoint_id=tmp_path)
+        with pytest.raises(dcp.CheckpointException, match=r"Size mismatch between saved .*bitsandbytes__nf4"):
+            dcp.load(other, checkpoint_id=tmp_path)

@@ -22,7 +22,9 @@ def torchrun(site: Path) -> Callable[..., list[dict]]:
 
     def run(worker: str, out: Path, *arguments: str, timeout: float = 240, **environ: str) -> list[dict]:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([_path(), str(site)]), "PATCHES_AUTOLOAD": "1",
-               "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environ}  # fmt: skip
+               "OMP_NUM_THREADS": "1", **environ}  # fmt: skip
+        if sys.platform == "linux":
+            env["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run([*command, str(HERE / worker), str(out), *arguments],
                               capture_output=True, text=True, env=env, timeout=timeout)  # fmt: skip
