@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = [options.size] if options.size else ["small"] if device == "cpu" else ["small", "large"]
     options.output.mkdir(parents=True, exist_ok=True)
     for size in sizes:
-        data = _measure(options, chosen, device, size)
         name = device.partition(":")[0] + (f"-{size}" if size != "small" else "")
-        (options.output / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-        text = present.table(data)
-        (options.output / f"{name}.md").write_text(text + "\n")
-        print(text)
-        if importlib.util.find_spec("matplotlib") is None:
-            print("\nno plot: pip install 'bnb-patches[bench]'", file=sys.stderr)
-        elif data["cases"]:
-            present.plot(data, options.output / f"{name}.png")
+        for data in _measure(options, chosen, device, size):
+            _write(data, options.output / name)  # after each case, so that an interrupted run has what it did
+        print(present.table(data))
     return 0
+
+
+def _write(data: dict[str, Any], stem: Path) -> None:
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(present.table(data) + "\n")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plot: pip install 'bnb-patches[bench]'", file=sys.stderr)
+    elif data["cases"]:
+        present.plot(data, stem.with_suffix(".png"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size: str) -> Iterator[dict[str, Any]]:
+    """What is known so far, after each case and at the end."""
     rounds = options.rounds or (3 if options.quick else 15)
     other, label = _newest(options.newest)
     setups = [c for c in configurations(other, label) if not options.only or c.name in options.only]
@@ -81,10 +85,11 @@ def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size:
             tell=lambda text: print(text, file=sys.stderr),
         )
         data["cases"][case.name] = {"text": case.text, "results": results}
+        yield data
     if not options.no_cost:
         print("what the patches cost", file=sys.stderr)
         data["cost"] = cost.measure(device, rounds=max(3, rounds // 2))
-    return data
+    yield data
 
 
 def _chosen(patterns: Sequence[str]) -> list[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from .run import ratio
@@ -27,7 +28,7 @@ def table(data: dict[str, Any]) -> str:
     """Everything that was measured, for a terminal or a Markdown page."""
     parts = [_heading(data)]
     for name, case in data.get("cases", {}).items():
-        parts.append(f"{case['text']} ({name})\n{_case(case['results'])}")
+        parts.append(f"{case['text']} ({name})\n\n{_case(case['results'])}")
         parts.append(_ratios(name, case["results"], data["size"]))
     if cost := data.get("cost"):
         parts.append(_cost(cost))
@@ -43,35 +44,38 @@ def _heading(data: dict[str, Any]) -> str:
 
 
 def _case(results: dict[str, dict[str, Any]]) -> str:
-    head = ("", "ms a step", "of eager", "graphs", "breaks", "eager frames", "first call s", "peak MiB")
+    head = ("", "ms a step", "CPU ms", "of eager", "graphs", "breaks", "eager frames",
+            "first call s", "CPU s", "peak MiB")  # fmt: skip
     rows = []
     for name, r in results.items():
         if "error" in r:
             rows.append((name, f"failed: {r['error'][:80]}"))
             continue
         eager = name.replace("compiled", "eager")
-        step = sorted(r["seconds"])[len(r["seconds"]) // 2] * 1000
         compiled = name != eager
         counts = (r["graphs"], r["breaks"], r["eager_frames"]) if compiled else ("", "", "")
         of_eager = _number(ratio(results, name, eager)) if compiled else ""
-        rows.append((name, f"{step:.1f}", of_eager, *counts, f"{r['first_s']:.1f}", f"{r['peak_mib']:.0f}"))
+        times = (f"{median(r[key]) * 1000:.1f}" for key in ("seconds", "cpu_s"))
+        first = (f"{r[key]:.1f}" for key in ("first_s", "first_cpu_s"))
+        rows.append((name, *times, of_eager, *counts, *first, f"{r['peak_mib']:.0f}"))
     return _markdown(head, rows)
 
 
 def _ratios(name: str, results: dict[str, dict[str, Any]], size: str) -> str:
-    compiled = ratio(results, "patched compiled", "patched eager")
-    target = f" (target {TARGETS[name]:.2f})" if size == "small" and name in TARGETS else ""
-    eager = ratio(results, "patched eager", "unpatched eager")
-    gain = ratio(results, "patched compiled", "unpatched compiled")
-    lines = [
-        f"patched compiled / patched eager    {_number(compiled)}{target}",
-        f"patched eager / unpatched eager     {_number(eager)} (target 1.00 within noise)",
-        f"patched compiled / unpatched compiled {_number(gain)}",
+    target = f"{TARGETS[name]:.2f}" if size == "small" and name in TARGETS else ""
+    rows = [
+        (text, *(_number(ratio(results, above, below, key)) for key in ("seconds", "cpu_s")), goal)
+        for text, above, below, goal in (
+            ("step, patched compiled / patched eager", "patched compiled", "patched eager", target),
+            ("step, patched compiled / unpatched compiled", "patched compiled", "unpatched compiled", ""),
+            ("step, patched eager / unpatched eager", "patched eager", "unpatched eager", "1.00"),
+        )
     ]
-    one, other = (results.get(f"{state} compiled", {}).get("first_s") for state in ("patched", "unpatched"))
-    if one and other:
-        lines.append(f"first call, patched / unpatched     {one / other:.2f}")
-    return "\n".join(lines)
+    one, other = (results.get(f"{state} compiled", {}) for state in ("patched", "unpatched"))
+    if "error" not in one and "error" not in other and one and other:
+        first = (_number(one[key] / other[key]) for key in ("first_s", "first_cpu_s"))
+        rows.append(("first call, patched compiled / unpatched compiled", *first, "0.50" if target else ""))
+    return _markdown(("ratio", "of seconds", "of CPU seconds", "target"), rows)
 
 
 def _cost(cost: dict[str, Any]) -> str:

@@ -84,8 +84,8 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Measure ``case`` in each of ``configurations``.
 
-    Returns, by the name of the configuration: ``seconds`` (the median step of each round), ``first_s``,
-    ``graphs``, ``breaks``, ``eager_frames``, ``peak_mib``, ``loss``, ``versions``, ``applied``; or ``error``.
+    Returns, by the name of the configuration: ``seconds`` and ``cpu_s`` (the median step of each round),
+    ``first_s`` and ``first_cpu_s``, ``graphs``, ``breaks``, ``eager_frames``, ``peak_mib``, ``loss``, ``versions``, ``applied``; or ``error``.
     """
     with tempfile.TemporaryDirectory(prefix="bnb-patches-bench-") as name:
         folder = Path(name)
@@ -100,7 +100,7 @@ def measure(
                 results[c.name] = _begin(processes[c.name], job)
             alive = [c.name for c in configurations if "error" not in results[c.name]]
             for name in alive:
-                results[name]["seconds"] = []
+                results[name].update(seconds=[], cpu_s=[])
             for turn in range(rounds):
                 tell(f"{case.name}: round {turn + 1} of {rounds}")
                 # forth and back, so that none always follows the same other
@@ -109,18 +109,22 @@ def measure(
                     if "error" in answer:
                         results[name]["error"] = answer["error"]
                     else:
-                        results[name]["seconds"].append(statistics.median(answer["seconds"]))
+                        for key in ("seconds", "cpu_s"):
+                            results[name][key].append(statistics.median(answer[key]))
             for name in alive:
                 results[name].update(processes[name]("finish"))
     return results
 
 
-def ratio(results: dict[str, dict[str, Any]], above: str, below: str) -> float | None:
-    """Step time of one configuration over that of another: the median over rounds, each within its round."""
+def ratio(results: dict[str, dict[str, Any]], above: str, below: str, key: str = "seconds") -> float | None:
+    """Step time of one configuration over that of another: the median over rounds, each within its round.
+
+    ``key`` "cpu_s": of the processor's time, which other work on the machine disturbs less.
+    """
     one, other = (results.get(name, {}) for name in (above, below))
-    if "error" in one or "error" in other or not one.get("seconds") or not other.get("seconds"):
+    if "error" in one or "error" in other or not one.get(key) or not other.get(key):
         return None
-    return statistics.median(a / b for a, b in zip(one["seconds"], other["seconds"]))
+    return statistics.median(a / b for a, b in zip(one[key], other[key]))
 
 
 @contextlib.contextmanager

@@ -70,12 +70,14 @@ class Worker:
     def first(self) -> dict[str, Any]:
         """The first step, which compiles."""
         self._forget_peak()
-        seconds, loss = self._step()
-        return {"first_s": seconds, "loss": loss, "first_peak_mib": self._peak(), **self._graphs("first_")}
+        seconds, cpu, loss = self._step()
+        memory = self._peak()
+        return {"first_s": seconds, "first_cpu_s": cpu, "loss": loss, "first_peak_mib": memory, **self._graphs("first_")}
 
     def steps(self, count: int) -> dict[str, Any]:
-        """``count`` steps; how many seconds each took."""
-        return {"seconds": [self._step()[0] for _ in range(count)]}
+        """``count`` steps: how many seconds each took, and how many of the processor's."""
+        seconds, cpu, _ = zip(*(self._step() for _ in range(count)))
+        return {"seconds": seconds, "cpu_s": cpu}
 
     def finish(self) -> dict[str, Any]:
         """Memory and graphs, over the steps since :meth:`settle`."""
@@ -125,15 +127,15 @@ class Worker:
         lora = LoraConfig(r=8, target_modules="all-linear", use_dora=case.dora, task_type="CAUSAL_LM")
         return get_peft_model(model, lora).train()
 
-    def _step(self) -> tuple[float, float]:
-        """Forward and backward. Returns seconds and the loss."""
+    def _step(self) -> tuple[float, float, float]:
+        """Forward and backward. Returns seconds, seconds of the processor (compilers it ran too), the loss."""
         self.model.zero_grad(set_to_none=True)
         self._wait()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), _processor()
         loss = self.call(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
         self._wait()
-        return time.perf_counter() - begin, loss.item()
+        return time.perf_counter() - begin, _processor() - cpu, loss.item()
 
     def _wait(self) -> None:
         if self.job.device != "cpu":
@@ -173,6 +175,11 @@ class Worker:
             import resource
 
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _processor() -> float:
+    """Seconds that the processor gave this process and what it ran and waited for, such as a compiler."""
+    return time.process_time() + sum(os.times()[2:4])
 
 
 def main() -> None:

@@ -14,8 +14,11 @@ from benchmarks import present  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.run import ratio  # noqa: E402
 
-EAGER = {"seconds": [1.0, 3.0, 2.0], "first_s": 4.0, "peak_mib": 5, "graphs": 0, "breaks": 0, "eager_frames": 0}
-HALF = {**EAGER, "seconds": [0.5, 1.5, 1.0], "graphs": 3}
+EAGER = {
+    "seconds": [1.0, 3.0, 2.0], "cpu_s": [1.0, 1.0, 1.0], "first_s": 4.0, "first_cpu_s": 3.0,
+    "graphs": 0, "breaks": 0, "eager_frames": 0, "peak_mib": 5,
+}  # fmt: skip
+HALF = {**EAGER, "seconds": [0.5, 1.5, 1.0], "cpu_s": [0.1, 0.1, 0.1], "graphs": 3}
 
 
 def test_one_tiny_case_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -37,6 +40,7 @@ def test_an_unknown_case_lists_those_there_are():
 
 def test_ratios_are_taken_within_a_round():
     assert ratio({"a": HALF, "b": EAGER}, "a", "b") == 0.5
+    assert ratio({"a": HALF, "b": EAGER}, "a", "b", "cpu_s") == 0.1
     assert ratio({"a": HALF, "b": {"error": "crashed"}}, "a", "b") is None
 
 
