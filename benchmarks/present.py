@@ -87,9 +87,9 @@ def _cost(cost: dict[str, Any]) -> str:
     return "\n".join(
         [
             "What the patches cost",
-            _markdown(("eager call, us", "unpatched", "patched", "more", "ratio"), rows),
+            _markdown(("eager call, CPU us", "unpatched", "patched", "more", "ratio"), rows),
             "",
-            f"import bitsandbytes: {i['without']:.3f} s, with the entry point off {i['off']:.3f} s, "
+            f"import bitsandbytes: {i['without']:.3f} CPU s, with the entry point off {i['off']:.3f} s, "
             f"with autoload {i['autoload']:.3f} s: ratio {i['ratio']:.3f} (target 1.02)",
             f"apply() of {registry['patches']} patches: {registry['apply'] * 1000:.1f} ms, the first "
             f"{registry['first_apply'] * 1000:.1f} ms; revert() {registry['revert'] * 1000:.1f} ms",
