@@ -16,7 +16,7 @@ import functools
 import inspect
 import linecache
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Union
@@ -148,7 +148,7 @@ def check(edit: Rewrite) -> None:
     if not edit.find and not edit.signature:
         raise ValueError(f"{edit.target}: a Rewrite needs `find` or `signature`")
     if edit.find:
-        _pattern(edit)
+        _pattern(edit.find, edit.replace)
     if edit.signature:
         _keyword_arguments(edit)
 
@@ -214,13 +214,19 @@ def _compile(tree: ast.Module, like: CodeType) -> CodeType:
 # -- matching ----------------------------------------------------------------------------------
 
 
-def _pattern(edit: Rewrite) -> tuple[list[ast.AST], list[ast.AST]]:
-    """What to find and what to put there: two expressions, or two runs of statements."""
-    find: list = ast.parse(textwrap.dedent(edit.find)).body
-    replace: list = ast.parse(textwrap.dedent(edit.replace)).body or [ast.Pass()]
+@functools.lru_cache(maxsize=None)
+def _pattern(find_text: str, replace_text: str) -> tuple[tuple[ast.AST, ...], bool]:
+    """What to find, and whether it is an expression that gives way to another; else it is statements."""
+    find, replace = (ast.parse(textwrap.dedent(text)).body for text in (find_text, replace_text))
     if all(len(side) == 1 and isinstance(side[0], ast.Expr) for side in (find, replace)):
-        return [find[0].value], [replace[0].value]
-    return find, replace
+        return (find[0].value,), True
+    return tuple(find), False
+
+
+def _replacement(edit: Rewrite) -> list[ast.AST]:
+    """New nodes to put there."""
+    body: list = ast.parse(textwrap.dedent(edit.replace)).body or [ast.Pass()]
+    return [body[0].value] if _pattern(edit.find, edit.replace)[1] else body
 
 
 def _same(a: object, b: object) -> bool:
@@ -236,40 +242,46 @@ def _same(a: object, b: object) -> bool:
     )
 
 
-def _places(function: FunctionNode, find: list[ast.AST]) -> Iterator[tuple[list[ast.AST], ast.AST, str]]:
-    """Every place in the body of ``function`` where ``find`` stands, with the node that holds it."""
-    first = type(find[0])  # nearly every node is of another type; comparing them all would cost most of the time
+_Place = tuple[list, int, ast.AST, str]
+"""A node: the list that it is in, its index there, and the node and the field that hold them."""
+
+
+def _places(function: FunctionNode) -> dict[type, list[_Place]]:
+    """Every node in the body of ``function``, by type: nearly all are of another type than what is looked for."""
+    places: dict[type, list[_Place]] = {}
     pending: list[ast.AST] = [function]
     while pending:
         holder = pending.pop()
         for field in ("body",) if holder is function else holder._fields:
             value = getattr(holder, field, None)
             children = value if isinstance(value, list) else [value]
-            for start, child in enumerate(children):
-                if type(child) is first and _same(find, run := children[start : start + len(find)]):
-                    yield run, holder, field
-                if isinstance(child, ast.AST):
+            for at, child in enumerate(children):
+                if isinstance(child, ast.AST) and not isinstance(child, _SHARED):
+                    places.setdefault(type(child), []).append((children, at, holder, field))
                     pending.append(child)
+    return places
 
 
 def _matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[_Match]:
     claimed: dict[int, Rewrite] = {}
     matches = []
+    places = _places(function)
     for edit in edits:
         if not edit.find:
             continue
-        find, _ = _pattern(edit)
-        places = list(_places(function, find))
-        if len(places) != edit.count:
+        find = list(_pattern(edit.find, edit.replace)[0])
+        runs = [(nodes[at : at + len(find)], *held) for nodes, at, *held in places.get(type(find[0]), ())]
+        found = [run for run in runs if _same(find, run[0])]
+        if len(found) != edit.count:
             raise Conflict(
-                f"{edit.target}: {_brief(edit.find)} stands there {len(places)} times, expected {edit.count}"
+                f"{edit.target}: {_brief(edit.find)} stands there {len(found)} times, expected {edit.count}"
             )
-        for nodes, holder, field in places:
+        for nodes, holder, field in found:
             inside = {id(n) for node in nodes for n in ast.walk(node) if not isinstance(n, _SHARED)}
             if other := next((claimed[i] for i in inside if i in claimed), None):
                 raise Conflict(f"{edit.target}: {_brief(edit.find)} overlaps {_brief(other.find)}")
             claimed.update(dict.fromkeys(inside, edit))
-            matches.append(_Match(nodes, _pattern(edit)[1], edit.replace, holder, field))
+            matches.append(_Match(nodes, _replacement(edit), edit.replace, holder, field))
     return matches
 
 
