@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="steps a round of each (default 3; quick: 1)")
     parser.add_argument("--size", choices=SIZES, help="default small; on a CUDA device small and large")
     parser.add_argument("--device", help="default cuda where there is one, else cpu")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="default bfloat16 on a CUDA device, else float32: "
+                        "without bfloat16 instructions one matrix product would be all that is measured")  # fmt: skip
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--threads", type=int, default=_cores(), help="OMP_NUM_THREADS of what is measured")
     parser.add_argument("--only", nargs="+", metavar="CONFIGURATION", help='such as "patched compiled"')
@@ -63,12 +66,14 @@ def _parser() -> argparse.ArgumentParser:
 def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size: str) -> Iterator[dict[str, Any]]:
     """What is known so far, after each case and at the end."""
     rounds = options.rounds or (3 if options.quick else 15)
+    dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     other, label = _newest(options.newest)
     setups = [c for c in configurations(other, label) if not options.only or c.name in options.only]
     data: dict[str, Any] = {
         "host": _host(device, options.threads),
         "size": size,
         "size_of": vars(SIZES[size]),
+        "dtype": dtype,
         "backend": options.backend,
         "rounds": rounds,
         "cases": {},
@@ -79,6 +84,7 @@ def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size:
             SIZES[size],
             setups,
             device=device,
+            dtype=dtype,
             backend=options.backend,
             rounds=rounds,
             steps=options.steps or (1 if options.quick else 3),

@@ -79,6 +79,8 @@ class Job:
     size: Size
     configuration: Configuration
     device: str
+    dtype: str
+    """Of the model and of what 4-bit layers compute in."""
     backend: str
     model: str
     """Folder in which the model lies."""

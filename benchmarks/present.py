@@ -39,7 +39,7 @@ def _heading(data: dict[str, Any]) -> str:
     host, size = data["host"], data["size_of"]
     return (
         f"Llama {size['layers']} x {size['hidden']}, sequence {size['sequence']}, batch {size['batch']}, "
-        f"{data['backend']}, {data['rounds']} rounds; {host['device']}, {host['threads']} threads, load {host['load']}"
+        f"{data['dtype']}, {data['backend']}, {data['rounds']} rounds; {host['device']}, {host['threads']} threads, load {host['load']}"
     )
 
 
@@ -74,7 +74,7 @@ def _ratios(name: str, results: dict[str, dict[str, Any]], size: str) -> str:
     one, other = (results.get(f"{state} compiled", {}) for state in ("patched", "unpatched"))
     if "error" not in one and "error" not in other and one and other:
         first = (_number(one[key] / other[key]) for key in ("first_s", "first_cpu_s"))
-        rows.append(("first call, patched compiled / unpatched compiled", *first, "0.50" if target else ""))
+        rows.append(("first call, patched compiled / unpatched compiled", *first, "0.50" if target and name == "nf4-checkpoint" else ""))
     return _markdown(("ratio", "of seconds", "of CPU seconds", "target"), rows)
 
 

@@ -77,6 +77,7 @@ def measure(
     configurations: Sequence[Configuration],
     *,
     device: str,
+    dtype: str,
     backend: str,
     rounds: int,
     steps: int,
@@ -96,7 +97,7 @@ def measure(
             results: dict[str, dict[str, Any]] = {}
             for c in configurations:
                 tell(f"{case.name}: {c.name}: the first step")
-                job = Job(case, size, c, device, backend, str(folder / "model"))
+                job = Job(case, size, c, device, dtype, backend, str(folder / "model"))
                 results[c.name] = _begin(processes[c.name], job)
             alive = [c.name for c in configurations if "error" not in results[c.name]]
             for name in alive:

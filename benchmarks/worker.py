@@ -107,18 +107,19 @@ class Worker:
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+        dtype = getattr(torch, self.job.dtype)
         if case.bits == 4:
             config = BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.bfloat16,
+                bnb_4bit_compute_dtype=dtype,
             )
         else:
             config = BitsAndBytesConfig(load_in_8bit=True)  # its threshold is 6
         device_map = {"": self.job.device}
         model = AutoModelForCausalLM.from_pretrained(
-            self.job.model, dtype=torch.bfloat16, device_map=device_map, quantization_config=config
+            self.job.model, dtype=dtype, device_map=device_map, quantization_config=config
         )
         kind = {"use_reentrant": False}
         model = prepare_model_for_kbit_training(

@@ -50,6 +50,7 @@ def test_what_failed_is_in_the_table_and_not_in_the_plot(tmp_path: Path):
         "host": {"device": "a chip", "threads": 2, "load": 0.1},
         "size": "small",
         "size_of": {"layers": 1, "hidden": 2, "sequence": 3, "batch": 4},
+        "dtype": "float32",
         "backend": "inductor",
         "rounds": 3,
         "cases": {"int8": {"text": "INT8", "results": results}},
