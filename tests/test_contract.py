@@ -192,16 +192,16 @@ codes = {t: f.__code__ for t, f in aliases.items()}
 patches.apply(strict=True)
 assert all(aliases[t].__code__ is not codes[t] for t in sites), "an alias taken before sees the change"
 wrappers = {}
-for t in sites:
+for t in [t for t in sites if ":fake(" not in t]:  # a shape function has no name to wrap
     owner, name = _owner(t)
     raw = vars(owner)[name]
     wrappers[t] = staticmethod(lambda *a, **k: None) if isinstance(raw, staticmethod) else (lambda *a, **k: None)
     setattr(owner, name, wrappers[t])
 patches.revert()
-for t in sites:
+for t in wrappers:
     owner, name = _owner(t)
     assert vars(owner)[name] is wrappers[t], "the third party's wrapper is still there"
-    assert aliases[t].__code__ is codes[t], "and what it wrapped is the original again"
+assert all(aliases[t].__code__ is codes[t] for t in sites), "and what it wrapped is the original again"
 """
     )
 

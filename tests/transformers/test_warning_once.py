@@ -26,6 +26,7 @@ def logger():
     handler = logging.Handler()
     handler.emit = lambda record: logger.records.append(record.getMessage())
     logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)  # whatever verbosity another test has left
     type(logger).warning_once.cache_clear()
     yield logger
     logger.removeHandler(handler)
