@@ -28,6 +28,8 @@ ANYWHERE = (
     "test_shim.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
+PROGRAMS = ("distributed", "test_examples.py", "test_trainer.py")
+"""Whole programs in several processes, the slowest: run with the first and the last release; `tests_all` runs all."""
 STACK = ("bitsandbytes", "transformers", "peft", "accelerate", "torchao")
 
 nox.options.sessions = ["tests"]
@@ -38,7 +40,7 @@ nox.options.error_on_missing_interpreters = True
 @nox.parametrize("bnb", SHORT, ids=SHORT)
 def tests(session: nox.Session, bnb: str) -> None:
     """The suite on four releases of bitsandbytes. Arguments after ``--`` go to pytest."""
-    run_suite(session, bnb)
+    run_suite(session, bnb, without=() if bnb in (SHORT[0], SHORT[-1]) else PROGRAMS)
 
 
 @nox.session(venv_backend="none")
@@ -69,11 +71,12 @@ def newest(session: nox.Session) -> None:
     session.run("python", "tools/drift.py", *session.posargs)
 
 
-def run_suite(session: nox.Session, release: str) -> None:
+def run_suite(session: nox.Session, release: str, without: tuple[str, ...] = ()) -> None:
     """Run pytest with bitsandbytes ``release`` first on the path."""
-    arguments = session.posargs or ["-q", "-n", "2", "--dist", "worksteal"]
-    if release != SHORT[-1] and not session.posargs:
-        arguments += [f"--ignore=tests/{name}" for name in ANYWHERE]
+    if release != SHORT[-1]:
+        without += ANYWHERE
+    whole = ["-q", "-n", "2", "--dist", "worksteal", *(f"--ignore=tests/{name}" for name in without)]
+    arguments = session.posargs or whole
     env = environment(bitsandbytes(session, release), ROOT)
     session.run(sys.executable, "-m", "pytest", *arguments, env=env, external=True)
 
