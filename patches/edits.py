@@ -39,7 +39,7 @@ class Rewrite:
     signature:
         ``"**kwargs"``: added to the parameters of the function. With it ``find`` may be empty.
     when:
-        PEP 508 requirement; on other releases the edit is skipped.
+        PEP 508 requirements, joined by " and "; on other releases the edit is skipped.
     """
 
     target: str

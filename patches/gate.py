@@ -39,11 +39,13 @@ def _version(package: str) -> str:
 _parsed = functools.lru_cache(maxsize=None)(Requirement)
 
 
-def satisfied(requirement: str) -> bool:
-    """Whether the installed release meets a PEP 508 requirement; absent packages meet none."""
-    parsed = _parsed(requirement)
-    version = installed(parsed.name)
-    return version is not None and _contains(parsed, version)
+def satisfied(requirements: str) -> bool:
+    """Whether what is installed meets PEP 508 requirements joined by " and "; absent packages meet none."""
+    for parsed in map(_parsed, requirements.split(" and ")):
+        version = installed(parsed.name)
+        if version is None or not _contains(parsed, version):
+            return False
+    return True
 
 
 def check(patch: Patch, *, untested: bool = False) -> Verdict:

@@ -116,6 +116,8 @@ def _judged(patch: Patch, verdict: gate.Verdict, found: dict[str, tuple[bool | N
         return Row(patch.id, "skipped", verdict.reason, found)
     if verdict.status is Status.NOT_AFFECTED and said == [None]:  # an older release may lack what it calls
         return Row(patch.id, "cannot show", f"{verdict.reason}; {_NOT_THERE}: {found['unpatched'][1]}", found)
+    if verdict.status is Status.NOT_AFFECTED and said == [True] and gate.satisfied(patch.requires[0]):
+        return Row(patch.id, "skipped", f"{verdict.reason}; the defect is there, and is not repaired there", found)
     expected = [True, False, False, True] if verdict.status is Status.AVAILABLE else [False]
     if said == expected:
         return Row(patch.id, "ok", "" if verdict.status is Status.AVAILABLE else verdict.reason, found)

@@ -5,6 +5,7 @@ Each test runs in fresh processes, because what is tested is the state of a proc
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -217,13 +218,16 @@ class Point:
         import bnb_patches_autoload
         return bnb_patches_autoload.start
 m.entry_points = lambda *a, **k: [Point()] if k.get("group") == "bitsandbytes.backends" else real(*a, **k)
-import bitsandbytes, patches
+import bitsandbytes, importlib, patches
+for name in sys.argv[1:]:  # what import bitsandbytes leaves out: parametrize
+    importlib.import_module(name)
 print([r.id for r in patches.report().with_status(patches.Status.APPLIED)])
 """
     ours = [p.id for p in HERE if all(module_of(e).startswith("bitsandbytes") for e in REGISTRY._edits(p))]
-    on = fresh(probe, PATCHES_AUTOLOAD="1")
+    probe = functools.partial(fresh, probe, *{module_of(e) for p in HERE if p.id in ours for e in REGISTRY._edits(p)})
+    on = probe(PATCHES_AUTOLOAD="1")
     assert set(ours) <= set(eval(on.splitlines()[-1]))
-    assert eval(fresh(probe, PATCHES_AUTOLOAD="0").splitlines()[-1]) == []
+    assert eval(probe(PATCHES_AUTOLOAD="0").splitlines()[-1]) == []
     first = (ours or [ALL[0].id])[0]
-    left = eval(fresh(probe, PATCHES_AUTOLOAD="1", PATCHES_DISABLE=first).splitlines()[-1])
+    left = eval(probe(PATCHES_AUTOLOAD="1", PATCHES_DISABLE=first).splitlines()[-1])
     assert first not in left and set(ours) - {first} <= set(left)

@@ -65,6 +65,7 @@ PATCH = Patch(
     links=("https://github.com/axolotl-ai-cloud/axolotl/pull/3677",),
     requires=("axolotl>=0.16,<0.18", "bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.17.0",
+    seen_on=("2.13",),
     edits=(
         Rewrite(
             "axolotl.kernels.quantize:dequantize",

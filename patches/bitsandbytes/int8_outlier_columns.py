@@ -38,6 +38,18 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
     return function.apply(A, B, out, bias, state)
 
 
+def apply_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) -> torch.Tensor:
+    """The same for ``MatMul8bitLt``, where Dynamo is too old to be asked which function it has."""
+    import torch
+    from bitsandbytes.autograd._functions import MatMul8bitLt
+
+    if torch.compiler.is_compiling() and out is None and _fits(A, state):
+        from . import _ops  # noqa: F401, defines the operator
+
+        return torch.ops.bnb_patches.int8_linear(A, state.CB, state.SCB, bias, float(state.threshold))
+    return MatMul8bitLt.apply(A, B, out, bias, state)
+
+
 def _fits(A: torch.Tensor, state: Any) -> bool:
     if state.has_fp16_weights or state.CB is None or state.SCB is None:
         return False
@@ -72,13 +84,21 @@ PATCH = Patch(
             find="MatMul8bitLt.apply(A, B, out, bias, state)",
             replace="_patches_int8_apply(MatMul8bitLt, A, B, out, bias, state)",
             names=NAMES,
+            when="torch>=2.13",
+        ),
+        Rewrite(
+            TARGET,
+            find="MatMul8bitLt.apply(A, B, out, bias, state)",
+            replace="_patches_int8_apply_lt(A, B, out, bias, state)",
+            names={"_patches_int8_apply_lt": apply_lt},
+            when="torch<2.13",
         ),
         Rewrite(
             TARGET,
             find="MatMul8bitFp.apply(A, B, out, bias, state)",
             replace="_patches_int8_apply(MatMul8bitFp, A, B, out, bias, state)",
             names=NAMES,
-            when="bitsandbytes>=0.47",
+            when="bitsandbytes>=0.47 and torch>=2.13",
         ),
     ),
     defect=defect,

@@ -42,10 +42,16 @@ def said(*answers: bool | None, figure: str = "figure") -> dict:
     ],
 )
 def test_judged(verdict, answers, expected):
-    row = _judged(patch("a"), verdict, said(*answers))
+    requires = ("packaging<1",) if verdict is PAST else ("packaging",)
+    row = _judged(patch("a", requires=requires), verdict, said(*answers))
     assert row.verdict == expected
     if expected == "wrong":
         assert "figure" in row.reason and Verification((row,)).ok is False
+
+
+def test_a_defect_that_another_package_keeps_us_from_repairing_is_said_to_be_there():
+    row = _judged(patch("a", requires=("packaging", "torch>=99")), PAST, said(True))
+    assert row.verdict == "skipped" and "the defect is there" in row.reason
 
 
 def test_a_host_that_cannot_show_it_is_no_failure_and_no_success():
