@@ -100,6 +100,8 @@ def test_present_absent_present():
     hidden = {row.id: row.reason for row in result.rows if row.verdict == "cannot show"}
     assert all(hidden.values()), "who cannot show a defect says why"
     assert not [i for i, why in hidden.items() if _NOT_THERE in why], "on this stack every reproducer runs"
+    unrepaired = [row.id for row in result.rows if row.verdict == "skipped" and row.findings]
+    assert not unrepaired, "on this stack no defect that is there is left alone"
     assert shown, "at least one defect can be shown everywhere"
 
 
