@@ -34,7 +34,7 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
         from . import _ops
 
         if id(function) == id(_ops.functions.MatMul8bitLt):  # Dynamo cannot compare two Functions with `is`
-            return torch.ops.bnb_patches.int8_linear(A, state.CB, state.SCB, bias, float(state.threshold))
+            return _operator(A, bias, state)
     return function.apply(A, B, out, bias, state)
 
 
@@ -44,10 +44,16 @@ def apply_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) 
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
     if torch.compiler.is_compiling() and out is None and _fits(A, state):
-        from . import _ops  # noqa: F401, defines the operator
-
-        return torch.ops.bnb_patches.int8_linear(A, state.CB, state.SCB, bias, float(state.threshold))
+        return _operator(A, bias, state)
     return MatMul8bitLt.apply(A, B, out, bias, state)
+
+
+def _operator(A: torch.Tensor, bias: Any, state: Any) -> torch.Tensor:
+    import torch
+
+    from . import _ops  # noqa: F401, defines the operator
+
+    return torch.ops.bnb_patches.int8_linear(A, state.CB, state.SCB, bias, float(state.threshold))
 
 
 def _fits(A: torch.Tensor, state: Any) -> bool:
