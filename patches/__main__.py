@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import json
 import logging
 import os
@@ -12,7 +10,6 @@ import sys
 from collections.abc import Sequence
 
 from . import REGISTRY, apply, gate
-from .edits import module_of
 from .patch import Report, Status
 from .table import render
 
@@ -85,9 +82,7 @@ def _everything(ids: Sequence[str]) -> Report:
     for result in REGISTRY.report(*ids):
         patch = REGISTRY.patches[result.id]
         if gate.check(patch).status is Status.AVAILABLE:
-            for name in sorted(set(map(module_of, patch.edits))):
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(name)
+            REGISTRY.import_targets(patch)
     return apply(*ids)
 
 

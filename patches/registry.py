@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import logging
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -17,8 +17,6 @@ from .edits import Edit, module_of
 from .patch import Change, Patch, Report, Result, Status
 from .slots import Slot, slots_of
 from .source import Conflict
-
-log = logging.getLogger("bnb_patches")
 
 
 class PatchError(RuntimeError):
@@ -311,6 +309,12 @@ class Registry:
 
     def _edits(self, patch: Patch) -> list[Edit]:
         return [edit for edit in patch.edits if not edit.when or gate.satisfied(edit.when)]
+
+    def import_targets(self, patch: Patch) -> None:
+        """Import what ``patch`` edits here; what cannot be imported stays missing."""
+        for name in sorted(set(map(module_of, self._edits(patch)))):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
 
     def _missing(self, patch: Patch) -> set[str]:
         """Modules that ``patch`` edits and that are not imported whole."""

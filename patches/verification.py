@@ -214,17 +214,15 @@ def _child(patch_id: str, phase: str, send: Any) -> None:
 
 
 def _answer(patch_id: str, phase: str) -> tuple[bool | None, str]:
-    from . import REGISTRY, hooks
-    from .edits import module_of
+    from . import REGISTRY
 
     patch = REGISTRY.patches[patch_id]
     if phase != "unpatched":
-        _import_targets([patch])
+        REGISTRY.import_targets(patch)
         REGISTRY.apply(*([patch_id] if phase == "patched" else []))
         result = REGISTRY.report(patch_id)[patch_id]
         if result.status is not Status.APPLIED:
-            missing = {m for m in map(module_of, patch.edits) if not hooks.imported(m)}
-            return None, f"{result.status}: {result.reason} {' '.join(sorted(missing))}".strip()
+            return None, f"{result.status}: {result.reason}"
     if phase == "reverted":
         REGISTRY.revert()
     try:
@@ -234,19 +232,6 @@ def _answer(patch_id: str, phase: str) -> tuple[bool | None, str]:
     return bool(finding.present), finding.figure
 
 
-def _import_targets(chosen: Sequence[Patch]) -> None:
-    """Import the modules that the edits of these patches are in."""
-    import importlib
-
-    from .edits import module_of
-
-    for patch in chosen:
-        for edit in patch.edits:
-            if not edit.when or gate.satisfied(edit.when):
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(module_of(edit))
-
-
 def _shown(futures: Iterator[Any], total: int, progress: bool) -> Iterator[Any]:
     if progress:
         with contextlib.suppress(ImportError):
@@ -254,5 +239,3 @@ def _shown(futures: Iterator[Any], total: int, progress: bool) -> Iterator[Any]:
 
             return tqdm(futures, total=total, desc="verify", unit="run", file=sys.stderr, leave=False)
     return futures
-
-
