@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import sys
 import traceback
 
 import pytest
@@ -176,3 +178,49 @@ def test_diff_shows_the_lines_of_the_file(toy, registry):
     assert "-    if y > 3:\n+    if y > 3 and k:\n" in diff
     number = 1 + open(toy.__file__).read().splitlines().index("    if y > 3:")
     assert f"@@ -{number - 3},7 +{number - 3},7 @@" in diff
+
+
+@pytest.mark.parametrize("name", ["closing_line", "module_taken", "module_imported", "no_code_at_the_end"])
+def test_the_quick_reading_of_a_source_gives_way_to_the_exact_one(tmp_path, monkeypatch, registry, name):
+    """Its end is not where its code ends, or what looks imported was not: both are read all the same."""
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    function = getattr(importlib.import_module("odd"), name)
+    before = function("a")
+    r = registry((Rewrite(f"odd:{name}", "'b'", "'c'"),))
+    r.apply(strict=True)
+    assert function("a") == before.replace("b", "c") != before
+    assert r.report().diff().count("\n-") == 1, "one line"
+    r.revert()
+    assert function("a") == before
+    monkeypatch.delitem(sys.modules, "odd")
+
+
+ODD = """
+import os.path
+import posixpath
+
+taken = os.path
+
+
+def closing_line(x):
+    return (
+        x
+        + 'b'
+    )
+
+
+def module_taken(x):
+    return taken.join(x, 'b')
+
+
+def module_imported(x):
+    return posixpath.join(x, 'b')
+
+
+def no_code_at_the_end(x):
+    if x:
+        return x + 'b'
+    return x
+    pass
+"""
