@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from . import gate, hooks
+from . import alive, gate, hooks
 from .edits import Edit, module_of
 from .patch import Change, Patch, Report, Result, Status
 from .slots import Slot, slots_of
@@ -130,6 +130,12 @@ class Registry:
 
     def _apply(self, chosen: list[Patch], untested: bool, fresh: frozenset[str] = frozenset()) -> None:
         """``fresh``: packages whose import has just ended, so that nothing of theirs is alive yet."""
+        with alive.one_walk():
+            changed = self._apply_each(chosen, untested, fresh)
+        if changed:
+            self._reset_compiler()
+
+    def _apply_each(self, chosen: list[Patch], untested: bool, fresh: frozenset[str]) -> bool:
         changed = False
         for patch in chosen:
             if patch.id in self.disabled or self._active(patch):
@@ -144,8 +150,7 @@ class Registry:
                 continue
             self._pending.pop(patch.id, None)
             changed |= self._put_in(patch, look_for_damage=patch.package not in fresh)
-        if changed:
-            self._reset_compiler()
+        return changed
 
     def _put_in(self, patch: Patch, look_for_damage: bool) -> bool:
         """Apply one patch whole. Returns whether anything was changed."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from .. import alive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,10 +86,10 @@ def layers() -> list[Any]:
     """Every ``Linear8bitLt`` alive in this process."""
     from bitsandbytes.nn import Linear8bitLt
 
-    return [module for module in _modules() if isinstance(module, Linear8bitLt)]
+    return alive.instances(Linear8bitLt)
 
 
-def _modules() -> Iterator[Module]:
+def _modules() -> list[Module]:
     from torch.nn import Module
 
-    return (found for found in gc.get_objects() if issubclass(type(found), Module))
+    return alive.instances(Module)

@@ -29,10 +29,10 @@ Upstream: #1804 (the kernel), #2078
 
 from __future__ import annotations
 
-import gc
 import warnings
 from typing import TYPE_CHECKING
 
+from .. import alive
 from ..edits import Rewrite
 from ..patch import CannotShow, Finding, Patch
 
@@ -143,12 +143,7 @@ def damage() -> tuple[str, ...]:
 
     if not has_avx512bf16():
         return ()
-    kinds, pending = set(), [Linear4bit]
-    while pending:
-        kinds.add(kind := pending.pop())
-        pending += kind.__subclasses__()
-    layers = [thing for thing in gc.get_objects() if type(thing) in kinds]
-    packed = [x for x in layers if getattr(getattr(x.weight, "quant_state", None), _FLAG, False)]
+    packed = [x for x in alive.instances(Linear4bit) if getattr(getattr(x.weight, "quant_state", None), _FLAG, False)]
     if not packed:
         return ()
     return (

@@ -12,9 +12,9 @@ there, and whoever brings the codes back finds them. They are 1/16 or less of th
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
+from .. import alive
 from ..edits import Rewrite
 from ..patch import Finding, Patch
 
@@ -31,7 +31,7 @@ def damage() -> tuple[str, ...]:
     """Weights whose statistics went to meta before the patch was applied."""
     from bitsandbytes.nn import Params4bit
 
-    states = (w.quant_state for w in gc.get_objects() if type(w) is Params4bit and w.quant_state is not None)
+    states = (w.quant_state for w in alive.instances(Params4bit) if w.quant_state is not None)
     lost = {id(state): state for state in states if state.absmax.is_meta}
     return tuple(
         f"the statistics of a 4-bit weight of shape {tuple(state.shape)} are on the meta device and lost, "
