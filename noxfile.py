@@ -28,7 +28,7 @@ ANYWHERE = (
     "test_shim.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
-PROGRAMS = ("distributed", "test_examples.py", "test_trainer.py")
+PROGRAMS = ("distributed", "test_examples.py", "test_trainer.py", "test_trainer_ranks.py")
 """Whole programs in several processes, the slowest: run with the first and the last release; `tests_all` runs all."""
 STACK = ("bitsandbytes", "transformers", "peft", "accelerate", "torchao")
 

@@ -21,13 +21,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, Trai
 
 import patches
 
-OUT, MODEL, BITS = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-CHECKPOINT = sys.argv[4] if len(sys.argv) > 4 else None
 STEPS = 6
 
 
-def quantization() -> BitsAndBytesConfig:
-    if BITS == "8":
+def quantization(bits: str) -> BitsAndBytesConfig:
+    if bits == "8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -42,9 +40,9 @@ class Counter(TrainerCallback):
         self.steps += 1
 
 
-def load(path: str) -> torch.nn.Module:
+def load(path: str, bits: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=quantization()
+        path, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=quantization(bits)
     )
 
 
@@ -54,7 +52,7 @@ def texts(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(answer: dict[str, Any]) -> PeftModel:
-    model = load(MODEL)
+    model = load(MODEL, BITS)
     model.config.use_cache = False
     model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     torch.manual_seed(3)
@@ -88,9 +86,9 @@ def finish(model: PeftModel, answer: dict[str, Any]) -> None:
             return model.eval()(input_ids=ids).logits.float()
 
     trained = logits(model)
-    again = logits(PeftModel.from_pretrained(same_casts(load(MODEL)), str(OUT / "adapter")))
+    again = logits(PeftModel.from_pretrained(same_casts(load(MODEL, BITS)), str(OUT / "adapter")))
     answer["adapter loaded again"] = error(again, trained)
-    answer["base"] = error(logits(load(MODEL)), trained)
+    answer["base"] = error(logits(load(MODEL, BITS)), trained)
     merged = model.merge_and_unload()
     answer["merged"] = error(expected := logits(merged), trained)
     merged.save_pretrained(str(OUT / "merged"))
@@ -121,4 +119,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    OUT, MODEL, BITS = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    CHECKPOINT = sys.argv[4] if len(sys.argv) > 4 else None
     main()

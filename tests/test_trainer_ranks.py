@@ -1,0 +1,124 @@
+"""The Trainer on two ranks of a CPU, as ``accelerate launch`` starts them from a config file.
+
+tests/trainer/ranks.py trains a 4-bit and an INT8 LoRA model (DDP over gloo) and saves; each rank is a process
+of its own that the entry point of bitsandbytes repairs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, _path
+
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: {type}
+use_cpu: true
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+mixed_precision: 'no'
+"""
+BITS = pytest.mark.parametrize("bits", ["4", "8"], ids=["4bit", "int8"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A tiny Qwen2 (it has biases), saved by transformers."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "qwen2"
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def launch(site, model, tmp_path_factory):
+    """Launch the worker; the answer of each rank, and the folder it wrote to."""
+
+    def run(distributed_type: str, batch: int, *options: str) -> tuple[list[dict], Path]:
+        out = tmp_path_factory.mktemp("ranks")
+        config = out / "accelerate.yaml"
+        config.write_text(CONFIG.format(type=distributed_type))
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([_path(), str(site)]), "PATCHES_AUTOLOAD": "1",
+               "OMP_NUM_THREADS": "1"}  # fmt: skip
+        if sys.platform == "linux":
+            env["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+        worker = [str(ROOT / "tests" / "trainer" / "ranks.py"), str(out), str(model), str(batch), *options]
+        done = subprocess.run(command + worker, capture_output=True, text=True, env=env, timeout=280)
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+        return [json.loads(path.read_text()) for path in sorted(out.glob("?.json"))], out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def two(launch) -> tuple[list[dict], Path]:
+    """Four steps on two ranks, two rows each. For this type accelerate starts torchrun, on a CPU too."""
+    return launch("MULTI_GPU", 2, "--compile")
+
+
+@pytest.fixture(scope="module")
+def resumed(two, launch) -> list[dict]:
+    """The last two of them, in a new launch that compiles nothing."""
+    return launch("MULTI_GPU", 2, "--resume", str(two[1]))[0]
+
+
+@pytest.fixture(scope="module")
+def alone(launch) -> dict:
+    """Four steps in one process, four rows each. (The config asks for two: see README, "More than one process".)"""
+    answers, _ = launch("MULTI_CPU", 4)
+    assert len(answers) == 1, "accelerate starts ranks for MULTI_CPU now: say so in README, and use 'NO' here"
+    return answers[0]
+
+
+@BITS
+def test_every_rank_is_repaired_alike(two, bits):
+    first, second = (answer[bits] for answer in two[0])
+    assert first["backend"] == "gloo" and first["ranks"] == 2
+    assert first["distributed"] == "DistributedType.MULTI_CPU"
+    assert first == second, "states, losses and graphs"
+    assert first["states"]["bitsandbytes-bias-written-in-forward"] == "applied"
+
+
+def test_a_rank_compiles_its_model_whole(two):
+    assert [answer["4"]["graphs"] for answer in two[0]] == [1, 1]
+
+
+@BITS
+def test_two_ranks_train_as_one_process_on_the_same_rows(two, alone, bits):
+    ranks, one = two[0][0][bits], alone[bits]
+    assert one["ranks"] == 1 and one["distributed"] == "DistributedType.NO"
+    # bfloat16 sums in another order: 1e-5. Half of the rows: 5e-3 and more, and 5e-4 in the evaluation.
+    assert ranks["losses"] == pytest.approx(one["losses"], rel=5e-5)
+    assert ranks["eval losses"] == pytest.approx(one["eval losses"], rel=5e-5)
+
+
+@BITS
+def test_what_rank_0_saved_is_what_every_rank_has(two, bits):
+    answers, out = two
+    assert [answer[bits]["adapter loaded again"] for answer in answers] == [0, 0]
+    assert {path.name for path in (out / bits / "checkpoint-2").glob("rng*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+
+
+@BITS
+def test_resumed_in_a_new_launch_equals_the_uninterrupted_run(two, resumed, bits):
+    whole = two[0][0][bits]
+    assert len(set(whole["losses"].values())) == 4 and set(whole["eval losses"]) == {"2", "4"}
+    for answer in resumed:
+        assert answer[bits]["losses"] == whole["losses"] and answer[bits]["eval losses"] == whole["eval losses"]
