@@ -50,13 +50,14 @@ def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
 
 def _make_torch_function(original: Any) -> classmethod:
     import torch
+    from bitsandbytes.nn.modules import Int8Params
 
     splits = (torch.chunk, torch.Tensor.chunk, torch.split, torch.Tensor.split)
 
     def __torch_function__(
         cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        result = super(Int8Params, cls).__torch_function__(func, types, args, kwargs or {})  # Dynamo follows this
         if func in splits:
             return _pieces(result, args, kwargs or {})
         return result

@@ -159,3 +159,20 @@ def test_compiled_equals_eager_in_one_graph(training):
         y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
         assert torch.equal(y, expected)
         assert torch.equal(*(torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected)))
+
+
+@pytest.mark.parametrize("call", [lambda w: w.float() * 2, lambda w: torch.chunk(w, 2)[1]], ids=["product", "chunk"])
+def test_a_compiled_operation_on_the_weight_is_in_the_graph(call):
+    """Dynamo inlines ``__torch_function__``, so it must find nothing there that it cannot trace."""
+    one = weight()
+    with patches.applied(ID):
+        got = torch.compile(lambda: call(one), fullgraph=True, backend="eager")()
+    assert torch.equal(got, call(one))
+
+
+def test_a_compiled_embedding_is_one_graph(device):
+    torch.manual_seed(0)
+    layer, ids = bnb.nn.Embedding8bit(16, 8).to(device), torch.arange(4, device=device)
+    expected = layer(ids)
+    with patches.applied(ID):
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(ids), expected)
