@@ -29,8 +29,8 @@ verify: .venv/.dev  ## each patch: is the defect there without it, gone with it,
 bench: .venv/.bench  ## step times, first calls and memory, side by side; arguments in BENCH="..."
 	$(PY) -m benchmarks $(BENCH)
 
-newest: .venv/.dev  ## the newest releases of everything: which patch no longer fits, and what to do
-	$(PY) -m nox --session newest
+newest: .venv/.dev  ## the newest of everything: which patch no longer fits, what to do; hold back with ONLY="torch==2.13.0"
+	$(PY) -m nox --session newest -- $(ONLY)
 
 readme: .venv/.dev  ## bring the patch table of README.md up to date
 	$(PY) -m tools.readme
