@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-.PHONY: demo demo-compile test test-all oldest verify bench newest readme venv clean
+.PHONY: demo demo-compile test test-all oldest verify bench newest pythons readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## INT8 LoRA with half of the layers offloaded: without the plugin, then with it
@@ -29,8 +29,11 @@ verify: .venv/.dev  ## each patch: is the defect there without it, gone with it,
 bench: .venv/.bench  ## step times, first calls and memory, side by side; arguments in BENCH="..."
 	$(PY) -m benchmarks $(BENCH)
 
-newest: .venv/.dev  ## the newest of everything: which patch no longer fits, what to do; hold back with ONLY="torch==2.13.0"
+newest: .venv/.dev  ## the newest of everything: which patch no longer fits, and what to do; ONLY="torch==2.13.0" holds back
 	$(PY) -m nox --session newest -- $(ONLY)
+
+pythons: .venv/.dev  ## what needs no torch, on Python 3.10, 3.12 and 3.13, which must be on the path
+	$(PY) -m nox --session pythons
 
 readme: .venv/.dev  ## bring the patch table of README.md up to date
 	$(PY) -m tools.readme

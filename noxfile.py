@@ -30,6 +30,8 @@ ANYWHERE = (
 """Tests that bitsandbytes has no part in: run with the last release only."""
 PROGRAMS = ("distributed", "test_examples.py", "test_trainer.py", "test_trainer_ranks.py")
 """Whole programs in several processes, the slowest: run with the first and the last release; `tests_all` runs all."""
+PYTHONS = ("3.10", "3.12", "3.13")
+"""Every supported Python but the one that the suite runs on."""
 STACK = ("bitsandbytes", "transformers", "peft", "accelerate", "torchao")
 
 nox.options.sessions = ["tests"]
@@ -61,6 +63,17 @@ def oldest(session: nox.Session) -> None:
         env = environment(folder, bitsandbytes(session, release), ROOT)
         session.run(sys.executable, "-m", "pytest", "-q", "tests/test_stack.py", env=env, external=True)
         session.run(sys.executable, "-m", "patches", "verify", env=env, external=True)
+
+
+@nox.session(python=PYTHONS)
+def pythons(session: nox.Session) -> None:
+    """What needs no torch, on other Pythons: the engine, and every rewrite made from the files of the stack."""
+    session.install("--constraint", "constraints.txt", "packaging", "pytest", "pytest-timeout", "wrapt")
+    session.install("--constraint", "constraints.txt", "--no-deps", *STACK)
+    pytest = ("python", "-m", "pytest", "-q")
+    session.run(*pytest, "tests/engine", "tests/test_drift.py", "tests/test_shim.py", env=environment(ROOT))
+    for release in RELEASES:
+        session.run(*pytest, "tests/test_sources.py", env=environment(bitsandbytes(session, release), ROOT))
 
 
 @nox.session

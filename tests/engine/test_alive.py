@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 
-import torch
+import pytest
 
 from patches import alive
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 
 class _Layer(torch.nn.Linear):

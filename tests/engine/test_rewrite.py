@@ -154,7 +154,7 @@ def test_a_file_that_changed_since_the_import_is_a_conflict(toy, registry, tmp_p
 
 def test_no_source_to_read_is_a_conflict(toy, registry):
     namespace: dict = {"__name__": "toy"}
-    exec("def made(x):\n    return x", namespace)
+    exec(compile("def made(x):\n    return x", "<no file>", "exec"), namespace)
     toy.made = namespace["made"]
     result = registry((Rewrite("toy:made", "x", "x + 1"),)).apply()["a"]
     assert result.status is Status.CONFLICT and "no source to read" in result.reason

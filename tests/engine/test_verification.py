@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from patches.verification import PHASES, Row, Verification, _judged
 from tests.engine.conftest import patch
 
 FITS = Verdict(Status.AVAILABLE, "", {"packaging": "24"})
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 PAST = Verdict(Status.NOT_AFFECTED, "packaging 24 is outside <1", {"packaging": "24"})
 
 
@@ -70,6 +72,7 @@ def _dies(*_):
     os._exit(7)
 
 
+@NEEDS_TORCH
 def test_one_reproducer_through_the_command_line():
     first = next(iter(REGISTRY.patches))
     run = [sys.executable, "-m", "patches", "verify", first, "--json"]
@@ -102,6 +105,7 @@ def test_list(capsys, json_):
     assert all(patch_id in ids for patch_id in REGISTRY.patches)
 
 
+@NEEDS_TORCH
 def test_report_and_diff_in_a_fresh_process(fresh):
     source = "import sys; from patches.__main__ import main; sys.exit(main(sys.argv[1:]))"
     results = json.loads(fresh(source, "report", "--json"))["results"]
