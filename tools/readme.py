@@ -38,7 +38,13 @@ def _releases(patch: Patch) -> str:
     bounds = {s.operator: s.version for s in first.specifier}
     until = f"to below {bounds['<']}" if "<" in bounds else f"to {bounds.get('<=', patch.tested_up_to)}"
     words = " ".join(filter(None, [first.name, bounds.get(">="), until]))
-    return ", ".join([words, *(f"{r.name} {r.specifier}".strip().replace(">=", "from ") for r in others)])
+    return ", ".join([words, *map(_other, others)])
+
+
+def _other(requirement: Requirement) -> str:
+    """``torch from 2.6``, ``bitsandbytes from 0.46.1 except 0.47.*``: what else must hold."""
+    bounds = sorted(requirement.specifier, key=lambda s: (s.operator == "!=", str(s)))
+    return " ".join([requirement.name, *map(str, bounds)]).replace(">=", "from ").replace("!=", "except ")
 
 
 def _link(url: str) -> str:
