@@ -29,14 +29,29 @@ def test_advice(status, finding, words):
     assert words in drift.advice({"id": "some-id", "status": status}, finding)
 
 
+@pytest.mark.parametrize(
+    "status, unpatched, words",
+    [
+        ("applied", (True, "crash"), "it goes in, and its reproducer contradicts it"),
+        ("applied", (False, "equal"), "finds nothing without the patch, on a release of peft that has the defect"),
+        ("applied", (None, "TypeError"), "breaks off"),
+        ("not affected", (True, "crash"), "outside of the range in `requires`"),
+    ],
+)
+def test_a_reproducer_that_contradicts_the_state(status, unpatched, words):
+    row = {"id": "some-id", "status": status, "versions": {"peft": "1", "torch": "9"}}
+    assert words in drift.contradiction(row, {"unpatched": unpatched})
+
+
 def test_a_release_that_claims_to_be_newer_is_reported(tmp_path):
-    """The metadata of bitsandbytes 99 over the code of the installed release: all of its patches drift."""
+    """The metadata of bitsandbytes 99 over the code of the installed release: its patches drift."""
     info = tmp_path / "bitsandbytes-99.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bitsandbytes\nVersion: 99\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(ROOT)])
-    command = [sys.executable, str(ROOT / "tools" / "drift.py")]
+    ids = ["bitsandbytes-params4bit-pickle", "bitsandbytes-int8-copies"]
+    command = [sys.executable, str(ROOT / "tools" / "drift.py"), *ids]
     result = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
     assert "UNTESTED on bitsandbytes 99" in result.stdout
-    assert "to look at." in result.stdout
+    assert "2 patches: 2 untested. 2 to look at." in result.stdout

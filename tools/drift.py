@@ -1,6 +1,8 @@
 """What `nox -s newest` prints: which patch no longer fits the installed releases, and what to do about it.
 
-Exits with 1 if there is work for a maintainer.
+``drift.py [ID ...]``, all patches by default. A release of the repaired package that is newer than `tested_up_to`
+shows in the state of a patch; what a newer torch, or another neighbour, does to it shows only when its reproducer
+runs, so all of them are run. Exits with 1 if there is work for a maintainer.
 """
 
 from __future__ import annotations
@@ -17,23 +19,32 @@ CONFLICT = "the source changed where the patch edits it. Write an edit for the n
 FAILED = "applying it raised, and all of it was undone. See `python -m patches diff {id}`."
 FITS = "the defect is still there and the edits fit: raise `tested_up_to`, then run `python -m patches verify {id}`."
 FIXED = "the defect is gone ({figure}): end the range in `requires` before this release."
+NOT_SHOWN = "its reproducer breaks off or finds nothing without the patch, on a release of {package} that has the defect: \
+find which other package changed, and name it in `requires` or adapt `defect()`."
+NOT_REPAIRED = "it goes in, and its reproducer contradicts it. Find which other package changed; adapt the patch."
+OUTSIDE = "the defect is there outside of the range in `requires`: widen it."
 UNSEEN = "`defect()` cannot tell here ({figure}): run `python -m patches verify {id}` on a host where it can."
 
 
-def main() -> int:
-    rows = patches("report")["results"]
+def main(ids: list[str]) -> int:
+    rows = patches("report", *ids)["results"]
     if not rows:
         print("no patch is registered: is this the repository of bnb-patches?", file=sys.stderr)
         return 2
+    verified = {row["id"]: row for row in patches("verify", *ids)["rows"]}
     drifted = [row for row in rows if row["status"] in ("conflict", "failed", "untested")]
     if drifted:
         ids = [row["id"] for row in drifted]
         forced = {row["id"]: row for row in patches("report", *ids, PATCHES_UNTESTED="1")["results"]}
-        shown = {row["id"]: row["findings"].get("unpatched") for row in patches("verify", *ids)["rows"]}
         for row in drifted:
-            print(describe(row, advice(forced[row["id"]], shown[row["id"]])), end="\n\n")
-    print(summary(rows, len(drifted)))
-    return 1 if drifted else 0
+            finding = verified[row["id"]]["findings"].get("unpatched")
+            print(describe(row, advice(forced[row["id"]], finding)), end="\n\n")
+    wrong = [row for row in rows if row not in drifted and verified[row["id"]]["verdict"] == "wrong"]
+    for row in wrong:
+        said = verified[row["id"]]
+        print(describe({**row, "reason": said["reason"]}, contradiction(row, said["findings"])), end="\n\n")
+    print(summary(rows, len(drifted) + len(wrong)))
+    return 1 if drifted or wrong else 0
 
 
 def patches(*command: str, **environment: str) -> dict[str, Any]:
@@ -64,6 +75,14 @@ def advice(row: Row, finding: tuple[bool | None, str] | None) -> str:
     return said.format(id=row["id"], figure=figure)
 
 
+def contradiction(row: Row, findings: dict[str, tuple[bool | None, str]]) -> str:
+    """What to do about a patch whose state is as it should be, and whose reproducer says otherwise."""
+    if row["status"] == "not affected":
+        return OUTSIDE
+    said = NOT_REPAIRED if findings["unpatched"][0] else NOT_SHOWN
+    return said.format(package=next(iter(row["versions"])))
+
+
 def describe(row: Row, todo: str) -> str:
     """One patch that drifted, in words: what, on which releases, why, what to do, where to look."""
     found = ", ".join(f"{name} {version or 'absent'}" for name, version in row["versions"].items())
@@ -86,4 +105,4 @@ def summary(rows: list[Row], drifted: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
