@@ -57,7 +57,8 @@ def _make_torch_function(original: Any) -> classmethod:
     def __torch_function__(
         cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = super(Int8Params, cls).__torch_function__(func, types, args, kwargs or {})  # Dynamo follows this
+        # Dynamo follows super(), but not the C function that it finds there
+        result = super(Int8Params, cls).__torch_function__(func, types, args, kwargs or {})
         if func in splits:
             return _pieces(result, args, kwargs or {})
         return result

@@ -18,7 +18,7 @@ from ..patch import Finding, Patch
 
 
 def defect() -> Finding:
-    """An INT8 layer with its adapter switched off, after two forwards with it, against the same layer before."""
+    """An INT8 layer with its adapter switched off, after two forwards with it, against the layer before."""
     import bitsandbytes as bnb
     import torch
     from peft import LoraConfig, get_peft_model
@@ -40,7 +40,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-dora-replaces-weight",
-    summary="DoRA on an INT8 model on a CPU crashes in the second forward: each replaces the weight and loses scales",
+    summary="DoRA on INT8 crashes on a CPU in the second forward: the first loses the scales of the weight",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
     requires=("peft>=0.15", "bitsandbytes>=0.46.1,!=0.47.*"),
     tested_up_to="0.21.2",

@@ -63,7 +63,8 @@ def by_hand(model: torch.nn.Module, weight: torch.Tensor):
     """DoRA (arXiv 2402.09353, eq. 5) on the product of the base layer, with a weight that nobody touches."""
     layer = model.base_model.model[0]
     A, B = layer.lora_A["default"], layer.lora_B["default"]
-    base, m, scaling = layer.base_layer, layer.lora_magnitude_vector["default"].weight, layer.scaling["default"]
+    base, scaling = layer.base_layer, layer.scaling["default"]
+    m = layer.lora_magnitude_vector["default"].weight
 
     def call(x: torch.Tensor) -> torch.Tensor:
         delta = B(A(torch.eye(64, device=x.device))).T
@@ -80,7 +81,8 @@ def test_trained_as_by_hand(kind, device):
     x = inputs(device)
     with patches.applied(ID):
         base = base_of(kind, device)
-        weight = bnb.functional.int8_vectorwise_dequant(base[0].weight.data.clone(), base[0].weight.SCB.clone())
+        codes, scales = base[0].weight.data.clone(), base[0].weight.SCB.clone()
+        weight = bnb.functional.int8_vectorwise_dequant(codes, scales)
         model = dora_on(base)
         expected = steps(by_hand(model, weight), model, x)
         model = dora_on(base_of(kind, device))
@@ -90,7 +92,7 @@ def test_trained_as_by_hand(kind, device):
 
 @pytest.mark.parametrize("kind", ["int8-0", "int8-6"])
 def test_trained_as_the_dequantized_model(kind, device):
-    """Against ``nn.Linear`` with the dequantized weight. Before 0.48, and on a GPU, INT8 rounds its input too."""
+    """Against ``nn.Linear``, dequantized. Before 0.48, and on a GPU, inputs are rounded too."""
     x = inputs(device)
     with patches.applied(ID):
         base = base_of(kind, device)
@@ -105,7 +107,7 @@ def test_trained_as_the_dequantized_model(kind, device):
 
 
 @pytest.mark.skipif(
-    satisfied("bitsandbytes>=0.47,<0.48"), reason="0.47 keeps its scales through the replacement: not repaired there"
+    satisfied("bitsandbytes>=0.47,<0.48"), reason="0.47 keeps its scales all the same: not repaired there"
 )
 @pytest.mark.parametrize("kind", ["int8-0", "int8-6", "nf4"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
