@@ -38,7 +38,7 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1900",),
     requires=("bitsandbytes>=0.46,<0.50", "accelerate>=0.34"),
     tested_up_to="0.50.2",
-    seen_on=("2.13",),
+    seen_on=("2.13", "2.14"),
     edits=tuple(
         Rewrite(f"bitsandbytes.nn.modules:{name}.__new__", signature="**kwargs")
         for name in ("Params4bit", "Int8Params")
