@@ -33,7 +33,7 @@ class Status(str, enum.Enum):
     CONFLICT = "conflict"
     """The installed source is not the one the patch was written for; nothing was changed."""
     SHADOWED = "shadowed"
-    """Someone changed the same place after us; it is left as they made it."""
+    """Someone else changed the same place, before us or after; it is left as they made it."""
     FAILED = "failed"
     """Applying it raised; every change it had made was undone."""
 

@@ -16,7 +16,7 @@ from . import alive, gate, hooks
 from .edits import Edit, module_of
 from .patch import Change, Patch, Report, Result, Status
 from .slots import Slot, slots_of
-from .source import Conflict
+from .source import Conflict, Replaced
 
 
 class PatchError(RuntimeError):
@@ -157,7 +157,9 @@ class Registry:
         try:
             planned = self._plan(patch)
         except Conflict as conflict:
-            self._memory[patch.id] = _Memory(Status.CONFLICT, str(conflict))
+            theirs = isinstance(conflict, Replaced)
+            status = Status.SHADOWED if theirs else Status.CONFLICT
+            self._memory[patch.id] = _Memory(status, f"{conflict}; left as it is" if theirs else str(conflict))
             return False
         except Exception as error:
             self._memory[patch.id] = _Memory(Status.FAILED, f"{type(error).__name__}: {error}")
@@ -284,9 +286,9 @@ class Registry:
         active = self._active(patch)
         status, reason, notes = verdict.status, verdict.reason, ()
         if active:
-            lost = [known.slot.name for known in active if known.shadowed]
-            status = Status.SHADOWED if lost else Status.APPLIED
-            reason = f"changed by someone else after us: {', '.join(lost)}" if lost else ""
+            lost = [f"{known.slot.name} was changed by someone else after us" for known in active if known.shadowed]
+            lost += filter(None, (known.slot.displaced() for known in active))
+            status, reason = Status.SHADOWED if lost else Status.APPLIED, "; ".join(lost)
             notes = memory.notes if memory else ()
         elif patch.id in self.disabled:
             status, reason = Status.DISABLED, "PATCHES_DISABLE names it"
@@ -318,7 +320,7 @@ class Registry:
     def import_targets(self, patch: Patch) -> None:
         """Import what ``patch`` edits here; what cannot be imported stays missing."""
         for name in sorted(set(map(module_of, self._edits(patch)))):
-            with contextlib.suppress(ImportError):
+            with contextlib.suppress(ImportError, NotImplementedError):  # the latter from unsloth without a GPU
                 importlib.import_module(name)
 
     def _missing(self, patch: Patch) -> set[str]:

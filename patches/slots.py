@@ -6,18 +6,20 @@ module. Both read and write *raw* values, so that what is put back is the object
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 from . import source
 from .edits import DeleteAttribute, Edit, Rewrite, SetAttribute
-from .source import Conflict
+from .source import Conflict, Replaced
 
 
 _OPERATOR = re.compile(r":fake\((\w+::\w+)\)$")
@@ -44,14 +46,18 @@ class Slot(Protocol):
 
     def diff(self, original: Any, edits: Sequence[Any], value: Any) -> str: ...
 
+    def displaced(self) -> str:
+        """Who put something else where the place was to be found, in words; empty if nobody did."""
+
 
 class CodeSlot:
-    """The ``__code__`` of a function."""
+    """The ``__code__`` of a function, which ``find`` finds anew."""
 
-    def __init__(self, function: FunctionType, name: str) -> None:
+    def __init__(self, function: FunctionType, name: str, find: Callable[[], FunctionType]) -> None:
         self.function = function
         self.name = name
         self.key = ("code", id(function))
+        self._find = find
 
     def read(self) -> CodeType:
         return self.function.__code__
@@ -64,6 +70,13 @@ class CodeSlot:
 
     def diff(self, original: CodeType, edits: Sequence[Rewrite], value: Any) -> str:
         return source.diff(source.read(self.function, original), edits, _short(original.co_filename))
+
+    def displaced(self) -> str:
+        try:
+            found = self._find()
+        except Conflict:
+            return f"{self.name} was taken out after us"
+        return "" if _reaches(found, self.function) else f"{self.name} is a function of {_home(found)} now"
 
 
 class AttributeSlot:
@@ -102,20 +115,22 @@ class AttributeSlot:
         lines = difflib.unified_diff(_shown(self, original), _shown(self, value), f"a/{path}", f"b/{path}")
         return "".join(lines)
 
+    def displaced(self) -> str:
+        return ""  # what stands there is what is read
+
 
 def slots_of(edit: Edit) -> list[tuple[Slot, Edit]]:
     """The places that ``edit`` changes, each with the edit to make there.
 
     The module of the edit must be imported. Raises ``Conflict`` if it does not hold what the
-    target names.
+    target names; ``Replaced``, which is one, if a function of another package stands there.
     """
-    if operator := _OPERATOR.search(edit.target):
-        function = _shape_function(operator[1], edit.target)
-    else:
-        owner, attribute = _owner(edit.target)
-        if not isinstance(edit, Rewrite):
-            return [(AttributeSlot(owner, attribute, edit.target), edit)]
-        function = _function(vars(owner).get(attribute, ABSENT), edit.target)
+    if not isinstance(edit, Rewrite):
+        return [(AttributeSlot(*_owner(edit.target), edit.target), edit)]
+    find = partial(_found, edit.target)
+    function = find()
+    if _home(function).partition(".")[0] != edit.target.partition(":")[0].partition(".")[0]:
+        raise Replaced(f"{edit.target} is a function of {_home(function)}")
     slots: list[tuple[Slot, Edit]] = []
     for name, value in edit.names.items():
         module = sys.modules.get(function.__globals__.get("__name__", ""))
@@ -123,7 +138,35 @@ def slots_of(edit: Edit) -> list[tuple[Slot, Edit]]:
             raise Conflict(f"{edit.target}: the module that it was defined in is gone")
         target = f"{module.__name__}:{name}"
         slots.append((AttributeSlot(module, name, target), SetAttribute(target, value=value)))
-    return [*slots, (CodeSlot(function, edit.target), edit)]  # the names first: the code needs them
+    return [*slots, (CodeSlot(function, edit.target, find), edit)]  # the names first: the code needs them
+
+
+def _found(target: str) -> FunctionType:
+    """The function that ``target`` names now."""
+    if operator := _OPERATOR.search(target):
+        return _shape_function(operator[1], target)
+    owner, attribute = _owner(target)
+    return _function(vars(owner).get(attribute, ABSENT), target)
+
+
+def _home(function: FunctionType) -> str:
+    """The module in which ``function`` was written, whatever ``functools.wraps`` made of its name."""
+    return str(function.__globals__.get("__name__", ""))
+
+
+def _reaches(wrapper: FunctionType, function: FunctionType, depth: int = 4) -> bool:
+    """Whether ``wrapper`` is ``function`` or has it in its closure, as one that calls it would."""
+    if wrapper is function:
+        return True
+    return depth > 0 and any(_reaches(inner, function, depth - 1) for inner in _enclosed(wrapper))
+
+
+def _enclosed(function: FunctionType) -> Iterator[FunctionType]:
+    """The functions in the closure of ``function``."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            if isinstance(cell.cell_contents, FunctionType):
+                yield cell.cell_contents
 
 
 def _shape_function(operator: str, target: str) -> FunctionType:
@@ -132,10 +175,9 @@ def _shape_function(operator: str, target: str) -> FunctionType:
 
     kernel = singleton.find(operator).fake_impl.kernel
     function = getattr(kernel, "func", None)
-    inner = {id(function): function}
-    for cell in getattr(function, "__closure__", None) or ():  # torch wraps it
-        if isinstance(cell.cell_contents, FunctionType):
-            inner[id(cell.cell_contents)] = cell.cell_contents
+    inner: dict[int, FunctionType] = {}
+    if isinstance(function, FunctionType):  # torch wraps it
+        inner = {id(f): f for f in (function, *_enclosed(function))}
     found = [f for f in inner.values() if getattr(f, "__module__", "") == target.partition(":")[0]]
     if len(found) != 1:
         raise Conflict(f"{target}: no shape function of that module is registered for {operator}")

@@ -34,6 +34,10 @@ class Conflict(Exception):
     """What is installed is not what an edit was written for. Nothing was changed."""
 
 
+class Replaced(Conflict):
+    """Another package has put a function of its own in the place."""
+
+
 @dataclass(frozen=True)
 class Source:
     """The text and syntax tree of one function as it was imported."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -108,6 +109,50 @@ def test_a_code_object_replaced_after_us_is_left_alone(toy, registry):
     toy.plain.__code__ = (lambda x, *, k=1: "theirs").__code__
     assert r.revert()["a"].status is Status.SHADOWED
     assert toy.plain(5) == "theirs"
+
+
+def _of_another_package(text: str, **names):
+    """What ``text`` defines, as if it stood in a module of another package."""
+    space = {"__name__": "others.fixes", **names}
+    exec(text, space)
+    return space["f"]
+
+
+def test_a_function_that_another_package_put_there_before_us_is_left_and_named(toy, registry):
+    toy.plain = theirs = _of_another_package("def f(x, *, k=1):\n    y = x * 2\n    return y * 2")
+    r = registry((Rewrite("toy:plain", "y * 2", "y * 3"),))
+    result = r.apply(strict=True)["a"]
+    assert result.status is Status.SHADOWED
+    assert result.reason == "toy:plain is a function of others.fixes; left as it is"
+    assert toy.plain is theirs and theirs(1) == 4
+    r.revert()
+    assert toy.plain is theirs
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_function_that_is_replaced_after_us_is_reported_and_ours_is_reverted(toy, registry, gone):
+    ours, code = toy.plain, toy.plain.__code__
+    r = registry((Rewrite("toy:plain", "y * 2", "y * 3"),))
+    r.apply(strict=True)
+    if gone:
+        del toy.plain
+    else:
+        toy.plain = _of_another_package("def f(x, *, k=1):\n    return -x")
+    result = r.report()["a"]
+    assert result.status is Status.SHADOWED
+    assert result.reason == f"toy:plain {'was taken out after us' if gone else 'is a function of others.fixes now'}"
+    r.revert()
+    assert ours.__code__ is code and r.report()["a"].status is Status.REVERTED
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_function_that_calls_ours_does_not_hide_it(toy, registry, wraps):
+    text = "def outer(ours):\n    def f(x):\n        return -ours(x)\n    return f\nf = outer(ours)"
+    r = registry((Rewrite("toy:plain", "y * 2", "y * 3"),))
+    r.apply(strict=True)
+    wrapper = _of_another_package(text, ours=toy.plain)
+    toy.plain = functools.wraps(toy.plain)(wrapper) if wraps else wrapper
+    assert toy.plain(5) == -18 and r.report()["a"].status is Status.APPLIED
 
 
 def test_applied_is_a_context_manager_and_a_decorator_that_leaves_the_rest(toy, registry):
