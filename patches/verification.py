@@ -135,6 +135,8 @@ def _cell(finding: tuple[bool | None, str] | None) -> str:
 
 _CANNOT = "cannot show: "
 _NOT_THERE = "its reproducer does not run there"
+_MEDDLESOME = {"unsloth"}
+"""Packages that patch others when they are imported: only in the processes of their own patches."""
 
 
 @contextlib.contextmanager
@@ -151,7 +153,7 @@ def _fresh_processes(chosen: Sequence[Patch]) -> Iterator[Any]:
             yield multiprocessing.get_context("spawn")
             return
         context = multiprocessing.get_context("forkserver")
-        names = sorted({name for p in chosen for name in gate.check(p).versions})
+        names = sorted({name for p in chosen for name in gate.check(p).versions} - _MEDDLESOME)
         context.set_forkserver_preload(["torch", *names, __name__])
         with _silent():
             multiprocessing.forkserver.ensure_running()

@@ -1,0 +1,1 @@
+"""unsloth: LoRA kernels with a 4-bit dequantization of their own."""
