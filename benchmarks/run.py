@@ -25,6 +25,7 @@ def environment(folder: str = "", **more: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PATCHES_AUTOLOAD": "0",
+        "PYTHONDONTWRITEBYTECODE": "",  # an installed package has its bytecode
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
@@ -86,7 +87,8 @@ def measure(
     """Measure ``case`` in each of ``configurations``.
 
     Returns, by the name of the configuration: ``seconds`` and ``cpu_s`` (the median step of each round),
-    ``first_s`` and ``first_cpu_s``, ``graphs``, ``breaks``, ``eager_frames``, ``peak_mib``, ``loss``, ``versions``, ``applied``; or ``error``.
+    ``first_s`` and ``first_cpu_s``, ``graphs``, ``breaks``, ``eager_frames``, ``peak_mib``, ``loss``, ``versions``,
+    ``applied``, and ``limit`` if eager (see :meth:`Worker.finish`); or ``error``.
     """
     with tempfile.TemporaryDirectory(prefix="bnb-patches-bench-") as name:
         folder = Path(name)

@@ -23,11 +23,12 @@ HALF = {**EAGER, "seconds": [0.5, 1.5, 1.0], "cpu_s": [0.1, 0.1, 0.1], "graphs":
 
 def test_one_tiny_case_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     size = ["--size", "tiny", "--rounds", "2", "--steps", "1", "--threads", "1", "--device", "cpu"]
-    only = ["--only", "patched compiled", "--backend", "eager", "--no-cost"]
+    only = ["--only", "patched eager", "patched compiled", "--backend", "eager", "--no-cost"]
     assert main(["nf4-checkpoint", *size, *only, "--output", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "cpu-tiny.json").read_text())["cases"]["nf4-checkpoint"]["results"]
-    assert list(results) == ["patched compiled"]
-    (result,) = results.values()
+    assert list(results) == ["patched eager", "patched compiled"]
+    eager, result = results.values()
+    assert 0 < eager["limit"] < 1 and "limit" not in result
     assert "error" not in result and len(result["seconds"]) == 2 and result["applied"]
     assert result["peak_mib"] > 0 and result["graphs"] > 0 and result["loss"] > 0
     assert "| patched compiled |" in capsys.readouterr().out
