@@ -45,3 +45,17 @@ def in_pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Findin
     """The finding of :func:`pieces`: present unless the call is one graph."""
     count = pieces(function, *args, **kwargs)
     return Finding(count != 1, f"{count} pieces" if count != 1 else "1 graph")
+
+
+def refused(function: Callable[..., Any], *args: Any) -> Finding:
+    """Present if ``fullgraph=True`` refuses, with why: for a call of which no part can run in eager here."""
+    import torch
+
+    torch.compiler.reset()
+    try:
+        torch.compile(function, fullgraph=True, backend="eager")(*args)
+    except torch._dynamo.exc.Unsupported as error:
+        return Finding(True, f"no full graph: {str(error).splitlines()[0]}")
+    finally:
+        torch.compiler.reset()
+    return Finding(False, "1 graph")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .._pieces import in_pieces, refused
 from ..edits import Rewrite
 from ..patch import CannotShow, Finding, Patch
 
@@ -50,12 +51,7 @@ def defect() -> Finding:
         return x @ fast_dequantize(packed, state).t()
 
     x = torch.randn(2, 64, dtype=torch.bfloat16, device=device)
-    torch.compiler.reset()
-    try:
-        torch.compile(call, fullgraph=True, backend="eager")(x)
-    except torch._dynamo.exc.Unsupported as error:
-        return Finding(True, f"no full graph: {str(error).splitlines()[0]}")
-    return Finding(False, "1 graph")
+    return in_pieces(call, x) if device == "cuda" else refused(call, x)  # without a GPU its C functions are not there
 
 
 FIND = "if quant_state is None:\n    return W"
