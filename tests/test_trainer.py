@@ -25,8 +25,6 @@ num_machines: 1
 num_processes: 1
 mixed_precision: 'no'
 """
-GRAPHS = {"4": 1, "8": 2}
-"""How many graphs the model compiles to: whole, and for INT8 once more when its state has settled."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +78,7 @@ def test_it_is_launched_repaired_and_compiled(whole):
     bits, answer, _ = whole
     assert answer["launched by accelerate"] and answer["steps here"] == 6
     assert "bitsandbytes-bias-written-in-forward" in answer["applied"]
-    assert answer["compiled graphs"] == GRAPHS[bits]
+    assert answer["compiled graphs"] == 1, "the evaluations in between are eager and change nothing"
 
 
 def test_the_loss_after_resume_equals_the_uninterrupted_run(whole, launch):

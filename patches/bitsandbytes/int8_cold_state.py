@@ -4,7 +4,7 @@ The first forward of a ``Linear8bitLt`` moves codes and scales from the weight i
 every forward writes ``state.is_training`` and ``weight.data``. Dynamo allows no such write inside a
 checkpoint, so the first compiled step of a freshly loaded model leaves every decoder layer to eager
 (6 graphs, 4 breaks); without checkpointing the second step finds another state than the first and
-the model is compiled twice. Who runs the model once in eager does not see it. All releases.
+the model is compiled twice, and so it is if the Trainer evaluates in eager between two steps. Who runs the model once in eager does not see it. All releases.
 
 While compiling, the same product is taken with a state of its own, filled from wherever codes and
 scales are; nothing is written, so the graph holds for the next step. A weight that is not quantized
@@ -32,10 +32,11 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     import bitsandbytes as bnb
 
     settled, weight = layer.state, layer.weight
-    if not hasattr(weight, "CB"):
+    if not hasattr(weight, "SCB"):
         return None  # tied, sharded or given by functional_call: the state is that of another weight
-    cold = weight.CB is not None
-    CB, SCB = (weight.CB, weight.SCB) if cold else (settled.CB, settled.SCB)
+    # The weight first: with `int8-requantized-codes` it keeps its scales, so that an eager forward in between,
+    # which settles the layer, changes nothing that is read here, and the graph holds.
+    CB, SCB = (weight.data, weight.SCB) if weight.SCB is not None else (settled.CB, settled.SCB)
     if CB is None or SCB is None or CB.device != x.device or SCB.device != x.device:
         return None
     state = bnb.MatmulLtState()

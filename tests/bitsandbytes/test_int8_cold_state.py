@@ -103,3 +103,17 @@ def test_a_weight_without_scales_takes_the_old_path(device):
         change(changed)
         torch.compiler.reset()
         assert probe(x) is True
+
+
+def test_an_eager_forward_in_between_compiles_nothing_again(device):
+    """As the Trainer does: it compiles the model for its steps, and evaluates the model itself."""
+    with patches.applied():
+        torch.manual_seed(0)
+        layers = [bnb.nn.Linear8bitLt(16, 16, has_fp16_weights=False, threshold=6.0) for _ in range(2)]
+        model = torch.nn.Sequential(*layers).to(device)
+        x = torch.randn(3, 16, device=device)
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        cold, eager, warm = compiled(x), model(x), compiled(x)
+    assert counter.frame_count == 1
+    assert torch.equal(cold, eager) and torch.equal(warm, eager)
