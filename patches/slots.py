@@ -133,7 +133,7 @@ def slots_of(edit: Edit) -> list[tuple[Slot, Edit]]:
         raise Replaced(f"{edit.target} is a function of {_home(function)}")
     slots: list[tuple[Slot, Edit]] = []
     for name, value in edit.names.items():
-        module = sys.modules.get(function.__globals__.get("__name__", ""))
+        module = sys.modules.get(_home(function))
         if not isinstance(module, ModuleType) or vars(module) is not function.__globals__:
             raise Conflict(f"{edit.target}: the module that it was defined in is gone")
         target = f"{module.__name__}:{name}"
@@ -188,7 +188,9 @@ def _owner(target: str) -> tuple[Any, str]:
     """The class or module that holds the last name of ``target``, and that name."""
     module, _, path = target.partition(":")
     *parents, attribute = path.split(".")
-    owner: Any = sys.modules[module]
+    owner: Any = sys.modules.get(module)
+    if owner is None:
+        raise Conflict(f"{target}: {module} is not imported")
     for parent in parents:
         owner = vars(owner).get(parent, ABSENT)
         if not isinstance(owner, type):

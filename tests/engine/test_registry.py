@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 
 import pytest
@@ -143,6 +144,16 @@ def test_a_function_that_is_replaced_after_us_is_reported_and_ours_is_reverted(t
     assert result.reason == f"toy:plain {'was taken out after us' if gone else 'is a function of others.fixes now'}"
     r.revert()
     assert ours.__code__ is code and r.report()["a"].status is Status.REVERTED
+
+
+def test_a_module_that_is_dropped_after_us_is_reported_and_reverted(toy, registry, monkeypatch):
+    ours, code = toy.plain, toy.plain.__code__
+    r = registry((Rewrite("toy:plain", "y * 2", "y * 3"),))
+    r.apply(strict=True)
+    monkeypatch.delitem(sys.modules, "toy")
+    assert r.report()["a"].reason == "toy:plain was taken out after us"
+    r.revert()
+    assert ours.__code__ is code
 
 
 @pytest.mark.parametrize("wraps", [False, True])
