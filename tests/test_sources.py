@@ -44,8 +44,8 @@ def torch_is_said_to_be_installed(tmp_path, monkeypatch):
 def active(target: str) -> list[Rewrite]:
     """The rewrites of ``target`` by all patches that are for the installed releases."""
     fitting = [p for p in REGISTRY.patches.values() if gate.check(p).status is Status.AVAILABLE]
-    edits = [edit for patch in fitting for edit in patch.edits if edit.target == target]
-    return [edit for edit in edits if isinstance(edit, Rewrite) and (not edit.when or gate.satisfied(edit.when))]
+    edits = [edit for patch in fitting for edit in REGISTRY._edits(patch) if edit.target == target]
+    return [edit for edit in edits if isinstance(edit, Rewrite)]
 
 
 def file_of(module: str) -> Path | None:

@@ -4,7 +4,8 @@ The first forward of a ``Linear8bitLt`` moves codes and scales from the weight i
 every forward writes ``state.is_training`` and ``weight.data``. Dynamo allows no such write inside a
 checkpoint, so the first compiled step of a freshly loaded model leaves every decoder layer to eager
 (6 graphs, 4 breaks); without checkpointing the second step finds another state than the first and
-the model is compiled twice, and so it is if the Trainer evaluates in eager between two steps. Who runs the model once in eager does not see it. All releases.
+the model is compiled twice, and so it is if the Trainer evaluates in eager between two steps. Who
+runs the model once in eager does not see it. All releases.
 
 While compiling, the same product is taken with a state of its own, filled from wherever codes and
 scales are; nothing is written, so the graph holds for the next step. A weight that is not quantized
