@@ -14,42 +14,15 @@ Upstream: https://github.com/axolotl-ai-cloud/axolotl/pull/3677
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from .._pieces import in_pieces, refused
+from .._nf4 import compiled, traced
 from ..edits import Rewrite
 from ..patch import Finding, Patch
 
-if TYPE_CHECKING:
-    import torch
-
-
-def traced(W: torch.Tensor, quant_state: Any, out: torch.Tensor | None) -> torch.Tensor | None:
-    """While compiling: ``W`` dequantized, transposed if it was; else None."""
-    import torch
-
-    if not torch.compiler.is_compiling() or isinstance(quant_state, list):
-        return None
-    import bitsandbytes as bnb
-
-    return bnb.functional.dequantize_4bit(W, quant_state, out=out)
-
 
 def defect() -> Finding:
-    import torch
     from axolotl.kernels.quantize import dequantize
-    from bitsandbytes.functional import quantize_4bit
 
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    weight = torch.randn(64, 64, dtype=torch.bfloat16, device=device)
-    packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return x @ dequantize(packed, state).t()
-
-    x = torch.randn(2, 64, dtype=torch.bfloat16, device=device)
-    return in_pieces(call, x) if device == "cuda" else refused(call, x)  # without a GPU its C functions are not there
+    return compiled(dequantize)
 
 
 PATCH = Patch(

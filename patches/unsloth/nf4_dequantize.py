@@ -13,45 +13,17 @@ Upstream: https://github.com/unslothai/unsloth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from .._pieces import in_pieces, refused
+from .._nf4 import compiled, traced
 from ..edits import Rewrite
 from ..patch import CannotShow, Finding, Patch
 
-if TYPE_CHECKING:
-    import torch
-
-
-def traced(W: torch.Tensor, quant_state: Any, out: torch.Tensor | None) -> torch.Tensor | None:
-    """While compiling: 4-bit ``W`` dequantized, transposed if it was; else None."""
-    import torch
-
-    if not torch.compiler.is_compiling():
-        return None
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    return dequantize_4bit(W, quant_state, out=out) if isinstance(quant_state, QuantState) else None
-
 
 def defect() -> Finding:
-    import torch
-    from bitsandbytes.functional import quantize_4bit
-
     try:
         from unsloth.kernels.utils import fast_dequantize
     except (ImportError, NotImplementedError) as error:
         raise CannotShow(f"unsloth cannot be imported here: {str(error).splitlines()[0]}") from error
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    weight = torch.randn(64, 64, dtype=torch.bfloat16, device=device)
-    packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return x @ fast_dequantize(packed, state).t()
-
-    x = torch.randn(2, 64, dtype=torch.bfloat16, device=device)
-    return in_pieces(call, x) if device == "cuda" else refused(call, x)  # without a GPU its C functions are not there
+    return compiled(fast_dequantize)
 
 
 FIND = "if quant_state is None:\n    return W"
