@@ -56,22 +56,14 @@ def main() -> None:
 
 def _prepare() -> bool:
     """Whether this processor has the instruction; if not, stand in for it before bitsandbytes asks."""
-    from tests import avx512bf16
+    from tests import processor
+    from tests.processor import avx512bf16
 
-    if _listed("avx512_bf16"):
+    if processor.host_has_avx512bf16():
         return True
-    avx512bf16._gemv = lambda kind: lambda *arguments: None
-    avx512bf16.emulate()
+    avx512bf16.KERNELS.update(dict.fromkeys(avx512bf16.KERNELS, lambda *arguments: None))
+    processor.pretend("emulated")
     return False
-
-
-def _listed(flag: str) -> bool:
-    """Whether Linux lists ``flag`` for this processor."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return flag in file.read().split()
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

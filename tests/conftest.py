@@ -9,13 +9,15 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ["PATCHES_AUTOLOAD"] = "0"  # a test says itself what is applied
-
 import pytest
 
-import patches
+from tests import processor
 
-ROOT = Path(__file__).parent.parent
+os.environ["PATCHES_AUTOLOAD"] = "0"  # a test says itself what is applied
+os.environ["PYTHONPATH"] = processor.path_for_children()
+processor.pretend(os.environ.setdefault(processor.VARIABLE, "plain"))
+
+import patches  # noqa: E402
 
 
 def _devices() -> list[str]:
@@ -45,18 +47,13 @@ def fresh() -> Callable[..., str]:
     """Run Python source in a fresh process and return what it printed; its failure fails the test."""
 
     def run(source: str, *arguments: str, timeout: float = 600, cwd: Path | None = None, **environ: str) -> str:
-        env = {**os.environ, "PYTHONPATH": _path(), **environ}
+        env = {**os.environ, **environ}
         command = [sys.executable, "-c", textwrap.dedent(source), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=timeout)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     return run
-
-
-def _path() -> str:
-    """What the child must find first: the same bitsandbytes as here, and this checkout."""
-    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
 
 
 @pytest.fixture(scope="session")

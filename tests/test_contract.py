@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 
 import pytest
 
@@ -16,6 +17,7 @@ from patches.edits import Rewrite, module_of
 from patches.patch import Patch, Status
 from patches.source import check
 from patches.verification import _NOT_THERE
+from tests import processor
 
 ALL = list(REGISTRY.patches.values())
 HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
@@ -91,18 +93,38 @@ def test_importing_patches_imports_none_of_the_packages(fresh):
     assert out.strip() == "[]"
 
 
-def test_present_absent_present():
-    """Unpatched the defect is there, patched it is not, reverted it is back; nowhere where it is fixed."""
-    result = patches.verify(jobs=2)
-    wrong = [f"{row.id}: {row.reason}" for row in result.rows if row.verdict == "wrong"]
+VERIFY = """
+import sys, patches
+print(patches.verify(*sys.argv[1:], jobs=2).to_json(None))
+"""
+
+
+def verified(fresh, kind: str, *ids: str) -> list[dict]:
+    """The rows of ``verify`` in a process that runs on the processor ``kind``."""
+    rows = json.loads(fresh(VERIFY, *ids, **{processor.VARIABLE: kind}).splitlines()[-1])["rows"]
+    wrong = [f"{row['id']}: {row['reason']}" for row in rows if row["verdict"] == "wrong"]
     assert not wrong, "\n".join(wrong)
-    shown = {row.id for row in result.rows if row.verdict == "ok"}
-    hidden = {row.id: row.reason for row in result.rows if row.verdict == "cannot show"}
+    return rows
+
+
+def test_present_absent_present(fresh):
+    """Unpatched the defect is there, patched it is not, reverted it is back; nowhere where it is fixed."""
+    rows = verified(fresh, "plain")
+    hidden = {row["id"]: row["reason"] for row in rows if row["verdict"] == "cannot show"}
     assert all(hidden.values()), "who cannot show a defect says why"
     assert not [i for i, why in hidden.items() if _NOT_THERE in why], "on this stack every reproducer runs"
-    unrepaired = [row.id for row in result.rows if row.verdict == "skipped" and row.findings]
+    unrepaired = [row["id"] for row in rows if row["verdict"] == "skipped" and row["findings"]]
     assert not unrepaired, "on this stack no defect that is there is left alone"
-    assert shown, "at least one defect can be shown everywhere"
+    assert [row for row in rows if row["verdict"] == "ok"], "at least one defect can be shown everywhere"
+
+
+def test_present_absent_present_where_4_bit_weights_are_repacked(fresh):
+    """The same on a processor with AVX512-BF16, for all that is not about INT8 alone."""
+    if not gate.satisfied("bitsandbytes>=0.49"):
+        pytest.skip("before 0.49 bitsandbytes does not ask the processor")
+    ids = [p.id for p in HERE if "bitsandbytes" in str(p.requires) and "int8" not in p.id]
+    rows = verified(fresh, processor.WITH_AVX512BF16, *ids)
+    assert not [row["id"] for row in rows if row["verdict"] != "ok"], "each of them shows its defect there too"
 
 
 def test_all_apply_together_twice_and_revert_exactly(fresh):

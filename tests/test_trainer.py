@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from patches import gate
-from tests.conftest import ROOT, _path
+from tests.processor import ROOT
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -57,7 +57,7 @@ def launch(site, model, tmp_path_factory):
         out = tmp_path_factory.mktemp(f"run{bits}")
         config = out / "accelerate.yaml"
         config.write_text(CONFIG)
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([_path(), str(site)]), "PATCHES_AUTOLOAD": "1",
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)]), "PATCHES_AUTOLOAD": "1",
                "OMP_NUM_THREADS": "1", **environ}  # fmt: skip
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
         worker = [str(ROOT / "tests" / "trainer" / "train.py"), str(out), str(model), bits, *checkpoint]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, _path
+from tests.processor import ROOT
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -54,7 +54,7 @@ def launch(site, model, tmp_path_factory):
         out = tmp_path_factory.mktemp("ranks")
         config = out / "accelerate.yaml"
         config.write_text(CONFIG.format(type=distributed_type))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([_path(), str(site)]), "PATCHES_AUTOLOAD": "1",
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)]), "PATCHES_AUTOLOAD": "1",
                "OMP_NUM_THREADS": "1"}  # fmt: skip
         if sys.platform == "linux":
             env["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve

@@ -1,5 +1,5 @@
 """What must hold on a CPU with AVX512-BF16. Not collected by itself: :mod:`.test_cpu_repack` runs it, on the
-processor where it has the instruction and on the emulated one (:mod:`tests.avx512bf16`) everywhere.
+processor where it has the instruction and on the emulated one (:mod:`tests.processor`) everywhere.
 
 The measure of everything is the same model told that its processor has not the instruction: it never repacks.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, _path
+from tests.processor import ROOT
 
 HERE = Path(__file__).parent
 
@@ -21,7 +21,7 @@ def torchrun(site: Path) -> Callable[..., list[dict]]:
     """Run a worker of this folder on two ranks; what each wrote to ``OUT/<rank>.json``, in order."""
 
     def run(worker: str, out: Path, *arguments: str, timeout: float = 240, **environ: str) -> list[dict]:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([_path(), str(site)]), "PATCHES_AUTOLOAD": "1",
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)]), "PATCHES_AUTOLOAD": "1",
                "OMP_NUM_THREADS": "1", **environ}  # fmt: skip
         if sys.platform == "linux":
             env["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve

@@ -11,7 +11,7 @@ import pytest
 
 import patches
 from patches.ranks import compare
-from tests.conftest import ROOT
+from tests.processor import ROOT
 
 
 def another_release() -> tuple[str, Path]:

@@ -48,8 +48,6 @@ def merged(folder, bits, prepared):
     torch.manual_seed(1)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(model, lora).eval().merge_and_unload()
-    for layer in model.modules():
-        layer.support_avx512bf16_for_cpu = False  # its repack of weights is another defect
     return model
 
 

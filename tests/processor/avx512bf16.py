@@ -1,12 +1,7 @@
-"""A processor with AVX512-BF16, emulated below bitsandbytes, for hosts that have none.
+"""The two kernels of bitsandbytes that need AVX512-BF16, computed from the raw pointers.
 
-It stands in for the processor, not for the library: the native library that bitsandbytes loads answers
-``has_avx512bf16_cpu()`` with 1, and its two kernels that need the instruction are computed here from the
-raw pointers. Every line of bitsandbytes' Python runs as it is, and so does every other native function.
-
-Must be in place before bitsandbytes is imported, since bitsandbytes asks once, at import::
-
-    python -m pytest -p tests.avx512bf16 tests/bitsandbytes/cases_cpu_repack.py
+They stand in for the processor, not for the library: every line of bitsandbytes' Python runs as it is, and so
+does every other native function.
 
 Layout of the packed weight, from ``csrc/cpu_ops.cpp`` (``tinygemm_kernel_nn``): tiles of 32 output rows;
 in a tile, 32 bytes for each pair of input columns; the low nibble of byte ``j`` is row ``j // 2`` and
@@ -19,8 +14,6 @@ processor to bf16 rounding, not bit by bit.
 from __future__ import annotations
 
 import ctypes
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,31 +65,5 @@ def _gemv(kind: str) -> Any:
     return gemv_4bit_inference
 
 
-class _Library:
-    """The native library, on a processor that has the instruction."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        self.has_avx512bf16_cpu = lambda: 1
-        self.gemv_4bit_inference_cpu_nf4_bf16 = _gemv("nf4")
-        self.gemv_4bit_inference_cpu_fp4_bf16 = _gemv("fp4")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._library, name)
-
-
-def emulate() -> None:
-    """Give the bitsandbytes that is imported next a processor with AVX512-BF16."""
-    if "bitsandbytes" in sys.modules:
-        raise RuntimeError("bitsandbytes is imported already and has asked the processor")
-    load = ctypes.cdll.LoadLibrary
-
-    def load_library(name: str) -> Any:
-        library = load(name)
-        return _Library(library) if Path(name).name.startswith("libbitsandbytes") else library
-
-    ctypes.cdll.LoadLibrary = load_library
-
-
-def pytest_configure(config: Any) -> None:
-    emulate()
+KERNELS = {f"gemv_4bit_inference_cpu_{kind}_bf16": _gemv(kind) for kind in CODES}
+"""By their names in the native library."""
