@@ -24,11 +24,11 @@ OLDEST = (
 )  # fmt: skip
 """The oldest that work with torch 2.13 on a CPU, found by running, and what transformers 4.53 needs beside it."""
 ANYWHERE = (
-    "benchmarks", "engine", "torchao", "test_benchmarks.py", "test_drift.py", "test_options.py", "test_readme.py",
-    "test_shim.py",
+    "engine", "features/test_compile_options.py", "repairs/torchao", "test_benchmarks.py", "test_drift.py",
+    "test_readme.py", "test_shim.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
-PROGRAMS = ("distributed", "test_examples.py", "test_trainer.py", "test_trainer_ranks.py")
+PROGRAMS = ("features/test_ranks.py", *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "trainer", "trainer_ranks")))
 """Whole programs in several processes, the slowest: run with the first and the last release; `tests_all` runs all."""
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
@@ -61,7 +61,7 @@ def oldest(session: nox.Session) -> None:
         session.run(*pip, "--target", str(folder), *OLDEST, external=True)
     for release in (SHORT[0], SHORT[-1]):
         env = environment(folder, bitsandbytes(session, release), ROOT)
-        session.run(sys.executable, "-m", "pytest", "-q", "tests/test_stack.py", env=env, external=True)
+        session.run(sys.executable, "-m", "pytest", "-q", "tests/programs/test_stack.py", env=env, external=True)
         session.run(sys.executable, "-m", "patches", "verify", env=env, external=True)
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import catalog as _catalog
-from .patch import CannotShow, Change, Finding, Patch, Report, Result, Status
-from .ranks import RanksDiffer, check_ranks
-from .registry import PatchError, Registry
+from .engine import catalog as _catalog
+from .engine.patch import CannotShow, Finding, Patch
+from .engine.registry import PatchError, Registry
+from .engine.report import Change, Report, Result, Status
+from .features.ranks import RanksDiffer, check_ranks
 
 if TYPE_CHECKING:
-    from .options import CompileOptions
+    from .features.compile_options import CompileOptions
 
 __all__ = [
     "CannotShow",
@@ -51,7 +52,7 @@ report = REGISTRY.report
 
 
 def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -> Report:
-    """Apply the named patches, or all. See :meth:`patches.registry.Registry.apply`.
+    """Apply the named patches, or all. See :meth:`patches.engine.registry.Registry.apply`.
 
     ``strict`` and ``untested`` default to ``PATCHES_STRICT`` and ``PATCHES_UNTESTED``;
     ``PATCHES_DISABLE`` is obeyed.
@@ -68,10 +69,10 @@ def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -
 
 
 def verify(*ids: str, jobs: int | None = None) -> Any:
-    """Run the reproducers in fresh processes. See :func:`patches.verification.verify`."""
-    from . import verification
+    """Run the reproducers in fresh processes. See :func:`patches.features.verify.verify`."""
+    from .features.verify import verify
 
-    return verification.verify(*ids, jobs=jobs)
+    return verify(*ids, jobs=jobs)
 
 
 def compile_options(
@@ -99,7 +100,7 @@ def compile_options(
     Parameters
     ----------
     options:
-        Any of :data:`patches.options.ALLOWED`, by name.
+        Any of :data:`patches.features.compile_options.ALLOWED`, by name.
     mode:
         A mode of ``torch.compile``, which refuses it beside options: its own options are merged, below these.
     dynamic:
@@ -116,6 +117,6 @@ def compile_options(
     RuntimeError
         From the `with`: nothing in it was compiled, or accelerate is about to prepare a model uncompiled.
     """
-    from .options import compile_options
+    from .features.compile_options import compile_options
 
     return compile_options(options, mode, dynamic=dynamic, sample_packing=sample_packing)

@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import REGISTRY, apply, gate
-from .patch import Report, Status
-from .table import render
+from . import REGISTRY, apply
+from .engine import gate
+from .engine.report import Report, Status
+from .engine.table import render
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +69,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from .verification import verify
+    from .features.verify import verify
 
     result = verify(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)
     print(result.to_json() if options.json else result)

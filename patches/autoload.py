@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from .patch import Report, Status
-from .registry import unknown
+from .engine.registry import unknown
+from .engine.report import Report, Status
 
 log = logging.getLogger("bnb_patches")
 

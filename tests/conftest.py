@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -76,3 +77,21 @@ def _installed() -> bool:
         return bool(version("bnb-patches"))
     except PackageNotFoundError:
         return False
+
+
+@pytest.fixture(scope="session")
+def torchrun(site: Path) -> Callable[..., list[dict]]:
+    """Run a worker under torchrun on two ranks, over gloo; what each wrote to ``OUT/<rank>.json``, in order."""
+
+    def run(worker: Path, out: Path, *arguments: str, timeout: float = 240, **environ: str) -> list[dict]:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)]), "PATCHES_AUTOLOAD": "1",
+               "OMP_NUM_THREADS": "1", **environ}  # fmt: skip
+        if sys.platform == "linux":
+            env["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run([*command, str(worker), str(out), *arguments],
+                              capture_output=True, text=True, env=env, timeout=timeout)  # fmt: skip
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+        return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+    return run

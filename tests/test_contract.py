@@ -12,11 +12,13 @@ import json
 import pytest
 
 import patches
-from patches import REGISTRY, gate
-from patches.edits import Rewrite, module_of
-from patches.patch import Patch, Status
-from patches.source import check
-from patches.verification import _NOT_THERE
+from patches import REGISTRY
+from patches.engine import gate
+from patches.engine.edits import Rewrite, module_of
+from patches.engine.patch import Patch
+from patches.engine.report import Status
+from patches.engine.match import check
+from patches.features.verify import _NOT_THERE
 from tests import processor
 
 ALL = list(REGISTRY.patches.values())
@@ -26,10 +28,11 @@ HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
 SNAPSHOT = """
 import importlib, sys
 import patches
-from patches import REGISTRY, gate
-from patches.edits import module_of
-from patches.patch import Status
-from patches.slots import slots_of
+from patches import REGISTRY
+from patches.engine import gate
+from patches.engine.edits import module_of
+from patches.engine.report import Status
+from patches.engine.slots import slots_of
 
 here = [p for p in REGISTRY.patches.values() if gate.check(p).status is Status.AVAILABLE]
 targets = sorted({module_of(e) for p in here for e in REGISTRY._edits(p)})
@@ -208,8 +211,8 @@ def test_names_copied_before_see_the_rewrite_and_a_wrapper_put_on_after_survives
     fresh(
         SNAPSHOT
         + """
-from patches.edits import Rewrite
-from patches.slots import _owner
+from patches.engine.edits import Rewrite
+from patches.engine.slots import _owner
 load()
 sites = sorted({e.target for p in here for e in REGISTRY._edits(p) if isinstance(e, Rewrite)})
 aliases = {t: next(s.function for s, _ in slots_of(Rewrite(t, "x", "x")) if hasattr(s, "function")) for t in sites}

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from patches import REGISTRY, gate, source
-from patches.edits import Rewrite
-from patches.patch import Status
+from patches import REGISTRY
+from patches.engine import gate, locate, match
+from patches.engine.edits import Rewrite
+from patches.engine.report import Status
 
 TARGETS = sorted(
     {
@@ -86,7 +87,7 @@ def test_it_is_made_from_the_file(target):
     function = types.FunctionType(code, {"__name__": module}, closure=cells)
     function.__qualname__ = name
 
-    made = source.rewrite(source.read(function, code), edits)
+    made = match.rewrite(locate.read(function, code), edits)
 
     assert made != code and made.co_freevars == code.co_freevars
     assert (made.co_name, made.co_firstlineno) == (code.co_name, code.co_firstlineno)

@@ -1,4 +1,4 @@
-"""Finding the patches: every module of every package folder here that has a ``PATCH``."""
+"""Finding the patches: every module under ``repairs/`` but the helpers has a ``PATCH``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from .patch import Patch
 
 
-def patches() -> Iterator[Patch]:
-    """All patches, by folder and file name. Modules whose name begins with ``_`` are helpers."""
-    for folder in _modules(__package__, folders=True):  # by our own name: the shim may have had to give us another
-        importlib.import_module(folder)
-        for name in _modules(folder):
-            yield importlib.import_module(name).PATCH
+def patches() -> list[Patch]:
+    """All patches, by id: the order in which they go in."""
+    package = __package__.rpartition(".")[0]  # by our own name: the shim may have had to give us another
+    found = (importlib.import_module(name).PATCH for name in _modules(f"{package}.repairs"))
+    return sorted(found, key=lambda patch: patch.id)
 
 
-def _modules(package: str, folders: bool = False) -> list[str]:
-    found = pkgutil.iter_modules(sys.modules[package].__path__)
-    names = sorted(info.name for info in found if info.ispkg is folders and not info.name.startswith("_"))
-    return [f"{package}.{name}" for name in names]
+def _modules(package: str) -> Iterator[str]:
+    """The modules in the folder of ``package`` and those below it, without the helpers."""
+    importlib.import_module(package)
+    for info in pkgutil.iter_modules(sys.modules[package].__path__, package + "."):
+        if not info.ispkg:
+            yield info.name
+        elif not info.name.endswith(".helpers"):
+            yield from _modules(info.name)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from .patch import Patch, Status
+from .patch import Patch
+from .report import Status
 
 
 @dataclass(frozen=True)

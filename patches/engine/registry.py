@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from . import alive, gate, hooks
+from ..repairs.helpers import live_objects
+from . import gate, imports
 from .edits import Edit, module_of
-from .patch import Change, Patch, Report, Result, Status
+from .locate import Conflict, Replaced
+from .patch import Patch
+from .report import Change, Report, Result, Status
 from .slots import Slot, slots_of
-from .source import Conflict, Replaced
 
 
 class PatchError(RuntimeError):
@@ -130,7 +132,7 @@ class Registry:
 
     def _apply(self, chosen: list[Patch], untested: bool, fresh: frozenset[str] = frozenset()) -> None:
         """``fresh``: packages whose import has just ended, so that nothing of theirs is alive yet."""
-        with alive.one_walk():
+        with live_objects.one_walk():
             changed = self._apply_each(chosen, untested, fresh)
         if changed:
             self._reset_compiler()
@@ -146,7 +148,7 @@ class Registry:
                 self._pending[patch.id] = untested
                 for name in missing - self._hooked:
                     self._hooked.add(name)
-                    hooks.after_import(name, partial(self._module_arrived, name))
+                    imports.after_import(name, partial(self._module_arrived, name))
                 continue
             self._pending.pop(patch.id, None)
             changed |= self._put_in(patch, look_for_damage=patch.package not in fresh)
@@ -325,7 +327,7 @@ class Registry:
 
     def _missing(self, patch: Patch) -> set[str]:
         """Modules that ``patch`` edits and that are not imported whole."""
-        return {name for name in map(module_of, self._edits(patch)) if not hooks.imported(name)}
+        return {name for name in map(module_of, self._edits(patch)) if not imports.imported(name)}
 
     def _order(self, patch_id: str) -> int:
         return list(self.patches).index(patch_id)

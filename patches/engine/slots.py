@@ -17,9 +17,9 @@ from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
-from . import source
+from . import locate, match, render
 from .edits import DeleteAttribute, Edit, Rewrite, SetAttribute
-from .source import Conflict, Replaced
+from .locate import Conflict, Replaced
 
 
 _OPERATOR = re.compile(r":fake\((\w+::\w+)\)$")
@@ -66,10 +66,10 @@ class CodeSlot:
         self.function.__code__ = value
 
     def build(self, original: CodeType, edits: Sequence[Rewrite]) -> CodeType:
-        return source.rewrite(source.read(self.function, original), edits)
+        return match.rewrite(locate.read(self.function, original), edits)
 
     def diff(self, original: CodeType, edits: Sequence[Rewrite], value: Any) -> str:
-        return source.diff(source.read(self.function, original), edits, _short(original.co_filename))
+        return render.diff(locate.read(self.function, original), edits, _short(original.co_filename))
 
     def displaced(self) -> str:
         try:

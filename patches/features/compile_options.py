@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from .edits import Edit, Rewrite, SetAttribute
-from .hooks import imported
-from .slots import Slot, slots_of
+from ..engine.edits import Edit, Rewrite, SetAttribute
+from ..engine.imports import imported
+from ..engine.slots import Slot, slots_of
 
 ALLOWED = (
     "assume_aligned_inputs",

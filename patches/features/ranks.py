@@ -7,8 +7,8 @@ import platform
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from . import gate
-from .patch import Report
+from ..engine import gate
+from ..engine.report import Report
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,7 +40,7 @@ def check_ranks(group: ProcessGroup | None = None) -> Report:
     RuntimeError
         The process was launched as one of several, but ``torch.distributed`` is not initialised.
     """
-    from . import REGISTRY
+    from .. import REGISTRY
 
     report = REGISTRY.report()
     gathered = _gather((platform.node(), _facts(report)), group)

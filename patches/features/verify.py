@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from . import gate
-from .patch import CannotShow, Finding, Patch, Status
+from ..engine import gate
+from ..engine.patch import CannotShow, Finding, Patch
+from ..engine.report import Status
 
 PHASES = ("unpatched", "patched", "all", "reverted")
 TIMEOUT = 300.0
@@ -58,7 +59,7 @@ class Verification:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        from .table import render
+        from ..engine.table import render
 
         rows = []
         for row in self.rows:
@@ -85,7 +86,7 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     KeyError
         An id is unknown.
     """
-    from . import REGISTRY
+    from .. import REGISTRY
 
     chosen = [REGISTRY.patches[result.id] for result in REGISTRY.report(*ids)]
     verdicts = {patch.id: gate.check(patch) for patch in chosen}
@@ -216,7 +217,7 @@ def _child(patch_id: str, phase: str, send: Any) -> None:
 
 
 def _answer(patch_id: str, phase: str) -> tuple[bool | None, str]:
-    from . import REGISTRY
+    from .. import REGISTRY
 
     patch = REGISTRY.patches[patch_id]
     if phase != "unpatched":

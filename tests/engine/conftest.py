@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from patches.patch import Finding, Patch
-from patches.registry import Registry
+from patches.engine.patch import Finding, Patch
+from patches.engine.registry import Registry
 
 TOY = '''
 from __future__ import annotations

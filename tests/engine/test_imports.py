@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 
-from patches import hooks
-from patches.edits import Rewrite
-from patches.patch import Status
+from patches.engine import imports as hooks
+from patches.engine.edits import Rewrite
+from patches.engine.report import Status
 
 BODY = "def f(x):\n    return x + 1\n"
 

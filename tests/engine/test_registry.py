@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from patches.edits import DeleteAttribute, Rewrite, SetAttribute
-from patches.patch import Status
-from patches.registry import PatchError, Registry
+from patches.engine.edits import DeleteAttribute, Rewrite, SetAttribute
+from patches.engine.report import Status
+from patches.engine.registry import PatchError, Registry
 from tests.engine.conftest import patch
 
 

@@ -9,10 +9,10 @@ import traceback
 
 import pytest
 
-from patches import source
-from patches.edits import Rewrite
-from patches.patch import Status
-from patches.source import check
+from patches.engine import locate, match
+from patches.engine.edits import Rewrite
+from patches.engine.report import Status
+from patches.engine.match import check
 
 
 def test_expression_statement_and_removed_statement(toy, registry):
@@ -140,7 +140,7 @@ def test_two_edits_on_the_same_nodes_are_a_conflict(toy, registry):
 def test_edits_that_have_only_an_operator_in_common_do_not_overlap():
     function = ast.parse("def f(a, b):\n    c = a + b\n    return c * (b + a)").body[0]
     edits = [Rewrite("m:f", "a + b", "a"), Rewrite("m:f", "b + a", "b")]
-    assert len(source._matches(function, edits)) == 2  # the parser makes one Add for both
+    assert len(match.matches(function, edits)) == 2  # the parser makes one Add for both
 
 
 def test_a_file_that_changed_since_the_import_is_a_conflict(toy, registry, tmp_path):

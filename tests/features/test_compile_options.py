@@ -15,7 +15,7 @@ import patches
 
 torch = pytest.importorskip("torch")
 
-from patches.options import ALLOWED  # noqa: E402
+from patches.features.compile_options import ALLOWED  # noqa: E402
 
 UNUSUAL = {"coordinate_descent_tuning": True, "epilogue_fusion": False}
 """The opposite of torch's defaults."""

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import patches
-from patches.ranks import compare
+from patches.features.ranks import compare
 from tests.processor import ROOT
+
+WORKER = Path(__file__).with_name("ranks_worker.py")
 
 
 def another_release() -> tuple[str, Path]:
@@ -31,7 +33,7 @@ def another_release() -> tuple[str, Path]:
 
 
 def test_ranks_that_are_equal_pass_and_report_the_same(torchrun, tmp_path):
-    one, two = torchrun("ranks.py", tmp_path)
+    one, two = torchrun(WORKER, tmp_path)
     assert one == two and "error" not in one
     assert one["report"].keys() == patches.REGISTRY.patches.keys()
     assert "applied" in one["report"].values(), "the entry point had applied them in each rank"
@@ -40,7 +42,7 @@ def test_ranks_that_are_equal_pass_and_report_the_same(torchrun, tmp_path):
 
 def test_a_rank_with_another_bitsandbytes_is_named_on_every_rank(torchrun, tmp_path):
     version, folder = another_release()
-    one, two = torchrun("ranks.py", tmp_path, RANK1_FOLDER=str(folder))
+    one, two = torchrun(WORKER, tmp_path, RANK1_FOLDER=str(folder))
     assert (one["bitsandbytes"], two["bitsandbytes"]) == (importlib.metadata.version("bitsandbytes"), version)
     assert one["error"] == two["error"] and "report" not in one
     assert f"bitsandbytes: {one['bitsandbytes']} on rank 0; {version} on rank 1" in one["error"]

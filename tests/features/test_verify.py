@@ -11,11 +11,12 @@ import sys
 
 import pytest
 
-from patches import REGISTRY, verification
+from patches import REGISTRY
+from patches.features import verify as verification
 from patches.__main__ import main
-from patches.gate import Verdict
-from patches.patch import Status
-from patches.verification import PHASES, Row, Verification, _judged
+from patches.engine.gate import Verdict
+from patches.engine.report import Status
+from patches.features.verify import PHASES, Row, Verification, _judged
 from tests.engine.conftest import patch
 
 FITS = Verdict(Status.AVAILABLE, "", {"packaging": "24"})

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+from tests.processor import ROOT
+
+EXAMPLES = ROOT / "examples"
 BNB = Version(version("bitsandbytes"))
 
 
 def run(name: str, *arguments: str) -> str:
     """Run ``examples/<name>``; return what it printed. It must end with 0."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(EXAMPLES.parent)])}
     command = [sys.executable, str(EXAMPLES / name), "--device", "cpu", *arguments]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
 

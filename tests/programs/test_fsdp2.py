@@ -6,9 +6,11 @@ the end.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from patches import gate
+from patches.engine import gate
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def models(tmp_path_factory, fresh):
 @pytest.fixture(scope="module", params=["4", "8"], ids=["4bit", "int8"])
 def run(request, models, torchrun, tmp_path_factory):
     """What both ranks wrote."""
-    return torchrun("fsdp2.py", tmp_path_factory.mktemp(request.param), str(models), request.param)
+    return torchrun(Path(__file__).with_name("fsdp2.py"), tmp_path_factory.mktemp(request.param), str(models), request.param)
 
 
 def test_autoload_repairs_every_rank_alike(run):
@@ -84,7 +86,7 @@ def test_without_the_patches(request, run, models, torchrun, tmp_path):
     if not gate.satisfied("bitsandbytes>=0.50"):
         pytest.skip("shown on the newest series only: each run takes two processes half a minute")
     bits = request.node.callspec.params["run"]
-    for rank in torchrun("fsdp2.py", tmp_path, str(models), bits, PATCHES_AUTOLOAD="0"):
+    for rank in torchrun(Path(__file__).with_name("fsdp2.py"), tmp_path, str(models), bits, PATCHES_AUTOLOAD="0"):
         assert "applied" not in rank["states"].values()
         if bits == "8":
             assert "object has no attribute 'CB'" in rank["train"]

@@ -12,8 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import patches
-from patches import gate
-from patches.patch import Status
+from patches.engine import gate
+from patches.engine.report import Status
 
 CONFIGS = {
     "unquantized": None,

@@ -1,6 +1,6 @@
 """The Trainer as users launch it: ``accelerate launch`` with a config file, compiled, checkpointed, resumed.
 
-tests/trainer/train.py trains, evaluates on the way, saves, merges and loads again; each launch is a
+tests/programs/train.py trains, evaluates on the way, saves, merges and loads again; each launch is a
 process of its own that the entry point of bitsandbytes repairs.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from patches import gate
+from patches.engine import gate
 from tests.processor import ROOT
 
 CONFIG = """
@@ -60,7 +60,7 @@ def launch(site, model, tmp_path_factory):
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)]), "PATCHES_AUTOLOAD": "1",
                "OMP_NUM_THREADS": "1", **environ}  # fmt: skip
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        worker = [str(ROOT / "tests" / "trainer" / "train.py"), str(out), str(model), bits, *checkpoint]
+        worker = [str(ROOT / "tests" / "programs" / "train.py"), str(out), str(model), bits, *checkpoint]
         done = subprocess.run(command + worker, capture_output=True, text=True, env=env, timeout=280)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
         return json.loads((out / "answer.json").read_text()), out

@@ -1,6 +1,6 @@
 """The Trainer on two ranks of a CPU, as ``accelerate launch`` starts them from a config file.
 
-tests/trainer/ranks.py trains a 4-bit and an INT8 LoRA model (DDP over gloo) and saves; each rank is a process
+tests/programs/train_ranks.py trains a 4-bit and an INT8 LoRA model (DDP over gloo) and saves; each rank is a process
 of its own that the entry point of bitsandbytes repairs.
 """
 
@@ -59,7 +59,7 @@ def launch(site, model, tmp_path_factory):
         if sys.platform == "linux":
             env["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        worker = [str(ROOT / "tests" / "trainer" / "ranks.py"), str(out), str(model), str(batch), *options]
+        worker = [str(ROOT / "tests" / "programs" / "train_ranks.py"), str(out), str(model), str(batch), *options]
         done = subprocess.run(command + worker, capture_output=True, text=True, env=env, timeout=280)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
         return [json.loads(path.read_text()) for path in sorted(out.glob("?.json"))], out

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from patches import alive
+from patches.repairs.helpers import live_objects as alive
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

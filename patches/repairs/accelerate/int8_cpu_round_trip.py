@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..edits import Rewrite
-from ..patch import CannotShow, Finding, Patch
+from ...engine import CannotShow, Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,7 @@ codes for numbers if it found none. There ``state.CB`` follows the weight to met
 
 from __future__ import annotations
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ...engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

@@ -14,9 +14,8 @@ Upstream: https://github.com/axolotl-ai-cloud/axolotl/pull/3677
 
 from __future__ import annotations
 
-from .._nf4 import compiled, traced
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ..helpers.nf4_dequantize import compiled, traced
+from ...engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

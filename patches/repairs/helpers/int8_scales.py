@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .. import alive
+from . import live_objects
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,10 +86,10 @@ def layers() -> list[Any]:
     """Every ``Linear8bitLt`` alive in this process."""
     from bitsandbytes.nn import Linear8bitLt
 
-    return alive.instances(Linear8bitLt)
+    return live_objects.instances(Linear8bitLt)
 
 
 def _modules() -> list[Module]:
     from torch.nn import Module
 
-    return alive.instances(Module)
+    return live_objects.instances(Module)

@@ -9,9 +9,8 @@ An empty cache is not emptied.
 
 from __future__ import annotations
 
-from .._pieces import in_pieces
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ..helpers.graphs import in_pieces
+from ...engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

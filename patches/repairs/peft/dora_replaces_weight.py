@@ -13,8 +13,7 @@ A weight that is where it was is not replaced. The parameter of a 4-bit layer st
 
 from __future__ import annotations
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ...engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

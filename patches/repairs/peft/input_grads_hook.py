@@ -3,15 +3,14 @@
 ``prepare_model_for_kbit_training``, ``PeftModel`` and ``PeftMixedModel`` register a hook that calls
 ``output.requires_grad_(True)`` on any model that has ``get_input_embeddings`` but not transformers'
 ``enable_input_require_grads``: models of one's own. What goes wrong, and the repair, are those of
-:mod:`..transformers.input_grads_hook`. All releases.
+``transformers-input-grads-hook``. All releases.
 """
 
 from __future__ import annotations
 
-from .._pieces import in_pieces
-from ..edits import Rewrite
-from ..patch import Finding, Patch
-from ..transformers.input_grads_hook import require_grads
+from ..helpers.graphs import in_pieces
+from ..helpers.input_grads import require_grads
+from ...engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

@@ -27,8 +27,7 @@ from functools import partial
 from inspect import getclosurevars
 from typing import TYPE_CHECKING, Any
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ...engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch

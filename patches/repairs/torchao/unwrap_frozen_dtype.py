@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..edits import SetAttribute
-from ..patch import Finding, Patch
+from ...engine import Finding, Patch, SetAttribute
 
 if TYPE_CHECKING:
     import torch

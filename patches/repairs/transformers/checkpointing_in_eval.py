@@ -17,8 +17,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from ..edits import SetAttribute
-from ..patch import Finding, Patch
+from ...engine import Finding, Patch, SetAttribute
 
 _told: WeakSet[Any] = WeakSet()
 

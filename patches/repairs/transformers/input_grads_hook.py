@@ -15,28 +15,14 @@ applied are ours; they stay valid after it is reverted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .._pieces import in_pieces
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ..helpers.graphs import in_pieces
+from ..helpers.input_grads import require_grads
+from ...engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
-
-
-def require_grads(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-    """Forward hook: make ``output`` require grad, in place in eager and as a new tensor while compiling."""
-    import torch
-
-    if not torch.compiler.is_compiling():
-        output.requires_grad_(True)
-        return None
-    if output.requires_grad or not torch.is_grad_enabled():
-        return None
-    from . import _ops
-
-    return torch.ops.bnb_patches.tie(output, _ops.anchor)
 
 
 def defect() -> Finding:

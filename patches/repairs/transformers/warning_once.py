@@ -18,9 +18,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._pieces import in_pieces
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ..helpers.graphs import in_pieces
+from ...engine import Finding, Patch, Rewrite
 
 ONCE = ("warning_once", "info_once")
 

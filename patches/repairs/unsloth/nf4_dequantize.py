@@ -13,9 +13,8 @@ Upstream: https://github.com/unslothai/unsloth
 
 from __future__ import annotations
 
-from .._nf4 import compiled, traced
-from ..edits import Rewrite
-from ..patch import CannotShow, Finding, Patch
+from ..helpers.nf4_dequantize import compiled, traced
+from ...engine import CannotShow, Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

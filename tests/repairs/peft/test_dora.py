@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import patches
-from patches._pieces import pieces
+from patches.repairs.helpers.graphs import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import patches
-from patches.gate import satisfied
+from patches.engine.gate import satisfied
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

@@ -15,7 +15,7 @@ from torchao.quantization import IntxUnpackedToInt8Tensor, quantize_
 from torchao.quantization.granularity import PerAxis, PerGroup
 
 import patches
-from patches.gate import satisfied
+from patches.engine.gate import satisfied
 
 ID = "torchao-cast-drops-dtype"
 

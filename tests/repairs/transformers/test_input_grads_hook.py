@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import patches
-from patches._pieces import pieces
+from patches.repairs.helpers.graphs import pieces
 
 transformers = pytest.importorskip("transformers")
 
@@ -103,6 +103,6 @@ def test_what_is_returned_may_be_written_into():
 
 
 def test_opcheck():
-    from patches.transformers import _ops
+    from patches.repairs.helpers.operators import tie
 
-    torch.library.opcheck(torch.ops.bnb_patches.tie.default, (torch.randn(2, 3), _ops.anchor))
+    torch.library.opcheck(torch.ops.bnb_patches.tie.default, (torch.randn(2, 3), tie.anchor))

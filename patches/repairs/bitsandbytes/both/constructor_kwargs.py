@@ -11,8 +11,7 @@ The repair is that of 0.50.0: both constructors take further keyword arguments a
 
 from __future__ import annotations
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

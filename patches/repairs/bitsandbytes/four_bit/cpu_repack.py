@@ -14,7 +14,7 @@ AVX512-BF16 kernel, rounds the scales to bf16 and marks the ``QuantState``. From
   not of the block size), and on 0.49.x so does torch.compile.
 
 The repair keeps the kernel and gives up the bookkeeping: ``weight.data`` and its ``QuantState`` are never
-touched. The packed copy is a memo of the canonical weight (see :mod:`._packed_cpu`): made in the first
+touched. The packed copy is a memo of the canonical weight (see ``helpers/operators/linear_4bit_packed.py``): made in the first
 eval forward, checked against storage, address and version of weight and statistics at each use, freed by
 the next training forward and together with the weight. Its price is memory: while a model does nothing
 but infer, its 4-bit weights are held twice (about 0.53 byte more a weight). Other shapes, and forwards
@@ -32,9 +32,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from .. import alive
-from ..edits import Rewrite
-from ..patch import CannotShow, Finding, Patch
+from ...helpers import live_objects
+from ....engine import CannotShow, Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +59,7 @@ def canonical_state(layer: Linear4bit) -> QuantState:
         )
     # Layers that were pickled by an older release have no such attribute.
     if layer.training and getattr(layer, _ASKED, False) and not torch.compiler.is_compiling():
-        from ._packed_cpu import release
+        from ...helpers.operators.linear_4bit_packed import release
 
         release(weight)
     return weight.quant_state
@@ -95,13 +94,13 @@ def packed_matmul_4bit(
     """``bitsandbytes.matmul_4bit`` by the packed kernel. ``weight`` in either orientation."""
     import torch
 
-    from . import _packed_cpu
+    from ...helpers.operators import linear_4bit_packed
 
     state, nested = quant_state, quant_state.state2
     stats = [state.absmax] if nested is None else [state.absmax, state.offset, nested.absmax, nested.code]
     # As an op only for those who trace: the way through the dispatcher costs more than all the rest.
     eager = type(x) is torch.Tensor and not torch.compiler.is_compiling()
-    product = _packed_cpu.linear if eager else torch.ops.bnb_patches.linear_4bit_packed
+    product = linear_4bit_packed.linear if eager else torch.ops.bnb_patches.linear_4bit_packed
     result = product(
         x, weight, stats, state.code, state.shape, state.blocksize, 0 if nested is None else nested.blocksize
     )
@@ -143,7 +142,7 @@ def damage() -> tuple[str, ...]:
 
     if not has_avx512bf16():
         return ()
-    packed = [x for x in alive.instances(Linear4bit) if getattr(getattr(x.weight, "quant_state", None), _FLAG, False)]
+    packed = [x for x in live_objects.instances(Linear4bit) if getattr(getattr(x.weight, "quant_state", None), _FLAG, False)]
     if not packed:
         return ()
     return (

@@ -30,10 +30,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..edits import SetAttribute
-from ..patch import CannotShow, Finding, Patch
-from .linear4bit_load_state_dict import _bytes, _read
-from .params4bit_attributes import NESTED, OWN, packed_key, unless_there
+from ....engine import CannotShow, Finding, Patch, SetAttribute
+from ...helpers.own_codes import are_own
+from ...helpers.quant_state_dict import bytes_of_codes, read
+from ...helpers.quant_state_names import NESTED, OWN, packed_key, unless_there
 
 if TYPE_CHECKING:
     import torch
@@ -130,12 +130,9 @@ def _statistics(
     if saved:
         if not any(key.startswith("quant_state.") for key in saved):
             raise ValueError("the state dict lacks 'weight.quant_state.bitsandbytes__...'")
-        stand_in = torch.empty(1, dtype=torch.uint8).expand(_bytes(layer))  # the codes are loaded by torch
-        return _read(layer, {"": stand_in, **saved}, assign=False)[1]
-    here, new = (getattr(t, "_local_tensor", t).detach() for t in (layer.weight, codes))
-    overwritten = strict and here.data_ptr() == new.data_ptr()  # broadcast_from_rank0 writes into the layer's own
-    bits, others = here.view(torch.uint8), new.to(here).view(torch.uint8)  # as bfloat16 some are NaN
-    if overwritten or not torch.equal(bits, others):
+        stand_in = torch.empty(1, dtype=torch.uint8).expand(bytes_of_codes(layer))  # the codes are loaded by torch
+        return read(layer, {"": stand_in, **saved}, assign=False)[1]
+    if not are_own(codes, layer.weight, strict):
         raise ValueError(
             "the state dict has codes without statistics ('weight.absmax' ...), and not the codes of this layer. "
             "It was saved without this repair, or loaded with broadcast_from_rank0"

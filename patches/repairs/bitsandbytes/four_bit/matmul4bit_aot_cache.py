@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +28,7 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
 
     if not torch.compiler.is_compiling() or out is not None:
         return function.apply(A, B, out, bias, quant_state)
-    from . import _ops
+    from ...helpers.operators import linear_4bit
 
     nested = quant_state.state2 if quant_state.nested else None
     return torch.ops.bnb_patches.linear_4bit(
@@ -46,7 +45,7 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
         nested.code if nested is not None else None,
         nested.blocksize if nested is not None else 0,
         nested.dtype if nested is not None else torch.float32,
-        _ops.RELEASE,
+        linear_4bit.RELEASE,
     )
 
 

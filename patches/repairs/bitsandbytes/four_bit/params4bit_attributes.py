@@ -20,22 +20,10 @@ and ``torch.Tensor`` have them, and in the state dict they are inside the packed
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..edits import DeleteAttribute, SetAttribute
-from ..patch import Finding, Patch
-
-if TYPE_CHECKING:
-    from bitsandbytes.functional import QuantState
-
-OWN = {"absmax": "absmax", "code": "code", "quant_map": "code", "offset": "offset",
-       "state2": "state2", "nested_offset": "offset"}
-"""Property of ``Params4bit`` to the attribute of its ``QuantState`` that it shows."""
-
-NESTED = {"nested_absmax": "absmax", "nested_blocksize": "blocksize",
-          "nested_quant_map": "code", "nested_dtype": "dtype"}
-"""The same, for the state of the quantized statistics: there only with double quantization."""
-
+from ....engine import DeleteAttribute, Finding, Patch, SetAttribute
+from ...helpers.quant_state_names import NESTED, OWN, packed_key, unless_there
 
 def proxy(name: str, attribute: str, nested: bool) -> property:
     """A property that shows ``attribute`` of the parameter's (nested) quantization state.
@@ -62,20 +50,6 @@ def proxy(name: str, attribute: str, nested: bool) -> property:
         del self.__dict__[name]
 
     return property(get, put, drop, f"``{attribute}`` of the quantization state.")
-
-
-def packed_key(self: QuantState, name: str) -> Any:
-    """``QuantState.__getattr__``: the packed entry of the state dict, such as ``bitsandbytes__nf4``."""
-    if name.startswith("bitsandbytes__"):
-        packed = self.as_dict(packed=True)
-        if "quant_state." + name in packed:
-            return packed["quant_state." + name]
-    raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-
-
-def unless_there(value: Any) -> Any:
-    """``make`` for :class:`SetAttribute`: keep what the release has (late source builds), else ``value``."""
-    return lambda original: value if original is None else original
 
 
 def defect() -> Finding:

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .. import alive
-from ..edits import Rewrite, SetAttribute
-from ..patch import Finding, Patch
+from ...helpers import live_objects
+from ....engine import Finding, Patch, Rewrite, SetAttribute
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
@@ -45,7 +44,7 @@ def unless_quantized(name: str) -> Callable[[Callable[..., Any] | None], Callabl
 def damage() -> tuple[str, ...]:
     """Weights whose bits were cast before the patch was applied: in another dtype than they were packed in."""
     if _cast_weights():
-        alive.collect()  # a weight and its layer refer to each other: those that are gone do not count
+        live_objects.collect()  # a weight and its layer refer to each other: those that are gone do not count
     return tuple(
         f"a 4-bit weight of shape {tuple(weight.quant_state.shape)} was packed as {weight.quant_storage} "
         f"and cast to {weight.dtype}: its codes are lost, load the model again"
@@ -56,7 +55,7 @@ def damage() -> tuple[str, ...]:
 def _cast_weights() -> list[Params4bit]:
     from bitsandbytes.nn import Params4bit
 
-    quantized = [w for w in alive.instances(Params4bit) if w.bnb_quantized and w.quant_state]
+    quantized = [w for w in live_objects.instances(Params4bit) if w.bnb_quantized and w.quant_state]
     # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
     plain = [w for w in quantized if not getattr(w.quant_state, "packing_format_for_cpu", False)]
     return [w for w in plain if w.dtype != w.quant_storage]

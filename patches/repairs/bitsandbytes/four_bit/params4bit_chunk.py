@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..edits import Rewrite, SetAttribute
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, Rewrite, SetAttribute
 
 _TORCH_FUNCTION = "bitsandbytes.nn.modules:Params4bit.__torch_function__"
 

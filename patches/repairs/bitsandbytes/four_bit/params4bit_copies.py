@@ -12,8 +12,7 @@ shares one state with it. A weight copied alone belongs to no layer.
 
 from __future__ import annotations
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, Rewrite
 
 _PARAMETER = "bitsandbytes.nn.modules:Params4bit"
 _SET_STATE = "new_instance.__setstate__(state)"

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import alive
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ...helpers import live_objects
+from ....engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ def damage() -> tuple[str, ...]:
     """Weights whose statistics went to meta before the patch was applied."""
     from bitsandbytes.nn import Params4bit
 
-    states = (w.quant_state for w in alive.instances(Params4bit) if w.quant_state is not None)
+    states = (w.quant_state for w in live_objects.instances(Params4bit) if w.quant_state is not None)
     lost = {id(state): state for state in states if state.absmax.is_meta}
     return tuple(
         f"the statistics of a 4-bit weight of shape {tuple(state.shape)} are on the meta device and lost, "

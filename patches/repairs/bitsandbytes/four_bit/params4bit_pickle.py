@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..edits import SetAttribute
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, SetAttribute
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit

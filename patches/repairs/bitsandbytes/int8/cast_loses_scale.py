@@ -9,8 +9,7 @@ The repair moves the scales to wherever the new parameter is. They keep their ow
 
 from __future__ import annotations
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, Rewrite
 
 
 @functools.cache

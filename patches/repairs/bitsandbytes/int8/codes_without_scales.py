@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, Rewrite
+from ...helpers.own_codes import are_own
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear8bitLt
@@ -47,12 +47,7 @@ def _known(layer: Linear8bitLt, weight: Any, strict: bool) -> bool:
 
     if weight.dtype != torch.int8 or layer.state.has_fp16_weights:
         return True
-    here, new = (getattr(t, "_local_tensor", t).detach() for t in (layer.weight, weight))
-    if here.dtype != torch.int8 or here.is_meta or new.is_meta:
-        return False
-    if strict and here.data_ptr() == new.data_ptr():  # broadcast_from_rank0 has written into the layer's own
-        return False
-    return torch.equal(here, new.to(here.device))
+    return layer.weight.dtype == torch.int8 and are_own(weight, layer.weight, strict)
 
 
 def defect() -> Finding:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._pieces import in_pieces
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ...helpers.graphs import in_pieces
+from ....engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch

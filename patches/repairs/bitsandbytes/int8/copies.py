@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..edits import SetAttribute
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, SetAttribute
 
 _STATISTICS = ("CB", "SCB", "has_fp16_weights")
 

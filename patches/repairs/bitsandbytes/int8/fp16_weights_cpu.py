@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..edits import Rewrite
-from ..gate import satisfied
-from ..patch import CannotShow, Finding, Patch
+from ....engine import CannotShow, Finding, Patch, Rewrite
+from ....engine.gate import satisfied
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._pieces import in_pieces
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ...helpers.graphs import in_pieces
+from ....engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +30,9 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
     import torch
 
     if torch.compiler.is_compiling() and out is None and _fits(A, state):
-        from . import _ops
+        from bitsandbytes.autograd._functions import MatMul8bitLt
 
-        if id(function) == id(_ops.functions.MatMul8bitLt):  # Dynamo cannot compare two Functions with `is`
+        if id(function) == id(MatMul8bitLt):  # Dynamo cannot compare two Functions with `is`
             return _operator(A, bias, state)
     return function.apply(A, B, out, bias, state)
 
@@ -51,7 +50,7 @@ def apply_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) 
 def _operator(A: torch.Tensor, bias: Any, state: Any) -> torch.Tensor:
     import torch
 
-    from . import _ops  # noqa: F401, defines the operator
+    from ...helpers.operators import int8_linear  # noqa: F401, defines the operator
 
     return torch.ops.bnb_patches.int8_linear(A, state.CB, state.SCB, bias, float(state.threshold))
 

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..edits import Rewrite, SetAttribute
-from ..patch import Finding, Patch
-from . import _int8
+from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ...helpers import int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,9 +37,9 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     state = bnb.MatmulLtState()
     state.threshold, state.has_fp16_weights, state.is_training = kept.threshold, kept.has_fp16_weights, layer.training
     if not weight.is_floating_point():
-        scale = _int8.find_scale(layer) if _int8.is_lost(kept.SCB) else kept.SCB
+        scale = int8_scales.find_scale(layer) if int8_scales.is_lost(kept.SCB) else kept.SCB
         if scale is None:
-            raise _int8.lost(layer)
+            raise int8_scales.lost(layer)
         state.CB, state.SCB = weight.data, scale.to(weight.device)
     return bnb.matmul(x, weight, bias=bias, state=state)
 
@@ -48,7 +47,7 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
 def _note_scale(layer: Any) -> None:
     """Note the scales of a weight that was just quantized or assigned, before its first forward."""
     weight, state = layer._parameters.get("weight"), vars(layer).get("state")
-    if state is not None and getattr(weight, "CB", None) is not None and not _int8.is_lost(weight.SCB):
+    if state is not None and getattr(weight, "CB", None) is not None and not int8_scales.is_lost(weight.SCB):
         state.SCB = weight.SCB
 
 

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
-from . import _int8
+from ....engine import Finding, Patch, Rewrite
+from ...helpers import int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,14 +34,14 @@ def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     if B.dtype != torch.int8:
         return int8_vectorwise_quant(B.to(torch.float16))
     scale = getattr(B, "SCB", None)
-    if not _int8.is_lost(scale):
+    if not int8_scales.is_lost(scale):
         return B.data, scale.to(B.device), None
-    raise _int8.lost(_int8.layer_of(state))
+    raise int8_scales.lost(int8_scales.layer_of(state))
 
 
 def _moved_scale(old: Any, new: Any) -> Tensor | None:
     """The scale of ``old``, a parameter that was moved to ``new``."""
-    if old.SCB is None or (_int8.is_lost(old.SCB) and new.device.type != "meta"):
+    if old.SCB is None or (int8_scales.is_lost(old.SCB) and new.device.type != "meta"):
         return None
     return old.SCB.to(new.device)
 
@@ -50,10 +49,10 @@ def _moved_scale(old: Any, new: Any) -> Tensor | None:
 def _damage() -> tuple[str, ...]:
     """Layers whose codes were quantized a second time: every scale is 127 exactly."""
     found = []
-    for layer in _int8.layers():
+    for layer in int8_scales.layers():
         scale = layer.state.SCB
-        if not layer.state.has_fp16_weights and not _int8.is_lost(scale) and bool((scale == 127).all()):
-            found.append(f"{_int8.name_of(layer)}: its int8 codes were quantized again; load its weight and SCB anew")
+        if not layer.state.has_fp16_weights and not int8_scales.is_lost(scale) and bool((scale == 127).all()):
+            found.append(f"{int8_scales.name_of(layer)}: its int8 codes were quantized again; load its weight and SCB anew")
     return tuple(found)
 
 
@@ -115,7 +114,7 @@ PATCH = Patch(
             _INIT,
             "self.state.SCB = self.weight.SCB",
             "self.state.SCB = _patches_scale(self)",
-            names={"_patches_scale": _int8.scale},
+            names={"_patches_scale": int8_scales.scale},
         ),
         Rewrite(_INIT, "self.weight.SCB = None", "self.weight.SCB = self.state.SCB"),
         Rewrite(

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..edits import SetAttribute
-from ..patch import Finding, Patch
-from . import _int8
+from ....engine import Finding, Patch, SetAttribute
+from ...helpers import int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,7 @@ def _scale(layer: Any) -> Tensor:
 
 
 def _set_scale(layer: Any, scale: Tensor) -> None:
-    holder = layer.state if _int8.is_lost(getattr(layer.weight, "SCB", None)) else layer.weight
+    holder = layer.state if int8_scales.is_lost(getattr(layer.weight, "SCB", None)) else layer.weight
     holder.SCB = scale
 
 

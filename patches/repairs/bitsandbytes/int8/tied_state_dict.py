@@ -8,8 +8,7 @@ dict, then fail (#1634). Up to 0.49.2; fixed upstream in 0.50.0 (#1897), the sam
 
 from __future__ import annotations
 
-from ..edits import Rewrite
-from ..patch import Finding, Patch
+from ....engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

@@ -19,7 +19,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 
 import patches
 from patches import REGISTRY
-from patches.bitsandbytes.cpu_repack import canonical_state
+from patches.repairs.bitsandbytes.four_bit.cpu_repack import canonical_state
 
 ID = "bitsandbytes-cpu-repack"
 STORAGE = {"storage-uint8": torch.uint8, "storage-bfloat16": torch.bfloat16}

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import patches
-from patches.gate import satisfied
+from patches.engine.gate import satisfied
 
 bnb = pytest.importorskip("bitsandbytes")
 

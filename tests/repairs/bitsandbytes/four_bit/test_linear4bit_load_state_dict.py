@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import patches
-from patches.gate import satisfied
+from patches.engine.gate import satisfied
 
 bnb = pytest.importorskip("bitsandbytes")
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import patches
-from patches import gate
+from patches.engine import gate
 
 ID = "bitsandbytes-linear4bit-sharded-state-dict"
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(9))

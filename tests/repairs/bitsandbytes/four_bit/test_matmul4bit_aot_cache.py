@@ -102,11 +102,11 @@ TWICE = """
 import json, sys, torch
 import bitsandbytes as bnb
 import patches
-from patches.bitsandbytes import _ops
+from patches.repairs.helpers.operators import linear_4bit
 from torch._dynamo.utils import counters
 
 patches.apply(sys.argv[1], strict=True)
-_ops.RELEASE = sys.argv[2]
+linear_4bit.RELEASE = sys.argv[2]
 torch.manual_seed(0)
 layer = bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
 x = torch.randn(2, 64, requires_grad=True)

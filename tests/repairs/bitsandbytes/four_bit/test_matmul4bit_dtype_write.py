@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import patches
-from patches.gate import satisfied
+from patches.engine.gate import satisfied
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.skipif(
@@ -97,7 +97,7 @@ def test_every_alias_sees_it():
 
 def test_a_repacked_weight_keeps_its_state():
     """A state as the AVX512-BF16 repack leaves it goes to the product unchanged, whatever its dtype says."""
-    from patches.bitsandbytes.matmul4bit_dtype_write import in_dtype
+    from patches.repairs.bitsandbytes.four_bit.matmul4bit_dtype_write import in_dtype
 
     state = layer(torch.bfloat16, torch.bfloat16).weight.quant_state
     state.packing_format_for_cpu = True

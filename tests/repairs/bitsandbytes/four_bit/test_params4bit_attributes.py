@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import patches
-from patches.gate import satisfied
+from patches.engine.gate import satisfied
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -74,7 +74,7 @@ def test_absent_where_there_is_nothing_to_show():
 
 @lacking
 def test_nothing_is_shadowed():
-    from patches.bitsandbytes.params4bit_attributes import NESTED, OWN
+    from patches.repairs.helpers.quant_state_names import NESTED, OWN
 
     assert not {*OWN, *NESTED} & {*dir(torch.nn.Parameter), *layer().weight.__dict__}
     weight = layer().weight

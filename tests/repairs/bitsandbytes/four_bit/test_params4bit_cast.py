@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import patches
-from patches.bitsandbytes.params4bit_cast import damage
-from patches.gate import satisfied
+from patches.repairs.bitsandbytes.four_bit.params4bit_cast import damage
+from patches.engine.gate import satisfied
 
 bnb = pytest.importorskip("bitsandbytes")
 

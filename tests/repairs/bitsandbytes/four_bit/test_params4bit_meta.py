@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import patches
-from patches.bitsandbytes.params4bit_meta import damage
+from patches.repairs.bitsandbytes.four_bit.params4bit_meta import damage
 
 bnb = pytest.importorskip("bitsandbytes")
 accelerate = pytest.importorskip("accelerate")

@@ -91,7 +91,7 @@ def test_from_cold_to_settled_and_from_train_to_eval_in_between(device):
 
 
 def test_a_weight_without_scales_takes_the_old_path(device):
-    from patches.bitsandbytes.int8_cold_state import traced
+    from patches.repairs.bitsandbytes.int8.cold_state import traced
 
     layer = layer_of(device)
     x = torch.randn(2, 64, device=device)

@@ -48,9 +48,9 @@ def test_the_kernel_is_not_touched(device):
     ["bitsandbytes._ops:fake(bitsandbytes::no_such)", "bitsandbytes:fake(bitsandbytes::int8_mixed_scaled_mm)"],
 )
 def test_a_shape_function_that_is_not_there_is_a_conflict(target):
-    from patches.edits import Rewrite
-    from patches.slots import slots_of
-    from patches.source import Conflict
+    from patches.engine.edits import Rewrite
+    from patches.engine.slots import slots_of
+    from patches.engine.locate import Conflict
 
     with pytest.raises(Conflict, match="no shape function"):
         slots_of(Rewrite(target, "x", "x"))

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import patches
-from patches._pieces import pieces
+from patches.repairs.helpers.graphs import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
 functions = bnb.autograd._functions
@@ -116,7 +116,7 @@ def test_checkpointing_recomputes_the_operator(as_on_a_gpu, device):
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(device, dtype, grad):
-    from patches.bitsandbytes import _ops  # noqa: F401  (defines the operator)
+    from patches.repairs.helpers.operators import int8_linear  # noqa: F401  (defines the operator)
 
     layer = layer_of(dtype, True, device)
     weight = layer.weight
@@ -128,7 +128,7 @@ def test_opcheck(device, dtype, grad):
 
 def test_what_the_operator_cannot_stand_for_is_left_alone(device):
     """Without a threshold, and with a weight that is still fp16, the library's function is called."""
-    from patches.bitsandbytes.int8_outlier_columns import _fits
+    from patches.repairs.bitsandbytes.int8.outlier_columns import _fits
 
     x = input_of(torch.float16, device)
     settled = layer_of(torch.float16, False, device)

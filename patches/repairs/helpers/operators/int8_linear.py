@@ -1,4 +1,4 @@
-"""Operators that stand for one quantized linear layer inside a compiled graph.
+"""``bnb_patches::int8_linear``: one INT8 linear layer inside a compiled graph.
 
 Imported only while torch.compile traces a patched function. An operator, once defined, stays in
 the dispatcher for the life of the process; without the patch nothing calls it.
@@ -6,69 +6,10 @@ the dispatcher for the life of the process; without the patch nothing calls it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-
-import bitsandbytes.autograd._functions as functions
 import bitsandbytes.functional as F
 import torch
 
-try:
-    RELEASE = version("bitsandbytes")
-except PackageNotFoundError:  # imported from a source tree
-    RELEASE = "unknown"
-
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
-
-
-# -- linear_4bit -------------------------------------------------------------------------------
-
-# `release` changes nothing here: it keeps a graph that one bitsandbytes made out of the on-disk
-# cache of another, because the cache sees the operator's arguments but not what it expands to.
-_library.define(
-    "linear_4bit(Tensor x, Tensor weight, Tensor? bias, Tensor absmax, SymInt[] shape, ScalarType dtype, "
-    "int blocksize, str quant_type, Tensor? offset, Tensor? absmax2, Tensor? code2, int blocksize2, "
-    "ScalarType dtype2, str release) -> Tensor"
-)
-
-
-def _linear_4bit(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    absmax: torch.Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    blocksize: int,
-    quant_type: str,
-    offset: torch.Tensor | None,
-    absmax2: torch.Tensor | None,
-    code2: torch.Tensor | None,
-    blocksize2: int,
-    dtype2: torch.dtype,
-    release: str,
-) -> torch.Tensor:
-    """The library's own 4-bit function on a quantization state put together from its parts."""
-    state2 = None
-    if absmax2 is not None:
-        state2 = F.QuantState(absmax=absmax2, code=code2, blocksize=blocksize2, dtype=dtype2)
-    state = F.QuantState(
-        absmax=absmax,
-        shape=torch.Size(shape),
-        blocksize=blocksize,
-        quant_type=quant_type,
-        dtype=dtype,
-        offset=offset,
-        state2=state2,
-    )
-    return functions.MatMul4Bit.apply(x, weight, None, bias, state)
-
-
-# Composite: Dynamo puts one operator into its graph, AOT autograd expands it to what stood there before.
-_library.impl("linear_4bit", _linear_4bit, "CompositeImplicitAutograd")
-
-
-# -- int8_linear -------------------------------------------------------------------------------
 
 _library.define(
     "int8_linear(Tensor x, Tensor CB, Tensor SCB, Tensor? bias, float threshold) -> Tensor",

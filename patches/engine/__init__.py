@@ -1,0 +1,9 @@
+"""What makes, gates, applies, reverts and reports changes to other packages. It knows none of them.
+
+A patch file imports what it declares from here.
+"""
+
+from .edits import DeleteAttribute, Rewrite, SetAttribute
+from .patch import CannotShow, Finding, Patch
+
+__all__ = ["CannotShow", "DeleteAttribute", "Finding", "Patch", "Rewrite", "SetAttribute"]

@@ -1,0 +1,173 @@
+"""Finding the syntax-tree nodes that edits name, and compiling the function with others in their place."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType
+
+from .edits import Rewrite
+from .locate import Conflict, FunctionNode, Source, compiled
+
+_SHARED = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)  # the parser has one node of each
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place found: neighbouring nodes (one, if an expression) and what stands there instead."""
+
+    nodes: list[ast.AST]
+    replacement: list[ast.AST]
+    text: str
+    holder: ast.AST
+    field: str
+
+
+def rewrite(source: Source, edits: Sequence[Rewrite]) -> CodeType:
+    """The code object of ``source`` with every edit made.
+
+    Raises
+    ------
+    Conflict
+        An edit does not match as often as it says, or two edits touch the same nodes.
+    """
+    tree, function = source.parse()
+    for match in matches(function, edits):
+        _replace(match)
+    for edit in edits:
+        if edit.signature:
+            function.args.kwarg = _relocated(_keyword_arguments(edit), function)
+    code = compiled(tree, source.code)
+    if lost := sorted(set(source.code.co_freevars) - set(code.co_freevars)):
+        # An edit took out their only use; a use that never runs keeps the closure's layout.
+        use = ast.parse("if 0:\n" + "".join(f"    {name}\n" for name in lost)).body[0]
+        at = 0 if ast.get_docstring(function, clean=False) is None else 1
+        function.body.insert(at, _relocated(use, function.body[-1]))
+        code = compiled(tree, source.code)
+    if code.co_freevars != source.code.co_freevars:
+        raise Conflict(
+            f"{edits[0].target}: the edit would change the closure from {source.code.co_freevars} "
+            f"to {code.co_freevars}"
+        )
+    return code
+
+
+def check(edit: Rewrite) -> None:
+    """Raise ``SyntaxError`` or ``ValueError`` if the texts of ``edit`` make no sense."""
+    if not edit.find and not edit.signature:
+        raise ValueError(f"{edit.target}: a Rewrite needs `find` or `signature`")
+    if edit.find:
+        _pattern(edit.find, edit.replace)
+    if edit.signature:
+        _keyword_arguments(edit)
+
+
+@functools.lru_cache(maxsize=None)
+def _pattern(find_text: str, replace_text: str) -> tuple[tuple[ast.AST, ...], bool]:
+    """What to find, and whether it is an expression that gives way to another; else it is statements."""
+    find, replace = (ast.parse(textwrap.dedent(text)).body for text in (find_text, replace_text))
+    if all(len(side) == 1 and isinstance(side[0], ast.Expr) for side in (find, replace)):
+        return (find[0].value,), True
+    return tuple(find), False
+
+
+def _replacement(edit: Rewrite) -> list[ast.AST]:
+    """New nodes to put there."""
+    body: list = ast.parse(textwrap.dedent(edit.replace)).body or [ast.Pass()]
+    return [body[0].value] if _pattern(edit.find, edit.replace)[1] else body
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two syntax trees are equal but for positions and for load, store or delete."""
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(_same, a, b))
+    if not isinstance(a, ast.AST):
+        return type(a) is type(b) and a == b
+    return type(a) is type(b) and all(
+        _same(getattr(a, name, None), getattr(b, name, None))
+        for name in a._fields
+        if name not in ("ctx", "type_comment", "kind")
+    )
+
+
+_Place = tuple[list, int, ast.AST, str]
+"""A node: the list that it is in, its index there, and the node and the field that hold them."""
+
+
+def _places(function: FunctionNode) -> dict[type, list[_Place]]:
+    """Every node in the body of ``function``, by type: nearly all are of another type than what is looked for."""
+    places: dict[type, list[_Place]] = {}
+    pending: list[ast.AST] = [function]
+    while pending:
+        holder = pending.pop()
+        for field in ("body",) if holder is function else holder._fields:
+            value = getattr(holder, field, None)
+            children = value if isinstance(value, list) else [value]
+            for at, child in enumerate(children):
+                if isinstance(child, ast.AST) and not isinstance(child, _SHARED):
+                    places.setdefault(type(child), []).append((children, at, holder, field))
+                    pending.append(child)
+    return places
+
+
+def matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[Match]:
+    claimed: dict[int, Rewrite] = {}
+    matches = []
+    places = _places(function)
+    for edit in edits:
+        if not edit.find:
+            continue
+        find = list(_pattern(edit.find, edit.replace)[0])
+        runs = [(nodes[at : at + len(find)], *held) for nodes, at, *held in places.get(type(find[0]), ())]
+        found = [run for run in runs if _same(find, run[0])]
+        if len(found) != edit.count:
+            raise Conflict(
+                f"{edit.target}: {_brief(edit.find)} stands there {len(found)} times, expected {edit.count}"
+            )
+        for nodes, holder, field in found:
+            inside = {id(n) for node in nodes for n in ast.walk(node) if not isinstance(n, _SHARED)}
+            if other := next((claimed[i] for i in inside if i in claimed), None):
+                raise Conflict(f"{edit.target}: {_brief(edit.find)} overlaps {_brief(other.find)}")
+            claimed.update(dict.fromkeys(inside, edit))
+            matches.append(Match(nodes, _replacement(edit), edit.replace, holder, field))
+    return matches
+
+
+def _brief(text: str) -> str:
+    """``text`` on one line, in quotes, for a message."""
+    return repr(textwrap.shorten(" ".join(text.split()), 80))
+
+
+def _replace(match: Match) -> None:
+    for node in match.replacement:
+        _relocated(node, match.nodes[0], match.nodes[-1])
+    value = getattr(match.holder, match.field)
+    if isinstance(value, list):
+        at = next(i for i, node in enumerate(value) if node is match.nodes[0])
+        value[at : at + len(match.nodes)] = match.replacement
+    else:
+        setattr(match.holder, match.field, match.replacement[0])
+    context = getattr(match.nodes[0], "ctx", None)
+    if context is not None and hasattr(match.replacement[0], "ctx"):
+        match.replacement[0].ctx = context
+
+
+def _relocated(node: ast.AST, first: ast.AST, last: ast.AST | None = None) -> ast.AST:
+    """Give ``node`` and all below it the position of what it replaces."""
+    last = last or first
+    for child in ast.walk(node):
+        if "lineno" in child._attributes:
+            child.lineno, child.col_offset = first.lineno, first.col_offset  # type: ignore[attr-defined]
+            child.end_lineno, child.end_col_offset = last.end_lineno, last.end_col_offset  # type: ignore
+    return node
+
+
+def _keyword_arguments(edit: Rewrite) -> ast.arg:
+    """The ``**name`` of ``edit.signature``; nothing else can be added to a signature."""
+    arguments = ast.parse(f"def f({edit.signature}): pass").body[0].args  # type: ignore[attr-defined]
+    if arguments.kwarg is None or len(list(ast.iter_child_nodes(arguments))) != 1:
+        raise ValueError(f"{edit.target}: signature must be '**name', not {edit.signature!r}")
+    return arguments.kwarg

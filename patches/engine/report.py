@@ -1,0 +1,117 @@
+"""What became of the patches, as plain data, a table or JSON."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .table import render
+
+
+class Status(str, enum.Enum):
+    """Where a patch stands in this process."""
+
+    PENDING = "pending"
+    """A module it edits is not imported yet; it is applied right after that import."""
+    AVAILABLE = "available"
+    """It fits what is installed and imported, and nobody has applied it yet."""
+    NOT_INSTALLED = "not installed"
+    """A package it repairs is absent."""
+    NOT_AFFECTED = "not affected"
+    """The installed release is outside the range that has the defect."""
+    UNTESTED = "untested"
+    """The installed release is newer than any the patch was tested on: left alone unless asked."""
+    DISABLED = "disabled"
+    """Switched off by ``PATCHES_DISABLE``."""
+    APPLIED = "applied"
+    REVERTED = "reverted"
+    CONFLICT = "conflict"
+    """The installed source is not the one the patch was written for; nothing was changed."""
+    SHADOWED = "shadowed"
+    """Someone else changed the same place, before us or after; it is left as they made it."""
+    FAILED = "failed"
+    """Applying it raised; every change it had made was undone."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Change:
+    """One place that a patch changed: the dotted target, and the change as a unified diff."""
+
+    target: str
+    render: Callable[[], str] = field(repr=False, compare=False)
+
+    @cached_property
+    def diff(self) -> str:
+        """Made when it is first asked for: most reports are read for their states only."""
+        return self.render()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one patch, and why."""
+
+    id: str
+    summary: str
+    status: Status
+    reason: str = ""
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "summary": self.summary,
+            "status": str(self.status),
+            "reason": self.reason,
+            "versions": dict(self.versions),
+            "changes": [{"target": c.target, "diff": c.diff} for c in self.changes],
+            "notes": list(self.notes),
+            "links": list(self.links),
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of every patch. ``str(report)`` is a table, ``report.diff()`` a unified diff."""
+
+    results: tuple[Result, ...]
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, patch_id: str) -> Result:
+        for result in self.results:
+            if result.id == patch_id:
+                return result
+        raise KeyError(patch_id)
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.results)
+
+    def with_status(self, *statuses: Status) -> tuple[Result, ...]:
+        """The results that have one of ``statuses``."""
+        return tuple(r for r in self.results if r.status in statuses)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"results": [r.to_dict() for r in self.results], "notes": list(self.notes)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def diff(self) -> str:
+        """Everything that is changed in this process now, as one unified diff."""
+        return "\n".join(c.diff for r in self.results for c in r.changes)
+
+    def __str__(self) -> str:
+        rows = [(r.id, str(r.status), r.reason or r.summary) for r in self.results]
+        lines = [render(("patch", "status", "why"), rows)]
+        lines += [f"note: {r.id}: {n}" for r in self.results for n in r.notes]
+        lines += [f"note: {n}" for n in self.notes]
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What is repaired: one folder a package, one defect a file."""

@@ -1,0 +1,1 @@
+"""What 4-bit and INT8 layers have in common."""

@@ -1,0 +1,1 @@
+"""LLM.int8: ``Linear8bitLt`` and ``Int8Params``."""

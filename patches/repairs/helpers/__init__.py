@@ -1,0 +1,1 @@
+"""What several patches share. No patch is here."""

@@ -1,0 +1,22 @@
+"""The hook that makes the output of an embedding require grad, in a form that Dynamo can trace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_grads(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+    """Forward hook: make ``output`` require grad, in place in eager and as a new tensor while compiling."""
+    import torch
+
+    if not torch.compiler.is_compiling():
+        output.requires_grad_(True)
+        return None
+    if output.requires_grad or not torch.is_grad_enabled():
+        return None
+    from .operators import tie
+
+    return torch.ops.bnb_patches.tie(output, tie.anchor)

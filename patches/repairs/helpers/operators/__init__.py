@@ -1,0 +1,1 @@
+"""Operators that stand for a piece of eager code inside a compiled graph."""

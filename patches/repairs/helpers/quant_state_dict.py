@@ -1,0 +1,74 @@
+"""Reading a 4-bit weight and its statistics back from the group of keys that a state dict has of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit
+
+Tensors = dict[str, "torch.Tensor"]
+
+
+def bytes_of_codes(layer: Linear4bit) -> int:
+    """How many bytes the codes of the layer take, two to a byte."""
+    return -(-layer.out_features * layer.in_features // 2)
+
+
+def read(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
+    """The codes and state in ``group``, on the layer's device, sharing no memory with it unless ``assign``.
+
+    Raises ``ValueError`` with the reason if the group is not whole or does not fit the layer.
+    """
+    import torch
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.utils import unpack_tensor_to_dict
+
+    if set(group) == {""} and group[""].shape == (layer.out_features, layer.in_features):
+        raise ValueError("it is not quantized, and the layer is; load it into a layer that is not quantized yet")
+    packed = [key for key in group if key.startswith("quant_state.")]
+    needed = {"", "absmax", "quant_map", *(packed or ["quant_state.bitsandbytes__" + layer.weight.quant_type])}
+    try:
+        facts = unpack_tensor_to_dict(group[packed[0]]) if packed else {}
+    except ValueError as error:
+        raise ValueError(f"'weight.{packed[0]}' cannot be read: {error}") from error
+    if "nested_blocksize" in facts:
+        needed |= {"nested_absmax", "nested_quant_map"}
+    _refuse("the state dict lacks", needed - set(group))
+    _refuse("the state dict has, unexpectedly,", (set(group) - needed) | set(packed[1:]))
+    device = group[""].device if assign else layer.weight.device
+    if device.type == "meta":
+        raise ValueError("the layer is on the meta device, where nothing can be copied to; pass assign=True")
+    try:
+        _check_sizes(layer, group, facts)
+        plain = {key: tensor.detach().as_subclass(torch.Tensor) for key, tensor in group.items()}
+        taken = {key: tensor.to(device, copy=not assign) for key, tensor in plain.items()}
+        codes = taken.pop("")
+        return codes, QuantState.from_dict(taken, device=device)
+    except (KeyError, TypeError, AssertionError) as error:
+        raise ValueError(f"'weight.{packed[0]}' cannot be read: {error!r}") from error
+
+
+def _refuse(words: str, keys: set[str]) -> None:
+    if keys:
+        raise ValueError(f"{words} {', '.join(map(_name, sorted(keys)))}")
+
+
+def _name(key: str) -> str:
+    return repr("weight." + key if key else "weight")
+
+
+def _check_sizes(layer: Linear4bit, group: Tensors, facts: dict[str, Any]) -> None:
+    """Refuse what was quantized from a weight of another shape, or is not as long as it must be."""
+    shape = (layer.out_features, layer.in_features)
+    if tuple(facts["shape"]) != shape:
+        raise ValueError(f"size mismatch: it was quantized from shape {tuple(facts['shape'])}, the layer's is {shape}")
+    blocks = -(-shape[0] * shape[1] // facts["blocksize"])
+    sizes = {"": (group[""].nbytes, bytes_of_codes(layer)), "absmax": (group["absmax"].numel(), blocks)}
+    if "nested_absmax" in group:
+        sizes["nested_absmax"] = (group["nested_absmax"].numel(), -(-blocks // facts["nested_blocksize"]))
+    for key, (found, expected) in sizes.items():
+        if found != expected:
+            raise ValueError(f"size mismatch: {_name(key)} holds {found} {'values' if key else 'bytes'}, not {expected}")
