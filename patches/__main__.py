@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from . import REGISTRY, apply
-from .engine import gate
+from .engine import gate, table
 from .engine.report import Report, Status
-from .engine.table import render
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +48,8 @@ def _list(options: argparse.Namespace) -> int:
         rows = [{"id": p.id, "summary": p.summary, "requires": p.requires, "links": p.links} for p in chosen]
         print(json.dumps(rows, indent=2))
     else:
-        print(render(("patch", "for", "what it repairs"), [(p.id, ", ".join(p.requires), p.summary) for p in chosen]))
+        lines = [table.Row((p.id,), (p.summary, f"for {', '.join(p.requires)}")) for p in chosen]
+        print(table.text(lines, table.total([p.id for p in chosen], ())))
     return 0
 
 

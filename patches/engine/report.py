@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import html
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .table import render
+from . import table
 
 
 class Status(str, enum.Enum):
@@ -38,6 +39,13 @@ class Status(str, enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+_LOUD = (Status.UNTESTED, Status.SHADOWED, Status.CONFLICT, Status.FAILED)
+"""Those that need the reader's attention: the defect may be there, and is not repaired."""
+
+_ORDER = sorted(Status, key=lambda status: (status in _LOUD, status is not Status.APPLIED))
+"""In which a table shows them."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,22 @@ class Report:
         return "\n".join(c.diff for r in self.results for c in r.changes)
 
     def __str__(self) -> str:
-        rows = [(r.id, str(r.status), r.reason or r.summary) for r in self.results]
-        lines = [render(("patch", "status", "why"), rows)]
-        lines += [f"note: {r.id}: {n}" for r in self.results for n in r.notes]
-        lines += [f"note: {n}" for n in self.notes]
-        return "\n".join(lines)
+        rows = []
+        for result in self._sorted():
+            why = [result.reason, f"without it: {result.summary}"] if result.status in _LOUD else [result.reason]
+            rows.append(table.Row((str(result.status), result.id), why, result.status in _LOUD))
+        return "\n".join([table.text(rows, self._total()), *map(table.wrapped, self._notes())])
+
+    def _repr_html_(self) -> str:
+        rows = [table.Row((str(r.status), r.id, r.reason), (r.summary,), r.status in _LOUD) for r in self._sorted()]
+        notes = "".join(f"\n<p>{html.escape(note)}</p>" for note in self._notes())
+        return table.as_html(("status", "patch", "why", "without it"), rows, self._total()) + notes
+
+    def _sorted(self) -> list[Result]:
+        return sorted(self.results, key=lambda result: _ORDER.index(result.status))
+
+    def _total(self) -> str:
+        return table.total([r.status for r in self.results], _ORDER)
+
+    def _notes(self) -> list[str]:
+        return [f"note: {r.id}: {n}" for r in self.results for n in r.notes] + [f"note: {n}" for n in self.notes]

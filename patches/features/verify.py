@@ -19,11 +19,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..engine import gate
+from ..engine import gate, table
 from ..engine.patch import CannotShow, Finding, Patch
 from ..engine.report import Status
 
 PHASES = ("unpatched", "patched", "all", "reverted")
+VERDICTS = ("ok", "skipped", "cannot show", "wrong")
+"""In the order in which a table shows them: what needs attention comes last."""
 TIMEOUT = 300.0
 """Seconds that one reproducer may take; on a busy machine the first of them pays for the imports."""
 
@@ -40,6 +42,11 @@ class Row:
     verdict: str
     reason: str
     findings: dict[str, tuple[bool | None, str]]
+
+    @property
+    def loud(self) -> bool:
+        """It needs attention."""
+        return self.verdict == "wrong"
 
 
 @dataclass(frozen=True)
@@ -59,16 +66,21 @@ class Verification:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        from ..engine.table import render
+        rows = [table.Row((row.verdict, row.id), _details(row), row.loud) for row in self._sorted()]
+        return table.text(rows, self._total())
 
+    def _repr_html_(self) -> str:
         rows = []
-        for row in self.rows:
-            cells = [_cell(row.findings.get(phase)) for phase in PHASES]
-            figures = "; ".join(f"{p}: {row.findings[p][1]}" for p in PHASES[:2] if row.findings.get(p, (0, ""))[1])
-            rows.append((row.id, *cells, row.verdict, row.reason or figures))
-        counts = {v: sum(row.verdict == v for row in self.rows) for v in ("ok", "wrong", "cannot show", "skipped")}
-        total = ", ".join(f"{n} {v}" for v, n in counts.items() if n)
-        return render(("patch", *PHASES, "verdict", "measured"), rows) + f"\n{total or 'nothing to verify'}"
+        for row in self._sorted():
+            phases = [_cell(row.findings.get(phase)) for phase in PHASES]
+            rows.append(table.Row((row.verdict, row.id, *phases), (row.reason,), row.loud))
+        return table.as_html(("verdict", "patch", *PHASES, "why"), rows, self._total())
+
+    def _sorted(self) -> list[Row]:
+        return sorted(self.rows, key=lambda row: VERDICTS.index(row.verdict))
+
+    def _total(self) -> str:
+        return table.total([row.verdict for row in self.rows], VERDICTS)
 
 
 def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
@@ -119,17 +131,36 @@ def _judged(patch: Patch, verdict: gate.Verdict, found: dict[str, tuple[bool | N
         return Row(patch.id, "cannot show", f"{verdict.reason}; {_NOT_THERE}: {found['unpatched'][1]}", found)
     if verdict.status is Status.NOT_AFFECTED and said == [True] and gate.satisfied(patch.requires[0]):
         return Row(patch.id, "skipped", f"{verdict.reason}; the defect is there, and is not repaired there", found)
-    expected = [True, False, False, True] if verdict.status is Status.AVAILABLE else [False]
-    if said == expected:
+    expected = _expected(len(found))
+    if said == list(expected):
         return Row(patch.id, "ok", "" if verdict.status is Status.AVAILABLE else verdict.reason, found)
     wrong = [f"{phase}: {found[phase][1]}" for phase, e in zip(found, expected) if found[phase][0] is not e]
     return Row(patch.id, "wrong", "; ".join(wrong), found)
 
 
+_WORDS = {True: "present", False: "absent", None: "ERROR"}
+
+
 def _cell(finding: tuple[bool | None, str] | None) -> str:
     if finding is None:
         return "-"
-    return {True: "present", False: "absent", None: "ERROR"}[finding[0]]
+    present, figure = finding
+    return f"{_WORDS[present]}: {figure}" if figure else _WORDS[present]
+
+
+def _details(row: Row) -> list[str]:
+    """For a wrong row every phase and what it must be, for others the reason or what was measured."""
+    if row.verdict == "wrong":
+        said = zip(row.findings.items(), _expected(len(row.findings)))
+        return [f"{p}: {'' if f[0] is must else f'must be {_WORDS[must]}, is '}{_cell(f)}" for (p, f), must in said]
+    if row.reason:
+        return [row.reason]
+    return [f"{phase}: {row.findings[phase][1]}" for phase in PHASES[:2] if row.findings.get(phase, (0, ""))[1]]
+
+
+def _expected(phases: int) -> tuple[bool, ...]:
+    """Whether the defect must be there, in all phases, or in the first alone: that of a release without it."""
+    return (True, False, False, True) if phases == len(PHASES) else (False,)
 
 
 # -- fresh processes ---------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_the_exit_code_of_verify(monkeypatch, capsys, ok):
     row = Row("a", "ok" if ok else "wrong", "", said(True, False))
     monkeypatch.setattr(verification, "verify", lambda *a, **k: Verification((row,)))
     assert main(["verify"]) == (0 if ok else 1)
-    assert "present" in capsys.readouterr().out
+    assert "figure" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["list", "report", "diff", "verify"])
@@ -115,3 +115,50 @@ def test_report_and_diff_in_a_fresh_process(fresh):
     assert applied
     assert "--- a/" in fresh(source, "diff", applied[0])
     assert set(json.loads(fresh(source, "diff", "--json"))) == set(applied)
+
+
+# -- how it shows --------------------------------------------------------------------------------
+
+LONG = "load_state_dict of its own state_dict: Loading a quantized checkpoint into a non-quantized Linear8bitLt"
+WIDEST = "bitsandbytes-linear4bit-sharded-state-dict"
+MIXED = Verification(
+    (
+        Row("wrong-one", "wrong", "patched: figure", said(True, True, False, None)),
+        Row(WIDEST, "ok", "", said(True, False, False, True, figure=LONG)),
+        Row("absent-one", "skipped", "x is not installed", {}),
+        Row("short-one", "ok", "", said(True, False, False, True, figure="1 of 2")),
+    )
+)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_table_fits_the_terminal(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = str(MIXED).splitlines()
+    assert max(map(len, lines)) <= max(width, len(f"skipped  {WIDEST}"))
+    assert sum(LONG[:20] in line for line in lines) == 2, "unpatched and patched, each on a line that is wide enough"
+    assert sum(line.endswith("Linear8bitLt") for line in lines) == 2
+    if width == 120:
+        assert any(line.endswith("  unpatched: 1 of 2; patched: 1 of 2") for line in lines)
+
+
+def test_what_is_wrong_comes_last_with_every_phase_and_what_it_must_be(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert str(MIXED).splitlines()[-8:] == [
+        "",
+        "wrong    wrong-one",
+        "    unpatched: present: figure",
+        "    patched: must be absent, is present: figure",
+        "    all: absent: figure",
+        "    reverted: must be present, is ERROR: figure",
+        "",
+        "4 patches: 2 ok, 1 skipped, 1 wrong",
+    ]
+
+
+def test_in_a_notebook_it_is_a_table():
+    row = Row("a", "wrong", "'<' not supported", said(True, None, figure="<lambda> & co"))
+    source = Verification((MIXED.rows[1], row))._repr_html_()
+    assert source.index("<b>wrong</b>") < source.index(">ok<")
+    assert "&#x27;&lt;&#x27; not supported" in source and "ERROR: &lt;lambda&gt; &amp; co" in source
+    assert "<p>2 patches: 1 ok, 1 wrong</p>" in source and "color" not in source
