@@ -22,6 +22,7 @@ from .features.ranks import RanksDiffer, check_ranks
 
 if TYPE_CHECKING:
     from .features.compile_options import CompileOptions
+    from .features.verify import Verification
 
 __all__ = [
     "CannotShow",
@@ -68,11 +69,11 @@ def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -
     )
 
 
-def verify(*ids: str, jobs: int | None = None) -> Any:
+def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
     """Run the reproducers in fresh processes. See :func:`patches.features.verify.verify`."""
     from .features.verify import verify
 
-    return verify(*ids, jobs=jobs)
+    return verify(*ids, jobs=jobs, progress=progress)
 
 
 def compile_options(

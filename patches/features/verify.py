@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..engine import gate, table
 from ..engine.patch import CannotShow, Finding, Patch
 from ..engine.report import Status
+from .verify_processes import ask
+from .verify_worker import Answer
 
 PHASES = ("unpatched", "patched", "all", "reverted")
 VERDICTS = ("ok", "skipped", "cannot show", "wrong")
 """In the order in which a table shows them: what needs attention comes last."""
-TIMEOUT = 300.0
-"""Seconds that one reproducer may take; on a busy machine the first of them pays for the imports."""
+
+_CANNOT = "cannot show: "
+_NOT_THERE = "its reproducer does not run there"
+_MEDDLESOME = {"unsloth"}
+"""Packages that patch others when they are imported: only in the processes of their own patches."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Row:
     id: str
     verdict: str
     reason: str
-    findings: dict[str, tuple[bool | None, str]]
+    findings: dict[str, Answer]
 
     @property
     def loud(self) -> bool:
@@ -86,30 +87,83 @@ class Verification:
 def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
     """Run the reproducers of the named patches, or of all, each phase in its own fresh process.
 
+    It may be called anywhere: in a script without a main guard, a notebook, a thread. The processes end with
+    the call, also where an exception or Ctrl-C ends it.
+
     Parameters
     ----------
     jobs:
         How many processes at a time; by default as many as there are processors, at most four.
     progress:
-        Show a progress bar on standard error (needs tqdm).
+        Show a progress bar on standard error, if tqdm is installed.
 
     Raises
     ------
     KeyError
         An id is unknown.
+    ValueError
+        ``jobs`` is less than one.
+    NoInterpreter
+        This program is frozen: there is no Python to start.
     """
     from .. import REGISTRY
 
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be 1 or more, not {jobs}")
     chosen = [REGISTRY.patches[result.id] for result in REGISTRY.report(*ids)]
     verdicts = {patch.id: gate.check(patch) for patch in chosen}
-    tasks = [(p, phase) for p in chosen for phase in _phases(verdicts[p.id].status)]
-    findings: dict[str, dict[str, tuple[bool | None, str]]] = {patch.id: {} for patch in chosen}
-    with _fresh_processes(chosen) as context, ThreadPoolExecutor(jobs or min(4, os.cpu_count() or 1)) as pool:
-        futures = {pool.submit(_run, context, p.id, phase): (p, phase) for p, phase in tasks}
-        for future in _shown(as_completed(futures), len(futures), progress):
-            patch, phase = futures[future]
-            findings[patch.id][phase] = future.result()
+    tasks = [(p.id, phase) for p in chosen for phase in _phases(verdicts[p.id].status)]
+    packages = sorted({name for p in chosen for name in verdicts[p.id].versions} - _MEDDLESOME)
+    preload = ["torch", *(name.replace("-", "_") for name in packages)]
+    findings: dict[str, dict[str, Answer]] = {patch.id: {} for patch in chosen}
+    answers = ask(f"{__name__}:answer", tasks, preload, jobs or min(4, _processors()))
+    with contextlib.closing(answers), _bar(len(tasks), progress) as advance:
+        for index, finding in answers:
+            patch_id, phase = tasks[index]
+            findings[patch_id][phase] = finding
+            advance()
     return Verification(tuple(_judged(p, verdicts[p.id], findings[p.id]) for p in chosen))
+
+
+def answer(patch_id: str, phase: str) -> Answer:
+    """What the reproducer of a patch says in this process, which must be a fresh one."""
+    from .. import REGISTRY
+
+    patch = REGISTRY.patches[patch_id]
+    if phase != "unpatched":
+        REGISTRY.import_targets(patch)
+        REGISTRY.apply(*([patch_id] if phase == "patched" else []))
+        result = REGISTRY.report(patch_id)[patch_id]
+        if result.status is not Status.APPLIED:
+            return None, f"{result.status}: {result.reason}"
+    if phase == "reverted":
+        REGISTRY.revert()
+    try:
+        finding: Finding = patch.defect()
+    except CannotShow as reason:
+        return None, f"{_CANNOT}{reason}"
+    return bool(finding.present), str(finding.figure)
+
+
+def _processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
+    """What to call after each of ``total`` steps."""
+    if progress and total and sys.stderr is not None:
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            with tqdm(total=total, desc="verify", unit="run", file=sys.stderr, leave=False) as bar:
+                yield bar.update
+                return
+    yield lambda: None
+
+
+# -- the judgement -----------------------------------------------------------------------------
 
 
 def _phases(status: Status) -> Sequence[str]:
@@ -118,7 +172,7 @@ def _phases(status: Status) -> Sequence[str]:
     return PHASES[:1] if status in (Status.NOT_AFFECTED, Status.UNTESTED) else ()
 
 
-def _judged(patch: Patch, verdict: gate.Verdict, found: dict[str, tuple[bool | None, str]]) -> Row:
+def _judged(patch: Patch, verdict: gate.Verdict, found: dict[str, Answer]) -> Row:
     found = {phase: found[phase] for phase in PHASES if phase in found}
     said = [present for present, _ in found.values()]
     if not found:
@@ -141,7 +195,7 @@ def _judged(patch: Patch, verdict: gate.Verdict, found: dict[str, tuple[bool | N
 _WORDS = {True: "present", False: "absent", None: "ERROR"}
 
 
-def _cell(finding: tuple[bool | None, str] | None) -> str:
+def _cell(finding: Answer | None) -> str:
     if finding is None:
         return "-"
     present, figure = finding
@@ -161,115 +215,3 @@ def _details(row: Row) -> list[str]:
 def _expected(phases: int) -> tuple[bool, ...]:
     """Whether the defect must be there, in all phases, or in the first alone: that of a release without it."""
     return (True, False, False, True) if phases == len(PHASES) else (False,)
-
-
-# -- fresh processes ---------------------------------------------------------------------------
-
-_CANNOT = "cannot show: "
-_NOT_THERE = "its reproducer does not run there"
-_MEDDLESOME = {"unsloth"}
-"""Packages that patch others when they are imported: only in the processes of their own patches."""
-
-
-@contextlib.contextmanager
-def _fresh_processes(chosen: Sequence[Patch]) -> Iterator[Any]:
-    """A multiprocessing context whose processes begin unpatched.
-
-    On a CPU they are forked from a server that has only imported the packages, so that each costs
-    little; a CUDA runtime does not survive a fork, so where there is one they are started anew.
-    """
-    before = os.environ.get("PATCHES_AUTOLOAD")
-    os.environ["PATCHES_AUTOLOAD"] = "0"
-    try:
-        if _has_accelerator() or "forkserver" not in multiprocessing.get_all_start_methods():
-            yield multiprocessing.get_context("spawn")
-            return
-        context = multiprocessing.get_context("forkserver")
-        names = sorted({name for p in chosen for name in gate.check(p).versions} - _MEDDLESOME)
-        context.set_forkserver_preload(["torch", *names, __name__])
-        with _silent():
-            multiprocessing.forkserver.ensure_running()
-        yield context
-    finally:
-        if before is None:
-            del os.environ["PATCHES_AUTOLOAD"]
-        else:
-            os.environ["PATCHES_AUTOLOAD"] = before
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Processes started inside write to nowhere: what imports print has no place in the table."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def _has_accelerator() -> bool:
-    try:
-        import torch
-
-        return torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
-    except ImportError:
-        return False
-
-
-def _run(context: Any, patch_id: str, phase: str) -> tuple[bool | None, str]:
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(patch_id, phase, send), daemon=True)
-    process.start()
-    send.close()
-    try:
-        if not receive.poll(TIMEOUT):
-            process.kill()
-            return None, f"no answer in {TIMEOUT:.0f} s"
-        return receive.recv()
-    except EOFError:
-        process.join()
-        return None, f"the process died with exit code {process.exitcode}"
-    finally:
-        process.join(5)
-
-
-def _child(patch_id: str, phase: str, send: Any) -> None:
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # the table is the output
-    try:
-        send.send(_answer(patch_id, phase))
-    except BaseException as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{os.path.basename(at.filename)}:{at.lineno}"
-        send.send((None, f"{type(error).__name__} at {place}: {' '.join(str(error).split())[:300]}"))
-
-
-def _answer(patch_id: str, phase: str) -> tuple[bool | None, str]:
-    from .. import REGISTRY
-
-    patch = REGISTRY.patches[patch_id]
-    if phase != "unpatched":
-        REGISTRY.import_targets(patch)
-        REGISTRY.apply(*([patch_id] if phase == "patched" else []))
-        result = REGISTRY.report(patch_id)[patch_id]
-        if result.status is not Status.APPLIED:
-            return None, f"{result.status}: {result.reason}"
-    if phase == "reverted":
-        REGISTRY.revert()
-    try:
-        finding: Finding = patch.defect()
-    except CannotShow as reason:
-        return None, f"{_CANNOT}{reason}"
-    return bool(finding.present), finding.figure
-
-
-def _shown(futures: Iterator[Any], total: int, progress: bool) -> Iterator[Any]:
-    if progress:
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            return tqdm(futures, total=total, desc="verify", unit="run", file=sys.stderr, leave=False)
-    return futures

@@ -1,21 +1,20 @@
-"""What verify makes of the reproducers' answers, and what the command line makes of that."""
+"""What verify makes of the reproducers' answers, how it shows them, and that it runs wherever it is called."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from patches import REGISTRY
-from patches.features import verify as verification
-from patches.__main__ import main
+import patches
 from patches.engine.gate import Verdict
 from patches.engine.report import Status
+from patches.features import verify as verification
 from patches.features.verify import PHASES, Row, Verification, _judged
 from tests.engine.conftest import patch
 
@@ -63,60 +62,6 @@ def test_a_host_that_cannot_show_it_is_no_failure_and_no_success():
     assert "1 cannot show" in str(Verification((row,)))
 
 
-def test_a_reproducer_that_kills_its_process_is_an_answer(monkeypatch):
-    monkeypatch.setattr(verification, "_child", _dies)
-    answer = verification._run(multiprocessing.get_context("fork"), "any", "unpatched")
-    assert answer == (None, "the process died with exit code 7")
-
-
-def _dies(*_):
-    os._exit(7)
-
-
-@NEEDS_TORCH
-def test_one_reproducer_through_the_command_line():
-    first = next(iter(REGISTRY.patches))
-    run = [sys.executable, "-m", "patches", "verify", first, "--json"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["rows"]
-    assert row["id"] == first and row["verdict"] in ("ok", "cannot show")
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_the_exit_code_of_verify(monkeypatch, capsys, ok):
-    row = Row("a", "ok" if ok else "wrong", "", said(True, False))
-    monkeypatch.setattr(verification, "verify", lambda *a, **k: Verification((row,)))
-    assert main(["verify"]) == (0 if ok else 1)
-    assert "figure" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", ["list", "report", "diff", "verify"])
-def test_an_unknown_id_is_exit_code_2_and_one_line(capsys, command):
-    assert main([command, "bitsandbytes-nonsense"]) == 2
-    err = capsys.readouterr().err
-    assert "no patch is named 'bitsandbytes-nonsense'" in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("json_", [False, True])
-def test_list(capsys, json_):
-    assert main(["list", *(["--json"] if json_ else [])]) == 0
-    out = capsys.readouterr().out
-    ids = [row["id"] for row in json.loads(out)] if json_ else out
-    assert all(patch_id in ids for patch_id in REGISTRY.patches)
-
-
-@NEEDS_TORCH
-def test_report_and_diff_in_a_fresh_process(fresh):
-    source = "import sys; from patches.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    results = json.loads(fresh(source, "report", "--json"))["results"]
-    assert {r["id"] for r in results} == set(REGISTRY.patches)
-    applied = [r["id"] for r in results if r["status"] == "applied"]
-    assert applied
-    assert "--- a/" in fresh(source, "diff", applied[0])
-    assert set(json.loads(fresh(source, "diff", "--json"))) == set(applied)
-
-
 # -- how it shows --------------------------------------------------------------------------------
 
 LONG = "load_state_dict of its own state_dict: Loading a quantized checkpoint into a non-quantized Linear8bitLt"
@@ -162,3 +107,81 @@ def test_in_a_notebook_it_is_a_table():
     assert source.index("<b>wrong</b>") < source.index(">ok<")
     assert "&#x27;&lt;&#x27; not supported" in source and "ERROR: &lt;lambda&gt; &amp; co" in source
     assert "<p>2 patches: 1 ok, 1 wrong</p>" in source and "color" not in source
+
+
+# -- running -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_no_processes_at_a_time_is_an_error(jobs):
+    with pytest.raises(ValueError, match=f"1 or more, not {jobs}"):
+        patches.verify(jobs=jobs)
+
+
+def test_by_default_one_process_for_each_processor_at_most_four(monkeypatch):
+    asked = []
+    monkeypatch.setattr(verification, "ask", lambda *arguments: asked.append(arguments[-1]) or (_ for _ in ()))
+    monkeypatch.setattr(verification, "gate", SimpleNamespace(check=lambda _: Verdict(Status.NOT_INSTALLED, "", {})))
+    for processors, expected in ((1, 1), (3, 3), (64, 4)):
+        monkeypatch.setattr(verification, "_processors", lambda n=processors: n)
+        verification.verify()
+        assert asked.pop() == expected
+    verification.verify(jobs=7)
+    assert asked == [7]
+
+
+def test_progress_is_a_bar_where_tqdm_is_installed_and_nothing_elsewhere(monkeypatch, capsys):
+    bar = pytest.importorskip("tqdm", reason="tqdm is not installed")
+    with verification._bar(2, True) as advance:
+        advance()
+    assert "verify" in capsys.readouterr().err
+    for total, progress in ((2, False), (0, True)):
+        with verification._bar(total, progress) as advance:
+            advance()
+    monkeypatch.setitem(sys.modules, bar.__name__, None)  # as where it is not installed
+    with verification._bar(2, True) as advance:
+        advance()
+    assert capsys.readouterr() == ("", "")
+
+
+CHEAP = "bitsandbytes-params4bit-pickle"
+IN_A_SCRIPT = f"""
+import os, sys
+with open(sys.argv[1], "a") as runs:
+    runs.write("run ")
+changes = []
+sys.addaudithook(lambda event, _: changes.append(event) if "putenv" in event or "unsetenv" in event else None)
+import patches
+print(patches.verify("{CHEAP}", jobs=2).to_json(None))
+assert "torch" not in sys.modules, "nothing heavy is imported for it here"
+assert not changes, "other threads read the environment"
+"""
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize("way", ["file", "stdin"])
+def test_in_a_script_without_a_main_guard(tmp_path, way):
+    """A child that imports the main module would run the script again; one from stdin, as in a notebook, has no file."""
+    (tmp_path / "script.py").write_text(IN_A_SCRIPT)
+    command = [sys.executable, "script.py" if way == "file" else "-", "runs"]
+    env = {**os.environ, "PATCHES_AUTOLOAD": "1"}
+    with open(tmp_path / "script.py") as script:
+        done = subprocess.run(command, stdin=script, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["verdict"] == "ok", row
+    assert list(row["findings"]) == list(PHASES)
+    assert (tmp_path / "runs").read_text() == "run "
+
+
+@NEEDS_TORCH
+def test_under_the_other_name_of_the_plugin(tmp_path):
+    (tmp_path / "patches.py").write_text("raise SystemExit('the user module ran')")
+    (tmp_path / "script.py").write_text(
+        "import bnb_patches_autoload, os\nos.environ['PATCHES_AUTOLOAD'] = '0'\nbnb_patches_autoload.start()\n"
+        f"import bnb_patches\nprint(bnb_patches.verify({CHEAP!r}).to_json(None))"
+    )
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["verdict"] == "ok", row
