@@ -2,19 +2,28 @@
 
 bitsandbytes calls its entry points while it is still importing itself, often from inside the import
 of peft. A module counts as imported when its own import and that of its top-level package are over.
+
+The finder here does what that of wrapt does, but for one thing: Python calls a finder under the global import
+lock, and wrapt's then imports the parent of a submodule. If another thread is just importing that parent, both
+wait for ever (two threads that import bitsandbytes first, with a hook on one of its submodules). This one asks
+the other finders with the path that it was given, waits for nobody, and holds no lock of its own: a callback may
+run in a signal handler, in any thread, or in a forked child.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
-from typing import Any
-
-import wrapt
+from types import ModuleType
 
 Callback = Callable[[], None]
+
+_awaited: dict[str, list[Callback]] = {}
+"""Modules that are not imported yet, and who is to be told."""
 
 
 def imported(name: str) -> bool:
@@ -27,18 +36,23 @@ def after_import(name: str, callback: Callback) -> None:
 
     It runs in the importing thread, which holds import locks: it must not wait for another thread.
     """
-
-    def finish(_module: Any = None) -> None:
-        spec = _unfinished(name)
-        if spec is None:
-            callback()
-        else:
-            _after_load(spec, finish)
-
+    _awaited.setdefault(name, []).append(callback)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
     if name in sys.modules:
-        finish()
-    else:
-        wrapt.register_post_import_hook(finish, name)
+        _arrived(name)
+
+
+def _arrived(name: str) -> None:
+    """The import of ``name`` is over, or that of its package: tell, or wait for the other of the two."""
+    if name not in sys.modules:
+        return  # it failed; it may be tried again
+    spec = _unfinished(name)
+    if spec is not None:
+        _after_load(spec, partial(_arrived, name))
+        return
+    for callback in _awaited.pop(name, ()):
+        callback()
 
 
 def _unfinished(name: str) -> ModuleSpec | None:
@@ -50,40 +64,75 @@ def _unfinished(name: str) -> ModuleSpec | None:
     return None
 
 
-class _WatchedSpec(ModuleSpec):
-    """A spec that tells when importlib takes down its ``_initializing`` flag, as the last step of a load.
+class _Finder:
+    """Finds what the other finders find, and watches the load of what is awaited."""
 
-    There is no public event for "this import is over": a finder only sees imports that begin later.
+    def __init__(self) -> None:
+        self._searching: set[tuple[int, str]] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        search = (threading.get_ident(), name)
+        if name not in _awaited or search in self._searching:
+            return None
+        self._searching.add(search)  # one of the others may ask all finders, and so come back here
+        try:
+            spec = self._found(name, path, target)
+        finally:
+            self._searching.discard(search)
+        if spec is not None:
+            _after_load(spec, partial(_arrived, name), begun=False)
+        return spec
+
+    def _found(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+
+class _Watched:
+    """What a spec becomes that is to tell when importlib takes down its ``_initializing`` flag, the end of a load.
+
+    There is no public event for "this import is over".
     """
 
     @property
     def _initializing(self) -> bool:
-        return self.__dict__.get("_initializing", False)
+        return bool(vars(self).get("_initializing", False))
 
     @_initializing.setter
     def _initializing(self, value: bool) -> None:
-        self.__dict__["_initializing"] = value
+        vars(self)["_initializing"] = value
         if not value:
             _loaded(self)
 
 
-_lock = threading.Lock()
-_waiting: dict[int, list[Callback]] = {}
+_WAITING = "_patches_waiting"
 
 
-def _after_load(spec: ModuleSpec, callback: Callback) -> None:
-    with _lock:
-        _waiting.setdefault(id(spec), []).append(callback)
-        if type(spec) is ModuleSpec:
-            spec.__class__ = _WatchedSpec
-    if not getattr(spec, "_initializing", False) or not isinstance(spec, _WatchedSpec):
-        _loaded(spec)  # it ended meanwhile in another thread, or the spec is of a kind we cannot watch
+@functools.lru_cache(maxsize=None)
+def _watched(cls: type) -> type:
+    return type(cls.__name__, (_Watched, cls), {})
 
 
-def _loaded(spec: ModuleSpec) -> None:
-    with _lock:
-        callbacks = _waiting.pop(id(spec), [])
-        if type(spec) is _WatchedSpec:
-            spec.__class__ = ModuleSpec
-    for callback in callbacks:
+def _after_load(spec: ModuleSpec, callback: Callback, begun: bool = True) -> None:
+    vars(spec).setdefault(_WAITING, []).append(callback)
+    if not isinstance(spec, _Watched):
+        try:
+            spec.__class__ = _watched(type(spec))
+        except TypeError:  # a spec of a kind that cannot be watched
+            vars(spec).pop(_WAITING)
+            return
+    if begun and not vars(spec).get("_initializing"):
+        _loaded(spec)  # it ended meanwhile in another thread
+
+
+def _loaded(spec: object) -> None:
+    if isinstance(spec, _Watched):
+        spec.__class__ = type(spec).__mro__[2]
+    for callback in vars(spec).pop(_WAITING, ()):
         callback()

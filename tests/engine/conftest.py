@@ -95,7 +95,6 @@ def toy(tmp_path, monkeypatch) -> Iterator[ModuleType]:
 def write_module(tmp_path, monkeypatch) -> Iterator[Callable[[str, str], str]]:
     """Write a module that can then be imported; it is forgotten after the test."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    known = set(sys.modules)
 
     def write(name: str, source: str) -> str:
         path = tmp_path / (name.replace(".", "/") + ".py")
@@ -105,8 +104,9 @@ def write_module(tmp_path, monkeypatch) -> Iterator[Callable[[str, str], str]]:
         return name
 
     yield write
-    for name in set(sys.modules) - known:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def _imported(tmp_path, monkeypatch, name: str, source: str) -> Iterator[ModuleType]:
