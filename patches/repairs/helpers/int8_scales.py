@@ -66,20 +66,25 @@ def lost(layer: Any) -> RuntimeError:
 
 def name_of(layer: Module) -> str:
     """The dotted name of ``layer`` in the outermost module that holds it. Slow: for error messages."""
-    parents: dict[int, tuple[Module, str]] = {}
-    for parent in _modules():
-        for key, child in (vars(parent).get("_modules") or {}).items():
-            parents.setdefault(id(child), (parent, key))
-    keys: list[str] = []
-    while id(layer) in parents and len(keys) < 100:
-        layer, key = parents[id(layer)]
+    module, keys = layer, []
+    while len(keys) < 100 and (found := _parent(module)):
+        module, key = found
         keys.append(key)
     return ".".join(reversed(keys)) or repr(layer)
 
 
+def _parent(module: Module) -> tuple[Module, str] | None:
+    """A module that has ``module`` among its children, and under which name."""
+    for parent in live_objects.holders(module, depth=2):
+        for key, child in (vars(parent).get("_modules") or {}).items():
+            if child is module:
+                return parent, key
+    return None
+
+
 def layer_of(state: Any) -> Any:
     """The layer whose ``MatmulLtState`` is ``state``, or None. Slow: for error messages."""
-    return next((module for module in _modules() if vars(module).get("state") is state), None)
+    return next((m for m in live_objects.holders(state, depth=1) if vars(m).get("state") is state), None)
 
 
 def layers() -> list[Any]:
@@ -87,9 +92,3 @@ def layers() -> list[Any]:
     from bitsandbytes.nn import Linear8bitLt
 
     return live_objects.instances(Linear8bitLt)
-
-
-def _modules() -> list[Module]:
-    from torch.nn import Module
-
-    return live_objects.instances(Module)
