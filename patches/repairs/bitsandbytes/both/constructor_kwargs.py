@@ -11,7 +11,20 @@ The repair is that of 0.50.0: both constructors take further keyword arguments a
 
 from __future__ import annotations
 
-from ....engine import Finding, Patch, Rewrite
+import inspect
+from typing import Any
+
+from ....engine import Finding, Patch, SetAttribute
+
+
+def make_new(original: staticmethod) -> staticmethod:
+    """``__new__`` that ignores keyword arguments which this release does not know."""
+    known = frozenset(inspect.signature(original.__func__).parameters)
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return original.__func__(cls, *args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return staticmethod(__new__)
 
 
 def defect() -> Finding:
@@ -39,7 +52,7 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     seen_on=("2.13", "2.14"),
     edits=tuple(
-        Rewrite(f"bitsandbytes.nn.modules:{name}.__new__", signature="**kwargs")
+        SetAttribute(f"bitsandbytes.nn.modules:{name}.__new__", make=make_new, over="torch.Tensor._make_subclass(cls, data, requires_grad)")
         for name in ("Params4bit", "Int8Params")
     ),
     defect=defect,

@@ -11,6 +11,7 @@ the matrix is right for all of its values but 0.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite
@@ -46,7 +47,19 @@ def defect() -> Finding:
     return Finding(wrong, f"{fake.dim()}-D {fake.dtype} for {real.dim()}-D {real.dtype}")
 
 
-TARGET = "bitsandbytes._ops:fake(bitsandbytes::int8_mixed_scaled_mm)"
+def shape_function() -> FunctionType:
+    """What bitsandbytes gave to ``torch.library.register_fake``: a function without a name of its own."""
+    from torch._library.simple_registry import singleton
+
+    wrapper = getattr(singleton.find("bitsandbytes::int8_mixed_scaled_mm").fake_impl.kernel, "func", None)
+    inside = (cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ())
+    for found in (wrapper, *inside):  # torch wraps it
+        if isinstance(found, FunctionType) and found.__module__ == "bitsandbytes._ops":
+            return found
+    raise LookupError("torch has no shape function of bitsandbytes for it")
+
+
+TARGET = "bitsandbytes._ops:int8_mixed_scaled_mm.fake"
 
 PATCH = Patch(
     id="bitsandbytes-int8-mixed-mm-fake",
@@ -55,12 +68,13 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",
     edits=(
-        Rewrite(TARGET, find="outlier_cols = torch.library.get_ctx().new_dynamic_size()", replace=""),
+        Rewrite(TARGET, "outlier_cols = torch.library.get_ctx().new_dynamic_size()", reach=shape_function),
         Rewrite(
             TARGET,
             find="A.new_empty(outlier_cols, dtype=torch.int64)",
             replace="_patches_outliers(A, outlier_cols)",
             names={"_patches_outliers": outliers},
+            reach=shape_function,
         ),
     ),
     defect=defect,
