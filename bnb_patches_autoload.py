@@ -7,6 +7,7 @@ by it. Nothing here raises.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -25,8 +26,9 @@ def start() -> None:
     try:
         importlib.import_module(f"{_package(log)}.autoload").start()
     except Exception as error:
-        log.warning("bnb-patches is not active, bitsandbytes is as it was: %s: %s", type(error).__name__, error)
-        log.debug("the import of bnb-patches failed", exc_info=True)
+        with contextlib.suppress(Exception):  # a handler of the user's may raise
+            log.warning("bnb-patches is not active, bitsandbytes is as it was: %s: %s", type(error).__name__, error)
+            log.debug("the import of bnb-patches failed", exc_info=True)
 
 
 def _package(log: logging.Logger) -> str:

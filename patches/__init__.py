@@ -19,6 +19,7 @@ from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError, Registry
 from .engine.report import Change, Report, Result, Status
 from .features.ranks import RanksDiffer, check_ranks
+from .repairs.helpers import compiled_code, live_objects
 
 if TYPE_CHECKING:
     from .features.compile_options import CompileOptions
@@ -46,7 +47,7 @@ __all__ = [
 __bnb_patches__ = True
 """Tells this package from another of the same name."""
 
-REGISTRY = Registry(_catalog.patches())
+REGISTRY = Registry(_catalog.patches(), compiled_code.forget, live_objects.one_walk)
 applied = REGISTRY.applied
 revert = REGISTRY.revert
 report = REGISTRY.report
@@ -96,7 +97,7 @@ def compile_options(
 
     The `with` covers the ``torch.compile`` calls made in it by the thread that entered it; what they return
     keeps the options, also for what is compiled later and in another thread. At its end ``torch.compile`` is
-    as before. It is no patch of the registry: ``patches.revert()`` leaves it, only the end of the `with` ends it.
+    as before. Meanwhile ``patches.report().features`` shows it, and ``patches.revert()`` takes it out.
 
     Parameters
     ----------

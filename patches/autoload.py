@@ -1,16 +1,19 @@
 """The automatic path: what happens when ``import bitsandbytes`` calls our entry point.
 
-It never raises into that import. One INFO line when something was applied, a WARNING for a conflict
-or a failure (an ERROR with ``PATCHES_STRICT``), nothing else; logger ``bnb_patches``.
+It never raises into that import, whatever a logging handler does. One INFO line when something was applied, a
+WARNING for a conflict or a failure (an ERROR with ``PATCHES_STRICT``) and for compiled code that could not be
+forgotten, nothing else; logger ``bnb_patches``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from .engine.plan import NOT_FORGOTTEN
 from .engine.registry import unknown
 from .engine.report import Report, Status
 
@@ -39,7 +42,7 @@ class Settings:
         known = list(known)
         disabled = {name.strip() for name in environ.get("PATCHES_DISABLE", "").split(",")} - {""}
         for name in sorted(disabled - set(known)):
-            log.warning("PATCHES_DISABLE: %s", unknown(name, known))
+            _log(logging.WARNING, "PATCHES_DISABLE: %s", unknown(name, known))
         return cls(
             autoload=_flag(environ, "PATCHES_AUTOLOAD", cls.autoload),
             strict=_flag(environ, "PATCHES_STRICT", cls.strict),
@@ -66,14 +69,21 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
         return value in _YES
     if value:
         allowed = ", ".join((*_YES, *_NO))
-        log.warning("%s=%r means nothing; it can be %s. Taken as %d.", name, environ[name], allowed, default)
+        _log(logging.WARNING, "%s=%r means nothing; it can be %s. Taken as %d.", name, environ[name], allowed, default)
     return default
 
 
 def _tell(report: Report, settings: Settings) -> None:
     if done := report.with_status(Status.APPLIED):
         versions = sorted({f"{name} {v}" for r in done for name, v in r.versions.items()})
-        log.info("repaired %s: %s", ", ".join(versions), ", ".join(r.id for r in done))
+        _log(logging.INFO, "repaired %s: %s", ", ".join(versions), ", ".join(r.id for r in done))
     for result in report.with_status(Status.CONFLICT, Status.FAILED):
         level = logging.ERROR if settings.strict else logging.WARNING
-        log.log(level, "%s: %s: %s", result.id, result.status, result.reason)
+        _log(level, "%s: %s: %s", result.id, result.status, result.reason)
+    if NOT_FORGOTTEN in report.notes:
+        _log(logging.WARNING, "%s", NOT_FORGOTTEN)
+
+
+def _log(level: int, message: str, *arguments: object) -> None:
+    with contextlib.suppress(Exception):  # what a handler or a filter raises has no place in an import
+        log.log(level, message, *arguments)

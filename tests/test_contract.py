@@ -35,7 +35,7 @@ from patches.engine.report import Status
 from patches.engine.slots import slots_of
 
 here = [p for p in REGISTRY.patches.values() if gate.check(p).status is Status.AVAILABLE]
-targets = sorted({module_of(e) for p in here for e in REGISTRY._edits(p)})
+targets = sorted({module_of(e) for p in here for e in REGISTRY.edits(p)})
 
 def load():
     for name in targets:
@@ -150,7 +150,7 @@ assert changed(first, second) == []
 patches.revert()
 after, _keep3 = snapshot()
 assert changed(before, after) == [], changed(before, after)
-assert not REGISTRY._slots
+assert not REGISTRY._store.read().slots
 print(len(here))
 """
     )
@@ -214,22 +214,22 @@ def test_names_copied_before_see_the_rewrite_and_a_wrapper_put_on_after_survives
         SNAPSHOT
         + """
 from patches.engine.edits import Rewrite
-from patches.engine.slots import _owner
+from patches.engine.targets import owner_of
 load()
-sites = sorted({e.target for p in here for e in REGISTRY._edits(p) if isinstance(e, Rewrite)})
-aliases = {t: next(s.function for s, _ in slots_of(Rewrite(t, "x", "x")) if hasattr(s, "function")) for t in sites}
+sites = {e.target: e for p in here for e in REGISTRY.edits(p) if isinstance(e, Rewrite)}
+aliases = {t: next(s.function for s, _ in slots_of(e) if hasattr(s, "function")) for t, e in sites.items()}
 codes = {t: f.__code__ for t, f in aliases.items()}
 patches.apply(strict=True)
 assert all(aliases[t].__code__ is not codes[t] for t in sites), "an alias taken before sees the change"
 wrappers = {}
-for t in [t for t in sites if ":fake(" not in t]:  # a shape function has no name to wrap
-    owner, name = _owner(t)
+for t in [t for t in sites if not t.endswith(".fake")]:  # a shape function has no name to wrap
+    owner, name = owner_of(t)
     raw = vars(owner)[name]
     wrappers[t] = staticmethod(lambda *a, **k: None) if isinstance(raw, staticmethod) else (lambda *a, **k: None)
     setattr(owner, name, wrappers[t])
 patches.revert()
 for t in wrappers:
-    owner, name = _owner(t)
+    owner, name = owner_of(t)
     assert vars(owner)[name] is wrappers[t], "the third party's wrapper is still there"
 assert all(aliases[t].__code__ is codes[t] for t in sites), "and what it wrapped is the original again"
 """
@@ -252,8 +252,8 @@ for name in sys.argv[1:]:  # what import bitsandbytes leaves out: parametrize
     importlib.import_module(name)
 print([r.id for r in patches.report().with_status(patches.Status.APPLIED)])
 """
-    ours = [p.id for p in HERE if all(module_of(e).startswith("bitsandbytes") for e in REGISTRY._edits(p))]
-    probe = functools.partial(fresh, probe, *{module_of(e) for p in HERE if p.id in ours for e in REGISTRY._edits(p)})
+    ours = [p.id for p in HERE if all(module_of(e).startswith("bitsandbytes") for e in REGISTRY.edits(p))]
+    probe = functools.partial(fresh, probe, *{module_of(e) for p in HERE if p.id in ours for e in REGISTRY.edits(p)})
     on = probe(PATCHES_AUTOLOAD="1")
     assert set(ours) <= set(eval(on.splitlines()[-1]))
     assert eval(probe(PATCHES_AUTOLOAD="0").splitlines()[-1]) == []

@@ -23,7 +23,7 @@ TARGETS = sorted(
         edit.target
         for patch in REGISTRY.patches.values()
         for edit in patch.edits
-        if isinstance(edit, Rewrite) and ":fake(" not in edit.target  # has no name to find it by
+        if isinstance(edit, Rewrite) and edit.reach is None  # else it has no name to find it by
     }
 )
 
@@ -39,13 +39,13 @@ def torch_is_said_to_be_installed(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    gate._version.cache_clear()
+    gate._read_version.cache_clear()
 
 
 def active(target: str) -> list[Rewrite]:
     """The rewrites of ``target`` by all patches that are for the installed releases."""
     fitting = [p for p in REGISTRY.patches.values() if gate.check(p).status is Status.AVAILABLE]
-    edits = [edit for patch in fitting for edit in REGISTRY._edits(patch) if edit.target == target]
+    edits = [edit for patch in fitting for edit in REGISTRY.edits(patch) if edit.target == target]
     return [edit for edit in edits if isinstance(edit, Rewrite)]
 
 

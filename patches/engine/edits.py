@@ -1,13 +1,14 @@
 """The three kinds of change that a patch may declare.
 
-An edit is a declaration: it says where and what. :mod:`patches.slots` knows how a place is read
-and written, :mod:`patches.registry` when.
+An edit is a declaration: it says where and what. :mod:`.slots` knows how a place is read and written,
+:mod:`.registry` when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, Union
 
 
@@ -24,8 +25,7 @@ class Rewrite:
     target:
         ``"package.module:Class.method"`` or ``"package.module:function"``. Static and class
         methods, properties (their getter) and functions under ``functools.wraps`` decorators are
-        looked through. ``"package.module:fake(namespace::operator)"`` is the function that this
-        module gave to ``torch.library.register_fake``, which has no name of its own.
+        looked through.
     find:
         The expression or statements to replace, as source. Compared as a syntax tree: spacing,
         quotes and comments do not matter. Several statements match a run of neighbours.
@@ -34,21 +34,22 @@ class Rewrite:
     count:
         How many times ``find`` must occur. Any other number is a conflict, never a guess.
     names:
-        Globals that ``replace`` needs, put into the function's module while the edit is active
-        and taken out with it: name (begin it with ``_patches_``) to object.
-    signature:
-        ``"**kwargs"``: added to the parameters of the function. With it ``find`` may be empty.
+        Globals that ``replace`` needs, put into the function's module before the code that uses
+        them and taken out after it: name (begin it with ``_patches_``) to object.
     when:
         PEP 508 requirements, joined by " and "; on other releases the edit is skipped.
+    reach:
+        Finds the function where no dotted name leads to it; raises ``LookupError`` with the reason
+        if it is not there. ``target`` then only names it, in its module.
     """
 
     target: str
-    find: str = ""
+    find: str
     replace: str = ""
     count: int = 1
     names: Mapping[str, Any] = field(default_factory=dict)
-    signature: str = ""
     when: str = ""
+    reach: Callable[[], FunctionType] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,31 @@ class SetAttribute:
     """Set one attribute of a class or module, through the owner's own ``__dict__``.
 
     Give ``value``, or ``make``: called with the raw original (``None`` where there was none; a
-    ``staticmethod`` comes as the ``staticmethod`` object) when the edit is applied, it returns the
-    replacement. The replacement must be a plain Python object that Dynamo can follow, never a proxy.
+    ``staticmethod`` comes as the ``staticmethod`` object) when the edit is planned, it returns the
+    replacement and changes nothing. The replacement must be a plain Python object that Dynamo can
+    follow, never a proxy.
+
+    Parameters
+    ----------
+    over:
+        An expression or statement that the source of the original must hold: the attribute is one
+        that the package has, and this is how we know that it is the one the edit was made for.
+        Without it there must be none (``None`` in the class's own ``__dict__``; what it inherits
+        does not matter), unless an earlier patch of ours set it.
+    missing_ok:
+        With ``over``: some releases do not have the attribute.
+    keep:
+        Where the package has the attribute already (a later release, a source build), that one stays.
+    when:
+        PEP 508 requirements, joined by " and "; on other releases the edit is skipped.
     """
 
     target: str
     value: Any = None
     make: Callable[[Any], Any] | None = None
+    over: str = ""
+    missing_ok: bool = False
+    keep: bool = False
     when: str = ""
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from . import imports
 from .patch import Patch
 from .report import Status
 
@@ -26,15 +27,47 @@ class Verdict:
 
 
 def installed(package: str) -> str | None:
-    """The installed version of a distribution; that of the imported module where there is no metadata."""
+    """The version of a distribution: what its imported module says, before the import what its metadata say."""
+    return _imported_version(package) or _metadata_version(package)
+
+
+def mismatch(package: str) -> str:
+    """In words, if the module that is imported is of another version than the metadata beside it; else empty."""
+    here, said = _imported_version(package), _metadata_version(package)
+    if not here or not said or here == said or _public(here) == _public(said):
+        return ""
+    return f"{package}: the module that is imported says {here}, its metadata {said}; the module counts"
+
+
+def module_name(package: str) -> str:
+    """The top-level module of a distribution, for those that are repaired here."""
+    return package.replace("-", "_")
+
+
+def _imported_version(package: str) -> str | None:
+    name = module_name(package)
+    if not imports.imported(name):
+        return None  # a module that is half way through its import may not have said it yet
     try:
-        return _version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
+        found = sys.modules[name].__version__
+    except Exception:  # a lazy module may do anything
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def _metadata_version(package: str) -> str | None:
+    try:
+        return _read_version(package)
+    except importlib.metadata.PackageNotFoundError:  # not remembered: it may be installed yet
+        return None
 
 
 @functools.lru_cache
-def _version(package: str) -> str:
+def _read_version(package: str) -> str:
     found = importlib.metadata.distribution(package)
     # Only this line of the headers: to parse the whole file, README included, takes milliseconds.
     line = re.search(r"^Version:[ \t]*(\S+)[ \t]*$", found.read_text("METADATA") or "", re.MULTILINE)
@@ -42,6 +75,11 @@ def _version(package: str) -> str:
 
 
 _parsed = functools.lru_cache(maxsize=None)(Requirement)
+
+
+def packages(patch: Patch) -> list[str]:
+    """The distributions that ``patch`` requires."""
+    return [_parsed(text).name for text in patch.requires]
 
 
 def satisfied(requirements: str) -> bool:

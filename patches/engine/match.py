@@ -37,9 +37,6 @@ def rewrite(source: Source, edits: Sequence[Rewrite]) -> CodeType:
     tree, function = source.parse()
     for match in matches(function, edits):
         _replace(match)
-    for edit in edits:
-        if edit.signature:
-            function.args.kwarg = _relocated(_keyword_arguments(edit), function)
     code = compiled(tree, source.code)
     if lost := sorted(set(source.code.co_freevars) - set(code.co_freevars)):
         # An edit took out their only use; a use that never runs keeps the closure's layout.
@@ -57,12 +54,14 @@ def rewrite(source: Source, edits: Sequence[Rewrite]) -> CodeType:
 
 def check(edit: Rewrite) -> None:
     """Raise ``SyntaxError`` or ``ValueError`` if the texts of ``edit`` make no sense."""
-    if not edit.find and not edit.signature:
-        raise ValueError(f"{edit.target}: a Rewrite needs `find` or `signature`")
-    if edit.find:
-        _pattern(edit.find, edit.replace)
-    if edit.signature:
-        _keyword_arguments(edit)
+    if not edit.find.strip():
+        raise ValueError(f"{edit.target}: a Rewrite needs `find`")
+    _pattern(edit.find, edit.replace)
+
+
+def occurrences(source: Source, text: str) -> int:
+    """How many times the expression or statements ``text`` stand in ``source``."""
+    return len(_runs(_places(source.parse()[1]), list(_pattern(text, text)[0])))
 
 
 @functools.lru_cache(maxsize=None)
@@ -113,30 +112,32 @@ def _places(function: FunctionNode) -> dict[type, list[_Place]]:
     return places
 
 
+def _runs(places: dict[type, list[_Place]], find: list[ast.AST]) -> list[tuple[list[ast.AST], ast.AST, str]]:
+    """Where the nodes ``find`` stand: neighbouring nodes, and the node and field that hold them."""
+    runs = [(nodes[at : at + len(find)], holder, field) for nodes, at, holder, field in places.get(type(find[0]), ())]
+    return [run for run in runs if _same(find, run[0])]
+
+
 def matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[Match]:
     claimed: dict[int, Rewrite] = {}
     matches = []
     places = _places(function)
     for edit in edits:
-        if not edit.find:
-            continue
-        find = list(_pattern(edit.find, edit.replace)[0])
-        runs = [(nodes[at : at + len(find)], *held) for nodes, at, *held in places.get(type(find[0]), ())]
-        found = [run for run in runs if _same(find, run[0])]
+        found = _runs(places, list(_pattern(edit.find, edit.replace)[0]))
         if len(found) != edit.count:
             raise Conflict(
-                f"{edit.target}: {_brief(edit.find)} stands there {len(found)} times, expected {edit.count}"
+                f"{edit.target}: {brief(edit.find)} stands there {len(found)} times, expected {edit.count}"
             )
         for nodes, holder, field in found:
             inside = {id(n) for node in nodes for n in ast.walk(node) if not isinstance(n, _SHARED)}
             if other := next((claimed[i] for i in inside if i in claimed), None):
-                raise Conflict(f"{edit.target}: {_brief(edit.find)} overlaps {_brief(other.find)}")
+                raise Conflict(f"{edit.target}: {brief(edit.find)} overlaps {brief(other.find)}")
             claimed.update(dict.fromkeys(inside, edit))
             matches.append(Match(nodes, _replacement(edit), edit.replace, holder, field))
     return matches
 
 
-def _brief(text: str) -> str:
+def brief(text: str) -> str:
     """``text`` on one line, in quotes, for a message."""
     return repr(textwrap.shorten(" ".join(text.split()), 80))
 
@@ -163,11 +164,3 @@ def _relocated(node: ast.AST, first: ast.AST, last: ast.AST | None = None) -> as
             child.lineno, child.col_offset = first.lineno, first.col_offset  # type: ignore[attr-defined]
             child.end_lineno, child.end_col_offset = last.end_lineno, last.end_col_offset  # type: ignore
     return node
-
-
-def _keyword_arguments(edit: Rewrite) -> ast.arg:
-    """The ``**name`` of ``edit.signature``; nothing else can be added to a signature."""
-    arguments = ast.parse(f"def f({edit.signature}): pass").body[0].args  # type: ignore[attr-defined]
-    if arguments.kwarg is None or len(list(ast.iter_child_nodes(arguments))) != 1:
-        raise ValueError(f"{edit.target}: signature must be '**name', not {edit.signature!r}")
-    return arguments.kwarg

@@ -34,6 +34,15 @@ class CannotShow(Exception):
 
 
 @dataclass(frozen=True)
+class Feature:
+    """Edits that repair nothing: they are in while someone uses them. See ``Registry.hold``."""
+
+    id: str
+    summary: str
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
 class Patch:
     """One defect of one package: who has it, what repairs it, and how to see it.
 

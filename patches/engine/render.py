@@ -4,23 +4,59 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
+import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
 
 from .edits import Rewrite
-from .locate import FunctionNode, Source
+from .locate import Source
 from .match import matches
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List, ast.Dict, ast.Set)
 _OPERATIONS = (ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Attribute, ast.Subscript, ast.IfExp)
 
 
-def diff(source: Source, edits: Sequence[Rewrite], path: str) -> str:
-    """What ``edits`` change, as a unified diff of the file ``path``."""
+def of_code(source: Source, edits: Sequence[Rewrite]) -> str:
+    """What ``edits`` change, as a unified diff of the file that the function stands in."""
     first = source.code.co_firstlineno - 1
     head, tail = source.file[:first], source.file[first + len(source.lines) :]
     after = head + _spliced(source, edits) + tail
+    path = _short(source.code.co_filename)
     return "".join(difflib.unified_diff(source.file, after, f"a/{path}", f"b/{path}"))
+
+
+def of_attribute(name: str, before: Sequence[Any], after: Sequence[Any]) -> str:
+    """The same for an attribute, ``name`` its dotted target: at most one value before, one after."""
+    path = f"{name} (attribute)"
+    attribute = name.rpartition(".")[2].rpartition(":")[2]
+    sides = ([line for value in side for line in _shown(attribute, value)] for side in (before, after))
+    return "".join(difflib.unified_diff(*sides, f"a/{path}", f"b/{path}"))
+
+
+def _shown(attribute: str, value: Any) -> list[str]:
+    """``value`` as lines of text: its source if it has one, else its ``repr`` without addresses."""
+    inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    try:
+        head = f"# {attribute} = {type(value).__name__} of {inner.__module__}.{inner.__qualname__}\n"
+        return [head, *inspect.getsource(inner).splitlines(keepends=True)]
+    except (TypeError, OSError, AttributeError):
+        text = repr(value)
+        return [f"{attribute} = {text if ' at 0x' not in text else type(value).__name__}\n"]
+
+
+def _short(path: str) -> str:
+    """``path`` from its ``site-packages`` on, as a reader of a diff knows it."""
+    parts = PurePath(path).parts
+    for i in range(len(parts) - 1, -1, -1):
+        if parts[i] in ("site-packages", "dist-packages"):
+            return PurePath(*parts[i + 1 :]).as_posix()
+    for root in sorted(filter(None, sys.path), key=len, reverse=True):
+        if PurePath(path).is_relative_to(root):
+            return PurePath(path).relative_to(root).as_posix()
+    return path
 
 
 def _spliced(source: Source, edits: Sequence[Rewrite]) -> list[str]:
@@ -37,21 +73,7 @@ def _spliced(source: Source, edits: Sequence[Rewrite]) -> list[str]:
         elif isinstance(match.holder, _OPERATIONS) and not isinstance(match.replacement[0], _ATOMS):
             text = f"({text})"
         spans.append((start.lineno, start.col_offset, end.end_lineno, end.end_col_offset, text))
-    for edit in edits:
-        if edit.signature:
-            line, column, before = _end_of_parameters(function)
-            spans.append((line, column, line, column, before + edit.signature))
     for line, column, end_line, end_column, text in sorted(spans, reverse=True):
         head, tail = lines[line - first][:column], lines[end_line - first][end_column:]
         lines[line - first : end_line - first + 1] = [head + text.encode() + tail]
     return "".join(line.decode() for line in lines).splitlines(keepends=True)
-
-
-def _end_of_parameters(function: FunctionNode) -> tuple[int, int, str]:
-    """Line and column after the last parameter, and the comma that a further one needs."""
-    known = [n for n in ast.walk(function.args) if isinstance(n, (ast.arg, ast.expr))]
-    if known:
-        line, column = max((n.end_lineno, n.end_col_offset) for n in known)
-        return line, column, ", "
-    name_at = function.col_offset + len("def ") + len(function.name) + 1
-    return function.lineno, name_at, ""

@@ -93,6 +93,8 @@ class Report:
 
     results: tuple[Result, ...]
     notes: tuple[str, ...] = ()
+    features: tuple[Result, ...] = ()
+    """What the features of this package have put in meanwhile, compile options say."""
 
     def __getitem__(self, patch_id: str) -> Result:
         for result in self.results:
@@ -108,14 +110,15 @@ class Report:
         return tuple(r for r in self.results if r.status in statuses)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"results": [r.to_dict() for r in self.results], "notes": list(self.notes)}
+        features = [feature.to_dict() for feature in self.features]
+        return {"results": [r.to_dict() for r in self.results], "notes": list(self.notes), "features": features}
 
     def to_json(self, indent: int | None = 2) -> str:
         return json.dumps(self.to_dict(), indent=indent)
 
     def diff(self) -> str:
         """Everything that is changed in this process now, as one unified diff."""
-        return "\n".join(c.diff for r in self.results for c in r.changes)
+        return "\n".join(c.diff for r in (*self.results, *self.features) for c in r.changes)
 
     def __str__(self) -> str:
         rows = []
@@ -136,4 +139,8 @@ class Report:
         return table.total([r.status for r in self.results], _ORDER)
 
     def _notes(self) -> list[str]:
-        return [f"note: {r.id}: {n}" for r in self.results for n in r.notes] + [f"note: {n}" for n in self.notes]
+        return [
+            *(f"note: {r.id}: {n}" for r in self.results for n in r.notes),
+            *(f"feature: {f.id}: {f.status}: {f.reason or f.summary}" for f in self.features),
+            *(f"note: {n}" for n in self.notes),
+        ]

@@ -1,122 +1,183 @@
-"""Places that an edit may change: how each is found, read, built anew, written and described.
+"""Places that edits change: how each is found, read, built anew and written.
 
-There are two kinds, the code object of a function and one entry in the ``__dict__`` of a class or
-module. Both read and write *raw* values, so that what is put back is the object that was there.
+There are three kinds: the code object of a function, an entry in the ``__dict__`` of a class or module, and a
+global that rewritten code needs, which is such an entry with a life of its own. All hold *raw* values, so that
+what is put back is the object that was there. A slot writes nothing: it says which step would.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import inspect
-import re
-import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
-from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
-from . import locate, match, render
+from . import locate, match, render, targets
 from .edits import DeleteAttribute, Edit, Rewrite, SetAttribute
 from .locate import Conflict, Replaced
-
-
-_OPERATOR = re.compile(r":fake\((\w+::\w+)\)$")
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "<absent>"
-
-
-ABSENT: Any = _Absent()
+from .targets import ABSENT
+from .transaction import Step
 
 
 class Slot(Protocol):
-    """One place. ``key`` tells whether two slots are the same place."""
+    """One place."""
 
     key: Hashable
+    """Two slots with the same key are the same place."""
     name: str
+    """The target that it was found by."""
+    rank: int
+    """Where in a change it is written: names before the attributes and code that use them."""
 
-    def read(self) -> Any: ...
-    def write(self, value: Any) -> None: ...
+    def read(self) -> Any:
+        """What stands there now."""
+
     def build(self, original: Any, edits: Sequence[Any]) -> Any:
         """The value that ``edits`` make of ``original``; writes nothing. May raise ``Conflict``."""
 
-    def diff(self, original: Any, edits: Sequence[Any], value: Any) -> str: ...
+    def step(self, before: Any, after: Any) -> Step:
+        """What puts ``after`` there, where ``before`` stands now."""
+
+    def diff(self, original: Any, edits: Sequence[Any]) -> str:
+        """What ``edits`` make of ``original``, as a unified diff."""
 
     def displaced(self) -> str:
         """Who put something else where the place was to be found, in words; empty if nobody did."""
 
 
 class CodeSlot:
-    """The ``__code__`` of a function, which ``find`` finds anew."""
+    """The ``__code__`` of a function."""
 
-    def __init__(self, function: FunctionType, name: str, find: Callable[[], FunctionType]) -> None:
+    rank = 2
+
+    def __init__(self, function: FunctionType, edit: Rewrite) -> None:
         self.function = function
-        self.name = name
+        self.name = edit.target
         self.key = ("code", id(function))
-        self._find = find
+        self._edit = edit
 
     def read(self) -> CodeType:
         return self.function.__code__
 
-    def write(self, value: CodeType) -> None:
-        self.function.__code__ = value
-
     def build(self, original: CodeType, edits: Sequence[Rewrite]) -> CodeType:
         return match.rewrite(locate.read(self.function, original), edits)
 
-    def diff(self, original: CodeType, edits: Sequence[Rewrite], value: Any) -> str:
-        return render.diff(locate.read(self.function, original), edits, _short(original.co_filename))
+    def step(self, before: CodeType, after: CodeType) -> Step:
+        return Step(self, *(partial(setattr, self.function, "__code__", code) for code in (after, before)))
+
+    def diff(self, original: CodeType, edits: Sequence[Rewrite]) -> str:
+        return render.of_code(locate.read(self.function, original), edits)
 
     def displaced(self) -> str:
-        try:
-            found = self._find()
-        except Conflict:
-            return f"{self.name} was taken out after us"
-        return "" if _reaches(found, self.function) else f"{self.name} is a function of {_home(found)} now"
+        return targets.displaced(self._edit, self.function)
 
 
 class AttributeSlot:
     """One entry in the ``__dict__`` of a class or module."""
 
+    rank = 1
+
     def __init__(self, owner: Any, attribute: str, name: str) -> None:
         self.owner = owner
         self.attribute = attribute
         self.name = name
-        self.key = ("attribute", id(owner), attribute)
+        self.key: Hashable = ("attribute", id(owner), attribute)
 
     def read(self) -> Any:
         return vars(self.owner).get(self.attribute, ABSENT)
 
-    def write(self, value: Any) -> None:
-        if value is not ABSENT:
-            setattr(self.owner, self.attribute, value)
-        elif self.read() is not ABSENT:
-            delattr(self.owner, self.attribute)
-
     def build(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute]) -> Any:
         value = original
         for edit in edits:
-            if isinstance(edit, DeleteAttribute):
-                if value is ABSENT and not edit.missing_ok:
-                    raise Conflict(f"{edit.target}: there is nothing to delete")
-                value = ABSENT
-            elif edit.make is not None:
-                value = edit.make(None if value is ABSENT else value)
-            else:
-                value = edit.value
+            _check_original(original, edit)
+            value = _edited(value, edit)
         return value
 
-    def diff(self, original: Any, edits: Sequence[Any], value: Any) -> str:
-        path = f"{self.name} (attribute)"
-        lines = difflib.unified_diff(_shown(self, original), _shown(self, value), f"a/{path}", f"b/{path}")
-        return "".join(lines)
+    def step(self, before: Any, after: Any) -> Step:
+        return Step(self, *(self._put(value) for value in (after, before)))
+
+    def _put(self, value: Any) -> partial[Any]:
+        if value is ABSENT:
+            return partial(delattr, self.owner, self.attribute)
+        return partial(setattr, self.owner, self.attribute, value)
+
+    def diff(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute]) -> str:
+        sides = ([] if value is ABSENT else [value] for value in (original, self.build(original, edits)))
+        return render.of_attribute(self.name, *sides)
 
     def displaced(self) -> str:
-        return ""  # what stands there is what is read
+        try:
+            owner, _ = targets.owner_of(self.name)
+        except Conflict:
+            return f"{self.name} was taken out after us"
+        return "" if owner is self.owner else f"{self.name} is an attribute of another class now"
+
+
+class NameSlot(AttributeSlot):
+    """A global that rewritten code needs. It stays while a frame may still use it, see :mod:`.frames`."""
+
+    rank = 0
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        super().__init__(module, name, f"{module.__name__}:{name}")
+        self.key = ("name", id(module), name)
+
+    def build(self, original: Any, edits: Sequence[Rewrite]) -> Any:
+        first, *others = (edit.names[self.attribute] for edit in edits)
+        if original is not ABSENT:
+            raise Replaced(f"{self.name} is there already, and not ours")
+        if any(other is not first for other in others):
+            raise Conflict(f"{self.name} names two things")
+        return first
+
+    def diff(self, original: Any, edits: Sequence[Rewrite]) -> str:
+        return render.of_attribute(self.name, [], [self.build(original, edits)])
+
+    def displaced(self) -> str:
+        return ""  # whoever uses it holds the module
+
+
+def _edited(value: Any, edit: SetAttribute | DeleteAttribute) -> Any:
+    if isinstance(edit, DeleteAttribute):
+        return ABSENT
+    if edit.keep and value is not ABSENT:
+        return value
+    return edit.value if edit.make is None else edit.make(None if value is ABSENT else value)
+
+
+def _check_original(value: Any, edit: SetAttribute | DeleteAttribute) -> None:
+    """Refuse an original other than the one that ``edit`` was made for."""
+    if isinstance(edit, DeleteAttribute):
+        if value is ABSENT and not edit.missing_ok:
+            raise Conflict(f"{edit.target}: there is nothing to delete")
+        if _is_function(value):
+            _check_home(value, edit.target)
+        return
+    if value is not ABSENT:
+        _check_home(value, edit.target)
+    if edit.over and not (value is ABSENT and edit.missing_ok):
+        function = targets.unwrapped(value, edit.target)
+        if not match.occurrences(locate.read(function, function.__code__), edit.over):
+            raise Conflict(f"{edit.target}: {match.brief(edit.over)} does not stand in it")
+    elif value is not ABSENT and not edit.keep:
+        raise Conflict(f"{edit.target} is there already, in the package itself")
+
+
+def _check_home(value: Any, target: str) -> None:
+    """Refuse what someone else has put in the place of ``target``."""
+    if not _is_function(value):  # nothing tells where it comes from
+        raise Replaced(f"there is a {type(value).__name__} at {target} already")
+    function = targets.unwrapped(value, target)
+    if not targets.is_of(function, target):
+        raise Replaced(f"{target} is a function of {targets.home(function)}")
+
+
+def _is_function(value: Any) -> bool:
+    try:
+        targets.unwrapped(value, "")
+    except Conflict:
+        return False
+    return True
 
 
 def slots_of(edit: Edit) -> list[tuple[Slot, Edit]]:
@@ -126,116 +187,10 @@ def slots_of(edit: Edit) -> list[tuple[Slot, Edit]]:
     target names; ``Replaced``, which is one, if a function of another package stands there.
     """
     if not isinstance(edit, Rewrite):
-        return [(AttributeSlot(*_owner(edit.target), edit.target), edit)]
-    find = partial(_found, edit.target)
-    function = find()
-    if _home(function).partition(".")[0] != edit.target.partition(":")[0].partition(".")[0]:
-        raise Replaced(f"{edit.target} is a function of {_home(function)}")
+        return [(AttributeSlot(*targets.owner_of(edit.target), edit.target), edit)]
+    function = targets.function_of(edit)
     slots: list[tuple[Slot, Edit]] = []
-    for name, value in edit.names.items():
-        module = sys.modules.get(_home(function))
-        if not isinstance(module, ModuleType) or vars(module) is not function.__globals__:
-            raise Conflict(f"{edit.target}: the module that it was defined in is gone")
-        target = f"{module.__name__}:{name}"
-        slots.append((AttributeSlot(module, name, target), SetAttribute(target, value=value)))
-    return [*slots, (CodeSlot(function, edit.target, find), edit)]  # the names first: the code needs them
-
-
-def _found(target: str) -> FunctionType:
-    """The function that ``target`` names now."""
-    if operator := _OPERATOR.search(target):
-        return _shape_function(operator[1], target)
-    owner, attribute = _owner(target)
-    return _function(vars(owner).get(attribute, ABSENT), target)
-
-
-def _home(function: FunctionType) -> str:
-    """The module in which ``function`` was written, whatever ``functools.wraps`` made of its name."""
-    return str(function.__globals__.get("__name__", ""))
-
-
-def _reaches(wrapper: FunctionType, function: FunctionType, depth: int = 4) -> bool:
-    """Whether ``wrapper`` is ``function`` or has it in its closure, as one that calls it would."""
-    if wrapper is function:
-        return True
-    return depth > 0 and any(_reaches(inner, function, depth - 1) for inner in _enclosed(wrapper))
-
-
-def _enclosed(function: FunctionType) -> Iterator[FunctionType]:
-    """The functions in the closure of ``function``."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # nothing is in it yet
-            if isinstance(cell.cell_contents, FunctionType):
-                yield cell.cell_contents
-
-
-def _shape_function(operator: str, target: str) -> FunctionType:
-    """What ``torch.library.register_fake`` was given for ``operator``: no dotted name need reach it."""
-    from torch._library.simple_registry import singleton
-
-    kernel = singleton.find(operator).fake_impl.kernel
-    function = getattr(kernel, "func", None)
-    inner: dict[int, FunctionType] = {}
-    if isinstance(function, FunctionType):  # torch wraps it
-        inner = {id(f): f for f in (function, *_enclosed(function))}
-    found = [f for f in inner.values() if getattr(f, "__module__", "") == target.partition(":")[0]]
-    if len(found) != 1:
-        raise Conflict(f"{target}: no shape function of that module is registered for {operator}")
-    return found[0]
-
-
-def _owner(target: str) -> tuple[Any, str]:
-    """The class or module that holds the last name of ``target``, and that name."""
-    module, _, path = target.partition(":")
-    *parents, attribute = path.split(".")
-    owner: Any = sys.modules.get(module)
-    if owner is None:
-        raise Conflict(f"{target}: {module} is not imported")
-    for parent in parents:
-        owner = vars(owner).get(parent, ABSENT)
-        if not isinstance(owner, type):
-            raise Conflict(f"{target}: {module} has no class {parent}")
-    return owner, attribute
-
-
-def _function(raw: Any, target: str) -> FunctionType:
-    """The function under static and class methods, properties and ``functools.wraps``."""
-    if raw is ABSENT:
-        raise Conflict(f"{target}: there is no such function")
-    seen: set[int] = set()
-    while id(raw) not in seen:
-        seen.add(id(raw))
-        if isinstance(raw, (staticmethod, classmethod)):
-            raw = raw.__func__
-        elif isinstance(raw, property):
-            raw = raw.fget
-        elif isinstance(wrapped := getattr(raw, "__wrapped__", None), Callable):
-            raw = wrapped
-    if not isinstance(raw, FunctionType):
-        raise Conflict(f"{target}: {type(raw).__name__} is not a Python function")
-    return raw
-
-
-def _shown(slot: AttributeSlot, value: Any) -> list[str]:
-    """``value`` as lines of text: its source if it has one, else its ``repr`` without addresses."""
-    if value is ABSENT:
-        return []
-    inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    try:
-        head = f"# {slot.attribute} = {type(value).__name__} of {inner.__module__}.{inner.__qualname__}\n"
-        return [head, *inspect.getsource(inner).splitlines(keepends=True)]
-    except (TypeError, OSError, AttributeError):
-        text = repr(value)
-        return [f"{slot.attribute} = {text if ' at 0x' not in text else type(value).__name__}\n"]
-
-
-def _short(path: str) -> str:
-    """``path`` from its ``site-packages`` on, as a reader of a diff knows it."""
-    parts = PurePath(path).parts
-    for i in range(len(parts) - 1, -1, -1):
-        if parts[i] in ("site-packages", "dist-packages"):
-            return str(PurePath(*parts[i + 1 :]))
-    for root in sorted(filter(None, sys.path), key=len, reverse=True):
-        if PurePath(path).is_relative_to(root):
-            return str(PurePath(path).relative_to(root))
-    return path
+    if edit.names:
+        module = targets.module_of(function, edit.target)
+        slots += [(NameSlot(module, name), edit) for name in edit.names]
+    return [*slots, (CodeSlot(function, edit), edit)]

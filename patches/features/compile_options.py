@@ -10,7 +10,6 @@ The allowlist is that of axolotl, https://github.com/axolotl-ai-cloud/axolotl/pu
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -18,7 +17,7 @@ from typing import Any
 
 from ..engine.edits import Edit, Rewrite, SetAttribute
 from ..engine.imports import imported
-from ..engine.slots import Slot, slots_of
+from ..engine.patch import Feature
 
 ALLOWED = (
     "assume_aligned_inputs",
@@ -96,14 +95,20 @@ class CompileOptions(Mapping[str, Any]):
         return TorchDynamoPlugin(options=self.merged(), **fields)
 
     def __enter__(self) -> CompileOptions:
-        _install()
-        _entered.set((*_entered.get(), _Entry(self)))
+        from .. import REGISTRY
+
+        entry = _Entry(self, _feature())
+        REGISTRY.hold(entry.feature, entry)  # until `entry` is released, or gone
+        _entered.set((*_entered.get(), entry))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        from .. import REGISTRY
+
         *outer, entry = _entered.get()
         _entered.set(tuple(outer))
-        _uninstall()
+        for problem in REGISTRY.release(entry.feature, entry):
+            warnings.warn(problem, stacklevel=2)
         if kind is None and not entry.reached:
             raise RuntimeError(
                 f"{self!r} did nothing: nothing was compiled by Inductor inside the `with`. Call torch.compile "
@@ -173,8 +178,9 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 class _Entry:
     """One `with`: its options, and whether a compilation took them."""
 
-    def __init__(self, options: CompileOptions) -> None:
+    def __init__(self, options: CompileOptions, feature: Feature) -> None:
         self.options = options
+        self.feature = feature
         self.reached = False
 
 
@@ -208,7 +214,10 @@ def _demand_compile(original: Any) -> Any:
     return prepare_model
 
 
-def _edits() -> list[Edit]:
+def _feature() -> Feature:
+    """What is in while a `with` is entered; it does nothing in contexts that entered none."""
+    import torch  # noqa: F401  (the edits need it imported)
+
     edits: list[Edit] = [
         Rewrite(
             "torch:compile",
@@ -218,40 +227,6 @@ def _edits() -> list[Edit]:
         )
     ]
     if imported("accelerate.accelerator"):  # an early error; without it the end of the `with` is one
-        edits.append(SetAttribute("accelerate.accelerator:Accelerator.prepare_model", make=_demand_compile))
-    return edits
-
-
-_lock = threading.Lock()
-_users = 0
-_installed: list[tuple[Slot, Any, Any]] = []
-
-
-def _install() -> None:
-    """Make the edits at the first `with` of the process; they do nothing in contexts that entered none."""
-    global _users
-    import torch  # noqa: F401  (the edits need it imported)
-
-    with _lock:
-        if not _users:
-            found = [pair for edit in _edits() for pair in slots_of(edit)]
-            originals = [slot.read() for slot, _ in found]
-            values = [slot.build(original, [edit]) for (slot, edit), original in zip(found, originals)]
-            for (slot, _), original, value in zip(found, originals, values):
-                slot.write(value)
-                _installed.append((slot, original, value))
-        _users += 1
-
-
-def _uninstall() -> None:
-    global _users
-    with _lock:
-        _users -= 1
-        if _users:
-            return
-        for slot, original, value in reversed(_installed):
-            if slot.read() is value:
-                slot.write(original)
-            else:
-                warnings.warn(f"{slot.name} was changed by someone else meanwhile; left as it is", stacklevel=3)
-        _installed.clear()
+        target = "accelerate.accelerator:Accelerator.prepare_model"
+        edits.append(SetAttribute(target, make=_demand_compile, over="self.state.dynamo_plugin"))
+    return Feature("compile-options", "torch.compile takes the options of an entered compile_options()", tuple(edits))

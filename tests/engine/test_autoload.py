@@ -34,3 +34,31 @@ def test_an_unknown_id_is_a_warning_that_names_the_nearest(caplog):
     with caplog.at_level(logging.WARNING, "bnb_patches"):
         assert Settings.read(KNOWN, {"PATCHES_DISABLE": "bitsandbytes-tow"}).disabled == frozenset()
     assert "bitsandbytes-two" in caplog.text
+
+
+@pytest.mark.parametrize("broken", ["handler", "filter"])
+def test_what_logging_raises_has_no_place_in_an_import(fresh, broken):
+    """A handler of the user's that fails at every record: everything is imported and repaired all the same."""
+    pytest.importorskip("bitsandbytes")
+    out = fresh(
+        """
+        import logging, sys
+        logger = logging.getLogger("bnb_patches")
+        logger.setLevel("INFO")
+
+        def fails(record):
+            raise ValueError("broken")
+
+        handler = logging.Handler()
+        handler.emit = fails
+        logger.addHandler(handler) if sys.argv[1] == "handler" else logger.addFilter(fails)
+        import bnb_patches_autoload
+        bnb_patches_autoload.start()
+        import bitsandbytes, patches
+        print(len(patches.report().with_status(patches.Status.APPLIED)))
+        """,
+        broken,
+        PATCHES_AUTOLOAD="1",
+        PATCHES_DISABLE="no-such-patch",
+    )
+    assert int(out.split()[-1]) > 10

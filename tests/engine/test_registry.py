@@ -31,7 +31,7 @@ def test_apply_is_idempotent_and_revert_is_exact(toy, registry):
     r = registry(
         (Rewrite("toy:plain", "y * 2", "y * 3"),),
         (SetAttribute("toy:Base.new", 5), DeleteAttribute("toy:Base.who")),
-        (SetAttribute("toy:Base.static", make=lambda o: staticmethod(lambda ctx, a: o.__func__(ctx, a) * 2)),),
+        (SetAttribute("toy:Base.static", over="a - 1", make=lambda o: staticmethod(lambda ctx, a: o.__func__(ctx, a) * 2)),),
     )
     r.apply(strict=True)
     assert toy.Base.new == 5 and not hasattr(toy.Base, "who") and toy.Base.static(None, 5) == 8
@@ -47,7 +47,7 @@ def test_apply_is_idempotent_and_revert_is_exact(toy, registry):
 
 def test_patches_on_one_attribute_chain_and_one_can_be_taken_out_of_the_middle(toy, registry):
     def adds(letter):
-        return (SetAttribute("toy:Base.who", make=lambda old: lambda self: old(self) + letter),)
+        return (SetAttribute("toy:Base.who", over="'base'", make=lambda old: lambda self: old(self) + letter),)
 
     original = vars(toy.Base)["who"]
     r = registry(adds("1"), adds("2"), adds("3"))
@@ -69,8 +69,8 @@ def test_a_patch_that_fails_half_way_is_undone_whole_and_the_next_goes_on(toy, r
     toy.Sealed = Meta("Sealed", (), {"x": 1})
     before = snapshot(toy)
     r = registry(
-        (Rewrite("toy:plain", "y * 2", "y * 3"), SetAttribute("toy:Sealed.x", "bad")),
-        (SetAttribute("toy:Base.made", make=lambda old: 1 / 0),),
+        (Rewrite("toy:plain", "y * 2", "y * 3"), SetAttribute("toy:Sealed.y", "bad")),
+        (SetAttribute("toy:Base.made", over="(cls, a)", make=lambda old: 1 / 0),),
         (Rewrite("toy:wrapped", "x + 1", "x + 2"),),
     )
     results = r.apply()
@@ -259,13 +259,15 @@ def test_two_patches_of_one_name_are_refused():
         Registry([patch("a"), patch("a")])
 
 
-def test_compiled_code_is_forgotten_after_apply_and_revert(write_module, registry):
+def test_compiled_code_is_forgotten_after_apply_and_revert(write_module):
     torch = pytest.importorskip("torch", reason="torch is not installed")
+    from patches.repairs.helpers import compiled_code
+
     source = "import torch\nclass Twice(torch.nn.Module):\n    def forward(self, x):\n        return x * 2\n"
     write_module("layer", source)
     import layer
 
-    r = registry((Rewrite("layer:Twice.forward", "x * 2", "x * 3"),))
+    r = Registry([patch("a", Rewrite("layer:Twice.forward", "x * 2", "x * 3"))], compiled_code.forget)
     model = torch.nn.Sequential(torch.nn.Identity(), layer.Twice())  # inlined, and so not guarded on its code
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     x = torch.ones(1)

@@ -23,8 +23,3 @@ def packed_key(self: QuantState, name: str) -> Any:
         if "quant_state." + name in packed:
             return packed["quant_state." + name]
     raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-
-
-def unless_there(value: Any) -> Any:
-    """``make`` for :class:`SetAttribute`: keep what the release has (late source builds), else ``value``."""
-    return lambda original: value if original is None else original

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from ....engine import CannotShow, Finding, Patch, SetAttribute
 from ...helpers.own_codes import are_own
 from ...helpers.quant_state_dict import bytes_of_codes, read
-from ...helpers.quant_state_names import NESTED, OWN, packed_key, unless_there
+from ...helpers.quant_state_names import NESTED, OWN, packed_key
 
 if TYPE_CHECKING:
     import torch
@@ -187,9 +187,13 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     seen_on=("2.13", "2.14"),
     edits=(
-        SetAttribute("bitsandbytes.nn.modules:Linear4bit._save_to_state_dict", make=saving),
+        SetAttribute(
+            "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
+            make=saving,
+            over="super()._save_to_state_dict(destination, prefix, keep_vars)",
+        ),
         SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=loading),
-        SetAttribute("bitsandbytes.functional:QuantState.__getattr__", make=unless_there(packed_key)),
+        SetAttribute("bitsandbytes.functional:QuantState.__getattr__", value=packed_key, keep=True),
     ),
     defect=defect,
 )

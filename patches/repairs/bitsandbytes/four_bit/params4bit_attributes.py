@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....engine import DeleteAttribute, Finding, Patch, SetAttribute
-from ...helpers.quant_state_names import NESTED, OWN, packed_key, unless_there
+from ...helpers.quant_state_names import NESTED, OWN, packed_key
 
 def proxy(name: str, attribute: str, nested: bool) -> property:
     """A property that shows ``attribute`` of the parameter's (nested) quantization state.
@@ -93,12 +93,13 @@ PATCH = Patch(
         *(
             SetAttribute(
                 f"bitsandbytes.nn.modules:Params4bit.{name}",
-                make=unless_there(proxy(name, attribute, names is NESTED)),
+                value=proxy(name, attribute, names is NESTED),
+                keep=True,
             )
             for names in (OWN, NESTED)
             for name, attribute in names.items()
         ),
-        SetAttribute("bitsandbytes.functional:QuantState.__getattr__", make=unless_there(packed_key)),
+        SetAttribute("bitsandbytes.functional:QuantState.__getattr__", value=packed_key, keep=True),
     ),
     defect=defect,
 )

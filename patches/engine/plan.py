@@ -1,0 +1,252 @@
+"""Planning a change: from one state the next, and the steps between them. Nothing is written here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
+from types import CodeType
+from typing import Any
+
+from .edits import Edit
+from .frames import in_frames, outlives
+from .locate import Conflict
+from .report import Status
+from .slots import NameSlot, Slot, slots_of
+from .state import Duty, Installed, Outcome, State
+from .transaction import Step
+
+Owned = tuple[tuple[str, Edit], ...]
+NOT_FORGOTTEN = (
+    "compiled code was not forgotten, for a thread is running some: what is compiled already stays as it was. "
+    "Call patches.report() or torch.compiler.reset() between two steps"
+)
+
+
+class Refused(Exception):
+    """A place could not be written; the message says why."""
+
+
+class Draft:
+    """A state in the making. Every method leaves it whole; what cannot be done is returned, not half done."""
+
+    def __init__(
+        self,
+        state: State,
+        order: Callable[[str], int],
+        built: MutableMapping[Hashable, tuple[Any, ...]],
+        refused: Mapping[Hashable, str],
+    ) -> None:
+        """``refused``: slots whose step failed in an earlier try, and why. ``built``: what was made before."""
+        self.before = state
+        self.slots = dict(state.slots)
+        self.outcomes = dict(state.outcomes)
+        self.waiting = dict(state.waiting)
+        self.holders = dict(state.holders)
+        self.duties = state.duties
+        self.notes = state.notes
+        self._order = order
+        self._built = built
+        self._refused = refused
+        self._shadowed = {key for key, known in state.slots.items() if known.shadowed}
+
+    # -- putting in ----------------------------------------------------------------------------
+
+    def put_in(self, edits: Mapping[str, Sequence[Edit]]) -> tuple[list[str], dict[str, Exception]]:
+        """Make the edits of each owner, all of an owner's or none.
+
+        Returns the owners that had one to make, and those for whom it cannot be done with the reason.
+        """
+        failed: dict[str, Exception] = {}
+        wanted: dict[str, list[tuple[Slot, Edit]]] = {}
+        for owner, own in edits.items():
+            try:
+                wanted[owner] = self._resolved(owner, own)
+            except (Conflict, Refused) as error:
+                failed[owner] = error
+        while True:
+            slots, errors = self._with(wanted)
+            if not errors:
+                self.slots.update(slots)
+                return [owner for owner, own in wanted.items() if own], failed
+            failed |= errors
+            wanted = {owner: own for owner, own in wanted.items() if owner not in errors}
+
+    def _resolved(self, owner: str, edits: Sequence[Edit]) -> list[tuple[Slot, Edit]]:
+        """The slots of ``edits`` in which ``owner`` has no edit yet."""
+        pairs = [pair for edit in edits for pair in slots_of(edit)]
+        if not pairs:
+            raise Conflict("it has no edit for this release")
+        fresh = []
+        for slot, edit in pairs:
+            known = self.slots.get(slot.key)
+            if known is not None and known.owned_by(owner):
+                continue
+            if slot.key in self._shadowed:
+                raise Conflict(f"{slot.name}: someone else changed it after us")
+            if slot.key in self._refused:
+                raise Refused(self._refused[slot.key])
+            fresh.append((slot, edit))
+        return fresh
+
+    def _with(
+        self, wanted: Mapping[str, Sequence[tuple[Slot, Edit]]]
+    ) -> tuple[dict[Hashable, Installed], dict[str, Exception]]:
+        """The slots with all ``wanted`` edits in; or whose edits cannot be in, and why."""
+        slots: dict[Hashable, Slot] = {}
+        added: dict[Hashable, list[tuple[str, Edit]]] = {}
+        for owner, pairs in wanted.items():
+            for slot, edit in pairs:
+                slots.setdefault(slot.key, slot)
+                added.setdefault(slot.key, []).append((owner, edit))
+        done: dict[Hashable, Installed] = {}
+        errors: dict[str, Exception] = {}
+        for key, slot in slots.items():
+            known = self.slots.get(key) or Installed(slot, slot.read(), (), None)
+            try:
+                done[key] = self._built_with(known, added[key])
+            except Exception:
+                if found := self._culprits(known, added[key]):
+                    errors |= found
+                else:  # what failed was no edit, and does not fail again
+                    done[key] = self._built_with(known, added[key])
+        return done, errors
+
+    def _culprits(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> dict[str, Exception]:
+        """Adding owner after owner, those with whom it cannot be built."""
+        errors: dict[str, Exception] = {}
+        for owner in dict.fromkeys(name for name, _ in added):
+            try:
+                known = self._built_with(known, [(name, edit) for name, edit in added if name == owner])
+            except Exception as error:
+                errors[owner] = error
+        return errors
+
+    def _built_with(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> Installed:
+        edits = tuple(sorted((*known.edits, *added), key=lambda entry: self._order(entry[0])))
+        return Installed(known.slot, known.original, edits, self._value(known, edits))
+
+    def _value(self, known: Installed, edits: Owned) -> Any:
+        """What ``edits`` make of the original: the very object that they made before, if they did."""
+        key = (known.slot.key, id(known.original), *(id(edit) for _, edit in edits))
+        found = self._built.get(key)
+        if found is None:
+            value = known.slot.build(known.original, [edit for _, edit in edits])
+            # With all that its key names, so that no other object can have one of these addresses.
+            found = self._built[key] = (value, known.slot, known.original, edits)
+        return found[0]
+
+    # -- taking out ----------------------------------------------------------------------------
+
+    def take_out(self, owners: Collection[str]) -> tuple[set[str], dict[str, Outcome]]:
+        """Take out the edits of ``owners``. Returns who had one to take out, and what had to stay of whom.
+
+        What someone else changed after us stays, and the rest of the owner goes; an owner of whom a place
+        cannot be put back stays whole.
+        """
+        stuck = {owner: f"{known.slot.name} {reason}" for key, known in self.slots.items()
+                 if (reason := self._stuck(key, known, owners)) for owner, _ in known.edits if owner in owners}  # fmt: skip
+        problems = {owner: Outcome(Status.APPLIED, reason) for owner, reason in stuck.items()}
+        changed: set[str] = set()
+        for key, known in list(self.slots.items()):
+            leaving = {owner for owner, _ in known.edits if owner in owners and owner not in stuck}
+            if not leaving:
+                continue
+            if key in self._shadowed:
+                reason = f"{known.slot.name} was changed by someone else after us; left as it is"
+                problems |= {owner: Outcome(Status.SHADOWED, reason) for owner in leaving}
+                continue
+            self._leave(key, known, tuple(entry for entry in known.edits if entry[0] not in leaving))
+            changed |= leaving
+        return changed, problems
+
+    def _stuck(self, key: Hashable, known: Installed, owners: Collection[str]) -> str:
+        """Why the edits of ``owners`` cannot leave a slot; empty if they can."""
+        rest = tuple(entry for entry in known.edits if entry[0] not in owners)
+        if len(rest) == len(known.edits) or key in self._shadowed:
+            return ""
+        if key in self._refused:
+            return f"cannot be put back: {self._refused[key]}"
+        try:
+            self._value(known, rest) if rest else None
+        except Conflict as conflict:
+            return f"cannot be made without it: {conflict}"
+        return ""
+
+    def _leave(self, key: Hashable, known: Installed, rest: Owned) -> None:
+        if rest:
+            self.slots[key] = Installed(known.slot, known.original, rest, self._value(known, rest))
+        elif isinstance(known.slot, NameSlot):
+            self.slots[key] = Installed(known.slot, known.original, (), known.value)
+        else:
+            del self.slots[key]
+
+    def sweep(self) -> None:
+        """Take out the names that nothing can use any more."""
+        idle = {key: known.slot for key, known in self.slots.items() if not known.edits}
+        spaces: dict[int, set[str]] = {}
+        for slot in idle.values():
+            spaces.setdefault(id(vars(slot.owner)), set()).add(slot.attribute)
+        used, retired = in_frames(spaces), self._retired()
+        for key, slot in idle.items():
+            if (id(vars(slot.owner)), slot.attribute) in used or outlives(retired, slot.attribute):
+                continue
+            del self.slots[key]
+
+    # -- what came of it -----------------------------------------------------------------------
+
+    def owe(self, *duties: Duty) -> None:
+        self.duties = (*self.duties, *(duty for duty in duties if duty not in self.duties))
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes = (*self.notes, text)
+
+    def fulfil_damage(self, duty: Duty, notes: tuple[str, ...]) -> None:
+        """What was found damaged goes to the outcome of the patch, if it is still in."""
+        self.duties = tuple(other for other in self.duties if other != duty)
+        outcome = self.outcomes.get(duty.owner)
+        if notes and outcome is not None and outcome.status is Status.APPLIED:
+            self.outcomes[duty.owner] = Outcome(outcome.status, outcome.reason, notes)
+
+    def fulfil_compiled(self, said: str | None) -> None:
+        """``said`` is None if compiled code could not be forgotten now: then it is to be tried again."""
+        if said is None:
+            self.note(NOT_FORGOTTEN)
+            return
+        self.duties = tuple(other for other in self.duties if other != Duty("compiled"))
+        self.notes = tuple(note for note in self.notes if note != NOT_FORGOTTEN)
+        if said:
+            self.note(said)
+
+    def conclude(self, owner: str, outcome: Outcome) -> None:
+        self.outcomes[owner] = outcome
+
+    def steps(self) -> list[Step]:
+        """What leads from the state before to this one, names first."""
+        steps = []
+        for key in {**self.before.slots, **self.slots}:
+            before, after = self.before.slots.get(key), self.slots.get(key)
+            known = before or after
+            assert known is not None
+            if key in self._shadowed:
+                continue  # what someone else has put there stays
+            old = known.original if before is None else before.value
+            new = known.original if after is None else after.value
+            if old is not new:
+                steps.append((known.slot.rank, known.slot.step(old, new)))
+        return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
+
+    def state(self) -> State:
+        return State(
+            self.slots, self.outcomes, self.waiting, self.holders, self.duties, self._retired(), self.notes
+        )
+
+    def _retired(self) -> tuple[CodeType, ...]:
+        """Code that this change takes out, as long as there are names of it."""
+        if not any(not known.edits for known in self.slots.values()):
+            return ()
+        taken = (
+            known.value
+            for key, known in self.before.slots.items()
+            if isinstance(known.value, CodeType) and (key not in self.slots or self.slots[key].value is not known.value)
+        )
+        return tuple(dict.fromkeys((*self.before.retired, *taken)))

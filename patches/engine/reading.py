@@ -1,0 +1,80 @@
+"""What a report says of each patch, read from what is installed now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from . import gate
+from .edits import Edit
+from .locate import Conflict
+from .patch import Feature, Patch
+from .report import Change, Result, Status
+from .slots import Slot, slots_of
+from .state import Installed, State
+
+if TYPE_CHECKING:
+    from .registry import Registry
+
+
+def result(registry: Registry, state: State, patch: Patch) -> Result:
+    """What became of ``patch``, and why."""
+    verdict = gate.check(patch)
+    outcome = state.outcomes.get(patch.id)
+    active = state.active.get(patch.id, ())
+    status, reason, notes = verdict.status, verdict.reason, ()
+    if active:
+        status, reason = _of_active(registry.edits(patch), active, patch.id)
+        if outcome is not None:
+            reason, notes = reason or outcome.reason, outcome.notes
+    elif patch.id in registry.disabled:
+        status, reason = Status.DISABLED, "PATCHES_DISABLE names it"
+    elif outcome is not None and outcome.status is not Status.APPLIED:
+        status, reason = outcome.status, outcome.reason
+    elif status is Status.AVAILABLE and (missing := registry.missing(patch)):
+        status = Status.PENDING
+        follows = "is applied when it is" if patch.id in state.waiting else "apply() then follows its import"
+        reason = f"{', '.join(sorted(missing))} is not imported yet; {follows}"
+    changes = _changes(active, patch.id)
+    return Result(patch.id, patch.summary, status, reason, verdict.versions, changes, notes, patch.links)
+
+
+def features(state: State, known: Iterable[Feature]) -> Iterator[Result]:
+    """The features that are in."""
+    for feature in known:
+        if active := state.active.get(feature.id):
+            status, reason = _of_active(feature.edits, active, feature.id)
+            yield Result(feature.id, feature.summary, status, reason, changes=_changes(active, feature.id))
+
+
+def _of_active(edits: Iterable[Edit], active: Sequence[Installed], owner: str) -> tuple[Status, str]:
+    """The state of an owner that has edits in."""
+    lost = [f"{known.slot.name} was changed by someone else after us" for known in active if known.shadowed]
+    keys = {known.slot.key for known in active}
+    try:
+        others = [slot.name for edit in edits for slot, _ in slots_of(edit) if slot.key not in keys]
+    except Conflict:  # something of someone else's stands there, or nothing
+        lost += filter(None, (known.slot.displaced() for known in active))
+    else:
+        if others and not lost:
+            why = f"{others[0]} was loaded anew after the patch went in; apply() puts it in there too"
+            return Status.AVAILABLE, why
+    return (Status.SHADOWED, "; ".join(lost)) if lost else (Status.APPLIED, "")
+
+
+def _changes(active: Iterable[Installed], owner: str) -> tuple[Change, ...]:
+    changes = []
+    for known in active:
+        mine = [edit for name, edit in known.edits if name == owner]
+        if known.value is not known.original:  # else it was there already, or absent already
+            changes.append(Change(known.slot.name, partial(_diff, known.slot, known.original, mine)))
+    return tuple(changes)
+
+
+def _diff(slot: Slot, original: Any, edits: list[Edit]) -> str:
+    """What ``edits`` alone make of ``original``."""
+    try:
+        return slot.diff(original, edits)
+    except Conflict as conflict:
+        return f"# {conflict}\n"

@@ -1,0 +1,81 @@
+"""What the registry knows: one immutable snapshot, swapped whole by :mod:`.transaction`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, cast
+from weakref import ref
+
+from .edits import Edit
+from .report import Status
+from .slots import Slot
+
+@dataclass(frozen=True, eq=False)
+class Installed:
+    """What stands in a slot: the original, the active edits in order with their owners, and what they made.
+
+    A name without edits is one that was taken out, and stays until no frame can use it.
+    """
+
+    slot: Slot
+    original: Any
+    edits: tuple[tuple[str, Edit], ...]
+    value: Any
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether someone else has put something there since."""
+        return self.slot.read() is not self.value
+
+    def owned_by(self, owner: str) -> bool:
+        return owner in [name for name, _ in self.edits]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What cannot be read from the process: why a patch is not in it, or what was found when it went in."""
+
+    status: Status
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What a change leaves to be done outside of it; it stays until it was done, also after an interrupt."""
+
+    kind: str
+    """``"damage"``: look for what the defect had damaged; ``"compiled"``: have compiled code forgotten."""
+    owner: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    slots: Mapping[Hashable, Installed] = field(default_factory=dict)
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    waiting: Mapping[str, bool] = field(default_factory=dict)
+    """Patches that follow an import, and whether on untested releases too."""
+    holders: Mapping[str, tuple[ref[Any], ...]] = field(default_factory=dict)
+    """Who uses a feature; it goes when none of them is alive."""
+    duties: tuple[Duty, ...] = ()
+    retired: tuple[CodeType, ...] = field(default=(), repr=False)
+    """Code that was taken out while names that it uses are still there."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def active(self) -> Mapping[str, Sequence[Installed]]:
+        """The slots in which an owner has an edit, by owner."""
+        if "_active" not in vars(self):  # no cached_property: before Python 3.12 it holds a lock, also across a fork
+            found: dict[str, list[Installed]] = {}
+            for installed in self.slots.values():
+                for owner in dict.fromkeys(owner for owner, _ in installed.edits):
+                    found.setdefault(owner, []).append(installed)
+            vars(self)["_active"] = found
+        return cast("Mapping[str, Sequence[Installed]]", vars(self)["_active"])
+
+    @property
+    def idle_names(self) -> bool:
+        """Whether names that were taken out are still there."""
+        return not all(installed.edits for installed in self.slots.values())

@@ -1,0 +1,115 @@
+"""From the name of a target to the object that it names in this process, and whose that object is."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+from .edits import Rewrite
+from .locate import Conflict, Replaced
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "<absent>"
+
+
+ABSENT: Any = _Absent()
+"""Stands for an attribute that is not there."""
+
+
+def owner_of(target: str) -> tuple[Any, str]:
+    """The class or module that holds the last name of ``target``, and that name."""
+    module, _, path = target.partition(":")
+    *parents, attribute = path.split(".")
+    owner: Any = sys.modules.get(module)
+    if owner is None:
+        raise Conflict(f"{target}: {module} is not imported")
+    for parent in parents:
+        owner = vars(owner).get(parent, ABSENT)
+        if not isinstance(owner, type):
+            raise Conflict(f"{target}: {module} has no class {parent}")
+    return owner, attribute
+
+
+def function_of(edit: Rewrite) -> FunctionType:
+    """The function that ``edit`` is to rewrite. Raises ``Replaced`` if another package put its own there."""
+    function = _found(edit)
+    if not is_of(function, edit.target):
+        raise Replaced(f"{edit.target} is a function of {home(function)}")
+    return function
+
+
+def _found(edit: Rewrite) -> FunctionType:
+    if edit.reach is None:
+        owner, attribute = owner_of(edit.target)
+        return unwrapped(vars(owner).get(attribute, ABSENT), edit.target)
+    try:
+        return edit.reach()
+    except LookupError as error:
+        raise Conflict(f"{edit.target}: {error}") from error
+
+
+def unwrapped(raw: Any, target: str) -> FunctionType:
+    """The function under static and class methods, properties and ``functools.wraps``."""
+    if raw is ABSENT:
+        raise Conflict(f"{target}: there is no such function")
+    seen: set[int] = set()
+    while id(raw) not in seen:
+        seen.add(id(raw))
+        if isinstance(raw, (staticmethod, classmethod)):
+            raw = raw.__func__
+        elif isinstance(raw, property):
+            raw = raw.fget
+        elif isinstance(wrapped := getattr(raw, "__wrapped__", None), Callable):  # type: ignore[arg-type]
+            raw = wrapped
+    if not isinstance(raw, FunctionType):
+        raise Conflict(f"{target}: {type(raw).__name__} is not a Python function")
+    return raw
+
+
+def module_of(function: FunctionType, target: str) -> ModuleType:
+    """The module whose globals ``function`` uses."""
+    module = sys.modules.get(home(function))
+    if not isinstance(module, ModuleType) or vars(module) is not function.__globals__:
+        raise Conflict(f"{target}: the module that it was defined in is gone")
+    return module
+
+
+def home(function: FunctionType) -> str:
+    """The module in which ``function`` was written, whatever ``functools.wraps`` made of its name."""
+    return str(function.__globals__.get("__name__", ""))
+
+
+def is_of(function: FunctionType, target: str) -> bool:
+    """Whether ``function`` was written in the package that ``target`` is in."""
+    return home(function).partition(".")[0] == target.partition(":")[0].partition(".")[0]
+
+
+def displaced(edit: Rewrite, function: FunctionType) -> str:
+    """Who put something else where ``function`` was found, in words; empty if nobody did."""
+    try:
+        found = _found(edit)
+    except Conflict:
+        return f"{edit.target} was taken out after us"
+    if _reaches(found, function):
+        return ""
+    return f"{edit.target} is {'another function now' if is_of(found, edit.target) else f'a function of {home(found)} now'}"
+
+
+def _reaches(wrapper: FunctionType, function: FunctionType, depth: int = 4) -> bool:
+    """Whether ``wrapper`` is ``function`` or has it in its closure, as one that calls it would."""
+    if wrapper is function:
+        return True
+    return depth > 0 and any(_reaches(inner, function, depth - 1) for inner in enclosed(wrapper))
+
+
+def enclosed(function: FunctionType) -> Iterator[FunctionType]:
+    """The functions in the closure of ``function``."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            if isinstance(cell.cell_contents, FunctionType):
+                yield cell.cell_contents

@@ -1,0 +1,116 @@
+"""An error at any step leaves the process as before or as after: a sample of :mod:`.torture`, and all of it on toys."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from patches.engine.edits import DeleteAttribute, Rewrite, SetAttribute
+from tests.engine.torture import Subject, count, everything, torture
+
+
+@pytest.fixture
+def toys(toy, registry) -> Subject:
+    """A registry with every kind of edit, two patches on one function, and one that looks for damage."""
+    return Subject(
+        registry(
+            (
+                Rewrite("toy:plain", "y * 2", "_patches_twice(y)", names={"_patches_twice": lambda y: y * 4}),
+                SetAttribute("toy:Base.new", 5),
+            ),
+            (Rewrite("toy:plain", "y > 3", "y > 4"), DeleteAttribute("toy:Base.made")),
+            (SetAttribute("toy:Base.who", over="'base'", make=lambda old: lambda self: old(self) + "!"),),
+            damage=lambda: ("something",),
+        )
+    )
+
+
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+def test_every_return_on_toys(toys, verb, cold):
+    total = count(toys, verb, cold=cold)
+    reached = torture(toys, verb, iter(range(1, total + 1)), cold=cold)
+    assert reached > 0.8 * total, "what is caught on the way is rare"
+
+
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+def test_every_seventh_bytecode_on_toys(toys, verb):
+    total = count(toys, verb, fine=True)
+    assert torture(toys, verb, iter(range(1, total + 1, 7)), fine=True)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Subject:
+    return everything()
+
+
+@pytest.mark.parametrize(
+    ("verb", "fine", "cold"),
+    [("apply", False, False), ("apply", True, False), ("apply", False, True), ("revert", False, False), ("revert", True, False)],
+    ids=["apply", "apply-bytecodes", "apply-cold", "revert", "revert-bytecodes"],
+)  # fmt: skip
+def test_a_sample_of_steps_on_the_whole_registry(whole, verb, fine, cold):
+    total = count(whole, verb, fine, cold)
+    steps = sorted(random.Random(f"{verb}{fine}{cold}").sample(range(1, total + 1), 12))
+    assert torture(whole, verb, iter(steps), fine, cold)
+
+
+def test_an_interrupt_while_damage_is_looked_for_does_not_lose_what_is_found(toy, registry):
+    calls = []
+
+    def damage():
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return ("one layer",)
+
+    r = registry((Rewrite("toy:plain", "y * 2", "y * 3"),), damage=damage)
+    with pytest.raises(KeyboardInterrupt):
+        r.apply()
+    assert toy.plain(5) == 18, "it is in"
+    assert r.apply()["a"].notes == ("one layer",)
+    r.apply()
+    assert len(calls) == 2
+
+
+def test_an_interrupt_while_the_compiler_is_reset_does_not_lose_the_reset(toy):
+    from patches.engine.registry import Registry
+    from tests.engine.conftest import patch
+
+    calls = []
+
+    def forget():
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return "forgotten"
+
+    r = Registry([patch("a", Rewrite("toy:plain", "y * 2", "y * 3"))], forget)
+    with pytest.raises(KeyboardInterrupt):
+        r.apply()
+    assert r.apply().notes == ("forgotten",) and len(calls) == 2
+    r.apply()
+    assert len(calls) == 2, "nothing was changed since"
+
+
+def test_what_cannot_be_forgotten_now_is_tried_again_and_told(toy):
+    from patches.engine.registry import Registry
+    from tests.engine.conftest import patch
+
+    answers = [None, "forgotten"]
+    r = Registry([patch("a", Rewrite("toy:plain", "y * 2", "y * 3"))], lambda: answers.pop(0))
+    assert "was not forgotten" in r.apply().notes[0]
+    assert r.apply().notes == ("forgotten",)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_compiler_that_cannot_be_reset_is_a_note(toy, error):
+    from patches.engine.registry import Registry
+    from tests.engine.conftest import patch
+
+    def forget():
+        raise error("no")
+
+    r = Registry([patch("a", Rewrite("toy:plain", "y * 2", "y * 3"))], forget)
+    assert f"{error.__name__}: no" in r.apply(strict=True).notes[0]

@@ -1,0 +1,212 @@
+"""Errors injected at every step of the engine: is the process ever left between before and after?
+
+A step is the return of a function of the plugin, or one bytecode of it. A profile (or trace) hook raises there
+once, and touches no code. After each error the process must be as it was before the call or as it is after it,
+the report must say which, and the next call must work.
+
+``python -m tests.engine.torture`` does it at every step, for the whole registry on what is installed; it takes an
+hour or two. ``--every N`` takes one step in N. The suite runs a seeded sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+import itertools
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import patches
+from patches.engine import gate
+from patches.engine.registry import Registry
+from patches.engine.report import Status
+from patches.engine.slots import slots_of
+
+PLUGIN = str(Path(patches.__file__).parent)
+ERRORS = (RuntimeError, KeyboardInterrupt, MemoryError, SystemExit)
+
+
+
+
+class Fault:
+    """Raises ``error`` at the ``at``-th step inside; counts steps if ``at`` is None."""
+
+    def __init__(self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt, fine: bool = False) -> None:
+        self.at, self.error, self.fine = at, error, fine
+        self.count = 0
+        self.where = ""
+
+    def __enter__(self) -> Fault:
+        (sys.settrace if self.fine else sys.setprofile)(self._traced if self.fine else self._profiled)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        sys.settrace(None)
+
+    def _step(self, frame: FrameType) -> None:
+        self.count += 1
+        if self.count == self.at:
+            sys.setprofile(None)
+            sys.settrace(None)
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            raise self.error("injected")
+
+    def _profiled(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "return" and frame.f_code.co_filename.startswith(PLUGIN):
+            self._step(frame)
+
+    def _traced(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(PLUGIN):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self._step(frame)
+        return self._traced
+
+
+Snapshot = dict[str, Any]
+
+
+class Subject:
+    """A registry, the places that its patches may change, and what stands there."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.here = [p for p in registry.patches.values() if gate.check(p).status is Status.AVAILABLE]
+        edits = [edit for patch in self.here for edit in registry.edits(patch)]
+        self.slots = {slot.key: slot for edit in edits for slot, _ in slots_of(edit)}
+        self.before = self.snapshot()
+        registry.apply()
+        self.after = self.snapshot()
+        self.applied = {r.id for r in registry.report() if r.status is Status.APPLIED}
+        registry.revert()
+        assert self.snapshot() == self.before and self.before != self.after
+
+    def snapshot(self) -> Snapshot:
+        """What stands in each place, by identity; the values are kept alive."""
+        return {str(key): _Same(slot.read()) for key, slot in self.slots.items()}
+
+    def is_in(self) -> bool:
+        """Whether all patches are in, or none; anything else fails."""
+        now = self.snapshot()
+        if all(now[key].is_like(self.after[key]) for key in now):
+            return True
+        torn = [key for key in now if now[key] != self.before[key]]  # the very objects
+        assert not torn, f"between before and after: {len(torn)} of {len(now)} places differ, such as {torn[:3]}"
+        return False
+
+    def says(self) -> bool:
+        """What the report says, for all patches alike."""
+        said = {r.id: r.status for r in self.registry.report() if r.id in self.applied}
+        assert set(said.values()) in ({Status.APPLIED}, {Status.REVERTED}, {Status.AVAILABLE}), said
+        return Status.APPLIED in said.values()
+
+
+class _Same:
+    """A value that is equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def is_like(self, other: _Same) -> bool:
+        """The same, or made anew of the same code."""
+        return self == other or _code(self.value) == _code(other.value) is not None
+
+
+def _code(value: Any) -> CodeType | None:
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+
+
+def interrupted(subject: Subject, verb: str, fault: Fault) -> bool:
+    """One error in ``verb``, from the state in which it has work to do. Returns whether it was reached."""
+    registry = subject.registry
+    wanted = verb == "apply"
+    if not wanted:
+        registry.apply()
+    reached = False
+    try:
+        with fault:
+            getattr(registry, verb)()
+    except fault.error:
+        reached = True
+    assert subject.says() == subject.is_in(), "the report tells the truth"
+    getattr(registry, verb)()
+    assert subject.is_in() is wanted and subject.says() is wanted, "the next call works"
+    registry.revert()
+    assert not subject.is_in()
+    return reached
+
+
+def torture(subject: Subject, verb: str, steps: Iterator[int], fine: bool = False, cold: bool = False) -> int:
+    """Injects an error at each of ``steps``; returns at how many it was raised."""
+    errors = itertools.cycle(ERRORS)
+    reached = 0
+    for at in steps:
+        if cold:
+            forget(subject.registry)
+        fault = Fault(at, next(errors), fine)
+        try:
+            reached += interrupted(subject, verb, fault)
+        except AssertionError as error:
+            raise AssertionError(f"{verb}, {fault.error.__name__} at step {at} ({fault.where}): {error}") from error
+    return reached
+
+
+def count(subject: Subject, verb: str, fine: bool = False, cold: bool = False) -> int:
+    """How many steps there are."""
+    if verb == "revert":
+        subject.registry.apply()
+    if cold:
+        forget(subject.registry)
+    with Fault(fine=fine) as counter:
+        getattr(subject.registry, verb)()
+    subject.registry.revert()
+    return counter.count
+
+
+def forget(registry: Registry) -> None:
+    """What was read and built before, so that it is read and built again."""
+    from patches.engine import locate
+
+    registry._built.clear()
+    locate.read.cache_clear()
+
+
+def everything() -> Subject:
+    """The whole registry, on what is installed."""
+    registry = patches.REGISTRY
+    for patch in registry.patches.values():
+        if gate.check(patch).status is Status.AVAILABLE:
+            registry.import_targets(patch)
+    return Subject(registry)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.torture", description=__doc__)
+    parser.add_argument("--every", type=int, default=1, help="one step in so many")
+    every = parser.parse_args().every
+    os.environ["PATCHES_AUTOLOAD"] = "0"
+    subject = everything()
+    for verb, fine, cold in itertools.product(("apply", "revert"), (False, True), (False, True)):
+        if cold and (fine or verb == "revert"):
+            continue  # the same functions, entered a thousand times as often
+        total = count(subject, verb, fine, cold)
+        steps = range(1 + random.Random(total).randrange(every), total + 1, every)
+        kind = "bytecodes" if fine else "returns"
+        reached = torture(subject, verb, iter(steps), fine, cold)
+        print(f"{verb}: {reached} of {total} {kind}{', cold' if cold else ''}: never between", flush=True)
+
+
+if __name__ == "__main__":
+    main()
