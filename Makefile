@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-.PHONY: demo demo-compile test test-all oldest verify bench newest pythons readme venv clean
+.PHONY: demo demo-compile test test-all oldest verify torture bench newest pythons readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## INT8 LoRA with half of the layers offloaded: without the plugin, then with it
@@ -25,6 +25,9 @@ oldest: .venv/.dev  ## the oldest transformers, peft and accelerate that are sup
 
 verify: .venv/.dev  ## each patch: is the defect there without it, gone with it, back after revert
 	$(PY) -m patches verify
+
+torture: .venv/.dev  ## an error at every step of apply and revert, over the whole registry; takes hours, EVERY=10 one step in ten
+	PATCHES_AUTOLOAD=0 PATCHES_TEST_PROCESSOR=plain $(PY) -m tests.engine.torture --every $(or $(EVERY),1)
 
 bench: .venv/.bench  ## step times, first calls and memory, side by side; arguments in BENCH="..."
 	$(PY) -m benchmarks $(BENCH)

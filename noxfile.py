@@ -24,7 +24,7 @@ OLDEST = (
 )  # fmt: skip
 """The oldest that work with torch 2.13 on a CPU, found by running, and what transformers 4.53 needs beside it."""
 ANYWHERE = (
-    "engine", "features/test_compile_options.py", "repairs/torchao", "test_benchmarks.py", "test_drift.py",
+    "engine", "features/test_compile_options.py", "features/test_verify_processes.py", "repairs/torchao", "test_benchmarks.py", "test_drift.py",
     "test_readme.py", "test_shim.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
@@ -32,6 +32,10 @@ PROGRAMS = ("features/test_ranks.py", *(f"programs/test_{name}.py" for name in (
 """Whole programs in several processes, the slowest: run with the first and the last release; `tests_all` runs all."""
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
+WITHOUT_TORCH = (
+    "tests/engine", "tests/test_drift.py", "tests/test_shim.py", "tests/test_command_line.py",
+    "tests/features/test_verify.py", "tests/features/test_verify_processes.py",
+)  # fmt: skip
 STACK = ("bitsandbytes", "transformers", "peft", "accelerate", "torchao")
 
 nox.options.sessions = ["tests"]
@@ -68,10 +72,10 @@ def oldest(session: nox.Session) -> None:
 @nox.session(python=PYTHONS)
 def pythons(session: nox.Session) -> None:
     """What needs no torch, on other Pythons: the engine, and every rewrite made from the files of the stack."""
-    session.install("--constraint", "constraints.txt", "packaging", "pytest", "pytest-timeout", "wrapt")
+    session.install("--constraint", "constraints.txt", "packaging", "pytest", "pytest-timeout")
     session.install("--constraint", "constraints.txt", "--no-deps", *STACK)
     pytest = ("python", "-m", "pytest", "-q")
-    session.run(*pytest, "tests/engine", "tests/test_drift.py", "tests/test_shim.py", env=environment(ROOT))
+    session.run(*pytest, *WITHOUT_TORCH, env=environment(ROOT))
     for release in RELEASES:
         session.run(*pytest, "tests/test_sources.py", env=environment(bitsandbytes(session, release), ROOT))
 
