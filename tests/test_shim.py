@@ -50,6 +50,7 @@ def test_a_module_of_the_users_is_neither_run_nor_in_the_way(tmp_path, kind):
     not entry_points(group="bitsandbytes.backends", name="bnb_patches"), reason="bnb-patches is not installed here"
 )
 def test_a_module_of_the_users_does_not_break_the_import_of_bitsandbytes(tmp_path):
+    pytest.importorskip("torch", reason="bitsandbytes cannot be imported without torch")
     (tmp_path / "patches.py").write_text("raise SystemExit('the user module ran')")
     result = start(tmp_path, call="import bitsandbytes; bitsandbytes.nn.Linear4bit")
     assert "'bnb_patches.autoload'" in result.stdout

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType
+from typing import Any
 
 _SUSPENDABLE = 0x20 | 0x80 | 0x200  # CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR
 _HOLDERS = (FunctionType, FrameType, GeneratorType, CoroutineType, AsyncGeneratorType)
@@ -22,11 +23,10 @@ def nested(code: CodeType) -> list[CodeType]:
 def in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
     """Which names a frame of any thread may still look up; ``spaces``: names by the ``id`` of their globals."""
     used: set[tuple[int, str]] = set()
-    for frame in _frames():
-        space = id(frame.f_globals)
-        if space in spaces:
-            named = {name for code in nested(frame.f_code) for name in code.co_names}
-            used.update((space, name) for name in named.intersection(spaces[space]))
+    for space, code in running() if spaces else ():
+        if id(space) in spaces:
+            named = {name for part in nested(code) for name in part.co_names}
+            used.update((id(space), name) for name in named.intersection(spaces[id(space)]))
     return used
 
 
@@ -44,9 +44,13 @@ def outlives(codes: Iterable[CodeType], name: str) -> bool:
     return bool(suspects) and any(isinstance(holder, _HOLDERS) for holder in gc.get_referrers(*suspects))
 
 
-def _frames() -> Iterator[FrameType]:
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
+def running() -> list[tuple[dict[str, Any], CodeType]]:
+    """Globals and code of every frame of every thread. No frame is held: it would keep its variables alive."""
+    found = []
+    frames = list(sys._current_frames().values())
+    while frames:
+        frame: FrameType | None = frames.pop()
         while frame is not None:
-            yield frame
+            found.append((frame.f_globals, frame.f_code))
             frame = frame.f_back
+    return found

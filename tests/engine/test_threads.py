@@ -192,6 +192,7 @@ assert (toys.f0, toys.f1) == tuple(functions[:2])
 
 def test_verbs_in_32_threads_beside_the_first_imports_of_the_stack(fresh):
     """As a server does that loads models in threads: everybody ends, and what is in is whole."""
+    pytest.importorskip("torch", reason="the stack cannot be imported without torch")
     fresh(
         WATCHDOG
         + """

@@ -9,9 +9,10 @@ in. So it is called only where no thread is inside torch's compiler or in code t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import PurePath
-from types import FrameType, ModuleType
+from types import CodeType, ModuleType
+
+from ...engine.frames import running
 
 FORGOTTEN = "torch.compiler.reset() was called: compiled code is compiled again at its next use"
 _MACHINERY = ("_dynamo", "_functorch", "_inductor")
@@ -25,7 +26,7 @@ def forget() -> str | None:
         return ""
     import torch
 
-    if any(_is_machinery(frame) for frame in _frames()):
+    if any(_is_machinery(code) for _, code in running()):
         return None
     torch.compiler.reset()
     return FORGOTTEN
@@ -36,16 +37,8 @@ def _used(dynamo: ModuleType) -> bool:
     return any(dynamo.utils.counters.values()) or bool(dynamo.convert_frame.input_codes.seen)
 
 
-def _is_machinery(frame: FrameType) -> bool:
-    path = PurePath(frame.f_code.co_filename).parts
+def _is_machinery(code: CodeType) -> bool:
+    path = PurePath(code.co_filename).parts
     if "torch" not in path or _WAITING_THREADS in path:
         return False
     return any(folder in path for folder in _MACHINERY)
-
-
-def _frames() -> Iterator[FrameType]:
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
