@@ -211,14 +211,18 @@ def _terminal(columns: int) -> tuple[int, int]:
     return ends
 
 
+# Prints when peft is imported, in each way in which a library prints.
 NOISY = """
-import atexit, ctypes, os, wrapt
-def hello(module):
-    print("hello from Python")
-    os.write(1, b"hello from a descriptor\\n")
-    ctypes.CDLL(None).printf(b"hello from a buffer of C, which is written at exit\\n")
-    atexit.register(print, "goodbye")
-wrapt.register_post_import_hook(hello, "peft")
+import atexit, ctypes, os, sys
+class Greeter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "peft" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            print("hello from Python")
+            os.write(1, b"hello from a descriptor\\n")
+            ctypes.CDLL(None).printf(b"hello from a buffer of C, which is written at exit\\n")
+            atexit.register(print, "goodbye")
+sys.meta_path.insert(0, Greeter())
 """
 
 

@@ -220,6 +220,11 @@ class Draft:
     def conclude(self, owner: str, outcome: Outcome) -> None:
         self.outcomes[owner] = outcome
 
+    def forget_refusal(self, owner: str) -> None:
+        """Drop why an owner that has nothing in could not be put in then: it is not its state now."""
+        if owner in self.outcomes and self.outcomes[owner].status is not Status.REVERTED:
+            del self.outcomes[owner]
+
     def steps(self) -> list[Step]:
         """What leads from the state before to this one, names first."""
         steps = []

@@ -166,10 +166,10 @@ class Registry:
         for owner in owners:
             draft.waiting.pop(owner, None)
             draft.holders.pop(owner, None)
-            if owner in problems:
-                draft.conclude(owner, problems[owner])
-            elif owner in changed:
-                draft.conclude(owner, Outcome(Status.REVERTED))
+            if owner in problems or owner in changed:
+                draft.conclude(owner, problems.get(owner, Outcome(Status.REVERTED)))
+            else:
+                draft.forget_refusal(owner)
         if changed:
             draft.owe(Duty("compiled"))
 

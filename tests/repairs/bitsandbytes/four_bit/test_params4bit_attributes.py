@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -32,6 +34,11 @@ def pass_through(self, name):
     if state is None or name.startswith("__"):
         raise AttributeError(name)
     return state.code if name == "quant_map" else getattr(state, name)
+
+
+def of_the_source_build():
+    """``pass_through`` as a function of bitsandbytes' own module: one of anybody else would be left as it is."""
+    return types.FunctionType(pass_through.__code__, vars(bnb.nn.modules), "__getattr__")
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -114,7 +121,8 @@ def test_one_graph_under_checkpointing_equal_to_eager():
 
 @lacking
 def test_source_builds_with_a_getattr(monkeypatch):
-    monkeypatch.setattr(bnb.nn.Params4bit, "__getattr__", pass_through, raising=False)
+    theirs = of_the_source_build()
+    monkeypatch.setattr(bnb.nn.Params4bit, "__getattr__", theirs, raising=False)
     model, x = torch.nn.Sequential(layer()), torch.randn(3, 64)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(model, x)
@@ -122,7 +130,15 @@ def test_source_builds_with_a_getattr(monkeypatch):
         compiled(model, x)
         assert model[0].weight.absmax is model[0].weight.quant_state.absmax
         get_model_state_dict(model)
-    assert bnb.nn.Params4bit.__dict__["__getattr__"] is pass_through
+    assert bnb.nn.Params4bit.__dict__["__getattr__"] is theirs
+
+
+@lacking
+def test_a_getattr_of_the_user_is_left_as_it_is(monkeypatch):
+    monkeypatch.setattr(bnb.nn.Params4bit, "__getattr__", pass_through, raising=False)
+    with patches.applied(ID):
+        assert bnb.nn.Params4bit.__dict__["__getattr__"] is pass_through
+        assert patches.report(ID)[ID].status is patches.Status.SHADOWED
 
 
 @lacking
