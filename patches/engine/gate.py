@@ -99,16 +99,15 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     """
     requirements = [_parsed(text) for text in patch.requires]
     versions = {r.name: installed(r.name) for r in requirements}
+    for name, found in versions.items():
+        if found is None:
+            return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
     for requirement in requirements:
-        version = versions[requirement.name]
-        if version is None:
-            return Verdict(Status.NOT_INSTALLED, f"{requirement.name} is not installed", versions)
-    for requirement in requirements:
-        version = versions[requirement.name]
+        version = str(versions[requirement.name])
         if not _contains(requirement, version):
-            found = f"{requirement.name} {version} is outside {requirement.specifier}"
-            return Verdict(Status.NOT_AFFECTED, found, versions)
-    package, version = requirements[0].name, versions[requirements[0].name]
+            reason = f"{requirement.name} {version} is outside {requirement.specifier}"
+            return Verdict(Status.NOT_AFFECTED, reason, versions)
+    package, version = requirements[0].name, str(versions[requirements[0].name])
     if not untested and _newer(version, patch.tested_up_to):
         return Verdict(
             Status.UNTESTED,

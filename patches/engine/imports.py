@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 Callback = Callable[[], None]
 
@@ -58,7 +59,7 @@ def _arrived(name: str) -> None:
 def _unfinished(name: str) -> ModuleSpec | None:
     """The spec that is still being loaded: that of the module or of its top-level package."""
     for part in (name, name.partition(".")[0]):
-        spec = getattr(sys.modules.get(part), "__spec__", None)
+        spec: ModuleSpec | None = getattr(sys.modules.get(part), "__spec__", None)
         if spec is not None and getattr(spec, "_initializing", False):
             return spec
     return None
@@ -122,8 +123,9 @@ def _watched(cls: type) -> type:
 def _after_load(spec: ModuleSpec, callback: Callback, begun: bool = True) -> None:
     vars(spec).setdefault(_WAITING, []).append(callback)
     if not isinstance(spec, _Watched):
+        kind: Any = type(spec)
         try:
-            spec.__class__ = _watched(type(spec))
+            spec.__class__ = _watched(kind)
         except TypeError:  # a spec of a kind that cannot be watched
             vars(spec).pop(_WAITING)
             return

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any, TypeVar
 
 from .edits import Rewrite
 from .locate import Conflict, FunctionNode, Source, compiled
@@ -68,14 +69,14 @@ def occurrences(source: Source, text: str) -> int:
 def _pattern(find_text: str, replace_text: str) -> tuple[tuple[ast.AST, ...], bool]:
     """What to find, and whether it is an expression that gives way to another; else it is statements."""
     find, replace = (ast.parse(textwrap.dedent(text)).body for text in (find_text, replace_text))
-    if all(len(side) == 1 and isinstance(side[0], ast.Expr) for side in (find, replace)):
+    if len(find) == len(replace) == 1 and isinstance(find[0], ast.Expr) and isinstance(replace[0], ast.Expr):
         return (find[0].value,), True
     return tuple(find), False
 
 
 def _replacement(edit: Rewrite) -> list[ast.AST]:
     """New nodes to put there."""
-    body: list = ast.parse(textwrap.dedent(edit.replace)).body or [ast.Pass()]
+    body: list[Any] = ast.parse(textwrap.dedent(edit.replace)).body or [ast.Pass()]
     return [body[0].value] if _pattern(edit.find, edit.replace)[1] else body
 
 
@@ -92,7 +93,7 @@ def _same(a: object, b: object) -> bool:
     )
 
 
-_Place = tuple[list, int, ast.AST, str]
+_Place = tuple[list[Any], int, ast.AST, str]
 """A node: the list that it is in, its index there, and the node and the field that hold them."""
 
 
@@ -156,11 +157,15 @@ def _replace(match: Match) -> None:
         match.replacement[0].ctx = context
 
 
-def _relocated(node: ast.AST, first: ast.AST, last: ast.AST | None = None) -> ast.AST:
+_Node = TypeVar("_Node", bound=ast.AST)
+
+
+def _relocated(node: _Node, first: Any, last: Any = None) -> _Node:
     """Give ``node`` and all below it the position of what it replaces."""
     last = last or first
+    child: Any
     for child in ast.walk(node):
         if "lineno" in child._attributes:
-            child.lineno, child.col_offset = first.lineno, first.col_offset  # type: ignore[attr-defined]
-            child.end_lineno, child.end_col_offset = last.end_lineno, last.end_col_offset  # type: ignore
+            child.lineno, child.col_offset = first.lineno, first.col_offset
+            child.end_lineno, child.end_col_offset = last.end_lineno, last.end_col_offset
     return node

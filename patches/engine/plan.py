@@ -181,7 +181,8 @@ class Draft:
 
     def sweep(self) -> None:
         """Take out the names that nothing can use any more."""
-        idle = {key: known.slot for key, known in self.slots.items() if not known.edits}
+        unused = {key: known.slot for key, known in self.slots.items() if not known.edits}
+        idle = {key: slot for key, slot in unused.items() if isinstance(slot, NameSlot)}
         spaces: dict[int, set[str]] = {}
         for slot in idle.values():
             spaces.setdefault(id(vars(slot.owner)), set()).add(slot.attribute)

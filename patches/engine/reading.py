@@ -23,7 +23,8 @@ def result(registry: Registry, state: State, patch: Patch) -> Result:
     verdict = gate.check(patch)
     outcome = state.outcomes.get(patch.id)
     active = state.active.get(patch.id, ())
-    status, reason, notes = verdict.status, verdict.reason, ()
+    status, reason = verdict.status, verdict.reason
+    notes: tuple[str, ...] = ()
     if active:
         status, reason = _of_active(registry.edits(patch), active, patch.id)
         if outcome is not None:

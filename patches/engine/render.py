@@ -32,13 +32,13 @@ def of_attribute(name: str, before: Sequence[Any], after: Sequence[Any]) -> str:
     """The same for an attribute, ``name`` its dotted target: at most one value before, one after."""
     path = f"{name} (attribute)"
     attribute = name.rpartition(".")[2].rpartition(":")[2]
-    sides = ([line for value in side for line in _shown(attribute, value)] for side in (before, after))
-    return "".join(difflib.unified_diff(*sides, f"a/{path}", f"b/{path}"))
+    old, new = ([line for value in side for line in _shown(attribute, value)] for side in (before, after))
+    return "".join(difflib.unified_diff(old, new, f"a/{path}", f"b/{path}"))
 
 
 def _shown(attribute: str, value: Any) -> list[str]:
     """``value`` as lines of text: its source if it has one, else its ``repr`` without addresses."""
-    inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    inner: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     try:
         head = f"# {attribute} = {type(value).__name__} of {inner.__module__}.{inner.__qualname__}\n"
         return [head, *inspect.getsource(inner).splitlines(keepends=True)]
@@ -66,7 +66,8 @@ def _spliced(source: Source, edits: Sequence[Rewrite]) -> list[str]:
     lines = [line.encode() for line in source.lines]
     spans = []
     for match in matches(function, edits):
-        start, end = match.nodes[0], match.nodes[-1]
+        start: Any = match.nodes[0]
+        end: Any = match.nodes[-1]
         text = textwrap.dedent(match.text).strip("\n") or "pass"
         if isinstance(start, ast.stmt):
             text = text.replace("\n", "\n" + " " * start.col_offset)

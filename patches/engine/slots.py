@@ -53,7 +53,7 @@ class CodeSlot:
     def __init__(self, function: FunctionType, edit: Rewrite) -> None:
         self.function = function
         self.name = edit.target
-        self.key = ("code", id(function))
+        self.key: Hashable = ("code", id(function))
         self._edit = edit
 
     def read(self) -> CodeType:
@@ -72,26 +72,16 @@ class CodeSlot:
         return targets.displaced(self._edit, self.function)
 
 
-class AttributeSlot:
+class _Entry:
     """One entry in the ``__dict__`` of a class or module."""
-
-    rank = 1
 
     def __init__(self, owner: Any, attribute: str, name: str) -> None:
         self.owner = owner
         self.attribute = attribute
         self.name = name
-        self.key: Hashable = ("attribute", id(owner), attribute)
 
     def read(self) -> Any:
         return vars(self.owner).get(self.attribute, ABSENT)
-
-    def build(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute]) -> Any:
-        value = original
-        for edit in edits:
-            _check_original(original, edit)
-            value = _edited(value, edit)
-        return value
 
     def step(self, before: Any, after: Any) -> Step:
         return Step(self, *(self._put(value) for value in (after, before)))
@@ -101,9 +91,26 @@ class AttributeSlot:
             return partial(delattr, self.owner, self.attribute)
         return partial(setattr, self.owner, self.attribute, value)
 
+
+class AttributeSlot(_Entry):
+    """An attribute that edits set or delete."""
+
+    rank = 1
+
+    def __init__(self, owner: Any, attribute: str, name: str) -> None:
+        super().__init__(owner, attribute, name)
+        self.key: Hashable = ("attribute", id(owner), attribute)
+
+    def build(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute]) -> Any:
+        value = original
+        for edit in edits:
+            _check_original(original, edit)
+            value = _edited(value, edit)
+        return value
+
     def diff(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute]) -> str:
-        sides = ([] if value is ABSENT else [value] for value in (original, self.build(original, edits)))
-        return render.of_attribute(self.name, *sides)
+        before, after = ([] if value is ABSENT else [value] for value in (original, self.build(original, edits)))
+        return render.of_attribute(self.name, before, after)
 
     def displaced(self) -> str:
         try:
@@ -113,14 +120,14 @@ class AttributeSlot:
         return "" if owner is self.owner else f"{self.name} is an attribute of another class now"
 
 
-class NameSlot(AttributeSlot):
+class NameSlot(_Entry):
     """A global that rewritten code needs. It stays while a frame may still use it, see :mod:`.frames`."""
 
     rank = 0
 
     def __init__(self, module: ModuleType, name: str) -> None:
         super().__init__(module, name, f"{module.__name__}:{name}")
-        self.key = ("name", id(module), name)
+        self.key: Hashable = ("name", id(module), name)
 
     def build(self, original: Any, edits: Sequence[Rewrite]) -> Any:
         first, *others = (edit.names[self.attribute] for edit in edits)

@@ -155,7 +155,7 @@ def _bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
     """What to call after each of ``total`` steps."""
     if progress and total and sys.stderr is not None:
         with contextlib.suppress(ImportError):
-            from tqdm import tqdm
+            from tqdm import tqdm  # type: ignore[import-untyped]
 
             with tqdm(total=total, desc="verify", unit="run", file=sys.stderr, leave=False) as bar:
                 yield bar.update
