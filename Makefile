@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-.PHONY: demo demo-compile test test-all oldest verify torture bench newest pythons readme venv clean
+.PHONY: demo demo-compile test test-all oldest verify torture bench gpu gpu-wheels newest pythons readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## INT8 LoRA with half of the layers offloaded: without the plugin, then with it
@@ -32,6 +32,12 @@ torture: .venv/.dev  ## an error at every step of apply and revert, over the who
 bench: .venv/.bench  ## step times, first calls and memory, side by side; arguments in BENCH="..."
 	$(PY) -m benchmarks $(BENCH)
 
+gpu-wheels: .venv/.dev  ## what a machine with a GPU and no network needs for `make gpu`, in .gpu/wheels; WHEELS="--cuda 128"
+	$(PY) -m tools.gpu_wheels $(WHEELS)
+
+gpu:  ## on a machine with CUDA, with its own stack, no network: suite, verify, demo, benchmarks; STEPS="suite demo"
+	$(PYTHON) -m tools.gpu $(STEPS)
+
 newest: .venv/.dev  ## the newest of everything: which patch no longer fits, and what to do; ONLY="torch==2.13.0" holds back
 	$(PY) -m nox --session newest -- $(ONLY)
 
@@ -57,4 +63,4 @@ venv: .venv/.dev
 	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes==$*
 
 clean:
-	rm -rf .venv .bnb .oldest .nox build dist *.egg-info .pytest_cache
+	rm -rf .venv .bnb .oldest .nox .gpu build dist *.egg-info .pytest_cache
