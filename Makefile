@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-.PHONY: demo demo-compile test test-all oldest verify torture bench gpu gpu-wheels newest pythons readme venv clean
+.PHONY: demo demo-compile test test-all oldest verify torture bench upstream gpu gpu-wheels newest pythons readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## INT8 LoRA with half of the layers offloaded: without the plugin, then with it
@@ -31,6 +31,9 @@ torture: .venv/.dev  ## an error at every step of apply and revert, over the who
 
 bench: .venv/.bench  ## step times, first calls and memory, side by side; arguments in BENCH="..."
 	$(PY) -m benchmarks $(BENCH)
+
+upstream: .venv/.dev  ## bitsandbytes' own CPU tests without the plugin and with it; TESTS=<the folder tests of a checkout>
+	$(PY) -m tools.upstream $(TESTS)
 
 gpu-wheels: .venv/.dev  ## what a machine with a GPU and no network needs for `make gpu`, in .gpu/wheels; WHEELS="--cuda 128"
 	$(PY) -m tools.gpu_wheels $(WHEELS)
