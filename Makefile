@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-.PHONY: demo demo-compile test test-all oldest verify torture bench upstream gpu gpu-wheels newest pythons readme venv clean
+.PHONY: demo demo-compile test test-all oldest verify torture bench new-patch upstream gpu gpu-wheels newest pythons readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## INT8 LoRA with half of the layers offloaded: without the plugin, then with it
@@ -46,6 +46,9 @@ newest: .venv/.dev  ## the newest of everything: which patch no longer fits, and
 
 pythons: .venv/.dev  ## what needs no torch, on Python 3.10, 3.12 and 3.13, which must be on the path
 	$(PY) -m nox --session pythons
+
+new-patch: .venv/.dev  ## the skeleton of a patch and of its tests; ID=package-what-goes-wrong, IN=int8 for a folder
+	$(PY) -m tools.new_patch $(ID) $(if $(IN),--inside $(IN))
 
 readme: .venv/.dev  ## bring the patch table of README.md up to date
 	$(PY) -m tools.readme

@@ -1,0 +1,117 @@
+"""``make new-patch ID=package-what-goes-wrong``: the skeleton of a patch and of its tests, which fail until it is written.
+
+The id begins with the package that is repaired; ``IN=int8`` names a folder below that of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PATCH = '''"""TODO: what goes wrong, who hits it, on which releases.
+
+TODO: why it goes wrong, why this repair is right, what it costs.
+Upstream: TODO.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from {dots}engine import Finding, Patch, Rewrite
+
+
+def _repaired(value: Any) -> Any:
+    """TODO: the logic, with types, shapes and dtypes. Never less exact where nothing was wrong."""
+    raise NotImplementedError("{id} is not written yet")
+
+
+def defect() -> Finding:
+    """The smallest program of a user that goes wrong: offline, on a CPU, about a second."""
+    raise NotImplementedError("{id} has no reproducer yet")
+
+
+PATCH = Patch(
+    id="{id}",
+    summary="TODO: what goes wrong for the user without it, in one line",
+    links=("https://github.com/TODO/{package}/issues/0",),
+    requires=("{package}>=TODO",),  # PEP 508; the first names the package that is repaired
+    tested_up_to="TODO",
+    seen_on=("TODO: the series of torch on which the reproducer was seen",),
+    edits=(
+        Rewrite(
+            "{package}.TODO:Class.method",
+            find="TODO: the smallest expression that is wrong",
+            replace="_patches_repaired(value)",
+            names={{"_patches_repaired": _repaired}},
+        ),
+    ),
+    defect=defect,
+)
+'''
+
+TESTS = '''"""TODO: what is tested of it, beside what tests/test_contract.py tests of every patch."""
+
+from __future__ import annotations
+
+import patches
+
+ID = "{id}"
+
+
+def test_right_against_a_reference(device):
+    with patches.applied(ID):
+        raise NotImplementedError("compare with the dequantized weights")
+
+
+def test_the_healthy_path_stays_bit_identical(device):
+    raise NotImplementedError("torch.equal, unpatched against patched")
+'''
+
+
+def files(patch_id: str, inside: str = "") -> dict[Path, str]:
+    """The files of a new patch. Raises ``ValueError`` if the id or the folder cannot be one."""
+    packages = sorted(path.name for path in (ROOT / "patches" / "repairs").iterdir() if (path / "__init__.py").exists())
+    packages.remove("helpers")
+    package, _, name = patch_id.partition("-")
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", patch_id) or package not in packages:
+        raise ValueError(f"{patch_id!r} is no id: <package>-<what-goes-wrong>, the package one of {', '.join(packages)}")
+    folders = sorted(path.name for path in (ROOT / "patches" / "repairs" / package).iterdir() if (path / "__init__.py").exists())
+    if inside not in (folders or [""]):
+        raise ValueError(f"{package} has the folders {', '.join(folders) or 'none'}: say IN={folders[0] if folders else ''}")
+    place = Path("repairs", package, inside)
+    stem = name.removeprefix(f"{inside.replace('_', '')}-").replace("-", "_")
+    values = {"id": patch_id, "package": package, "dots": "." * (len(place.parts) + 1)}
+    return {
+        Path("patches") / place / f"{stem}.py": PATCH.format(**values),
+        Path("tests") / place / f"test_{stem}.py": TESTS.format(**values),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make new-patch", description=__doc__.splitlines()[0])
+    parser.add_argument("id")
+    parser.add_argument("--inside", default="", metavar="FOLDER", help="such as int8, below the folder of the package")
+    options = parser.parse_args(argv)
+    try:
+        new = files(options.id, options.inside)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if there := [str(path) for path in new if (ROOT / path).exists()]:
+        print(f"{', '.join(there)}: there already", file=sys.stderr)
+        return 2
+    for path, text in new.items():
+        (ROOT / path).write_text(text)
+        print(path)
+    print(f"then: python -m patches verify {options.id}, make readme, make test, and a line in CHANGELOG.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
