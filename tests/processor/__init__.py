@@ -4,8 +4,9 @@ On a processor with AVX512-BF16 bitsandbytes 0.49 and later repacks 4-bit weight
 with a patch of its own (``bitsandbytes-cpu-repack``). A test of any other patch, alone, would meet it there and
 not elsewhere. So a test says which processor it is about, in the variable :data:`VARIABLE`:
 
-- ``plain``, the default of the suite: one without the instruction;
-- ``emulated``: one that has it, its two kernels computed by :mod:`.avx512bf16`, to bfloat16 rounding;
+- ``plain``, the default of the suite: one without the instruction, and without AVX512F, on which 4-bit weights of
+  some widths are dequantized with wrong scales (``bitsandbytes-dequantize-wrong-scales``, :mod:`.avx512f`);
+- ``emulated``: one that has both, the two kernels of AVX512-BF16 computed by :mod:`.avx512bf16`, to bfloat16 rounding;
 - ``host``: whatever is there. :data:`WITH_AVX512BF16` is this where the host has the instruction, else the emulation.
 
 bitsandbytes asks its native library once, at import, so :func:`pretend` must come first. In this process the
@@ -20,6 +21,8 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from . import avx512f
 
 VARIABLE = "PATCHES_TEST_PROCESSOR"
 ROOT = Path(__file__).parents[2]
@@ -59,10 +62,10 @@ def pretend(kind: str) -> None:
         if not Path(name).name.startswith("libbitsandbytes"):
             return library
         if kind == "plain":
-            return _Answering(library, 0)
+            return _Answering(library, 0, avx512f.kernels(library, present=False))
         from .avx512bf16 import KERNELS  # not before: it needs torch
 
-        return _Answering(library, 1, KERNELS)
+        return _Answering(library, 1, {**KERNELS, **avx512f.kernels(library, present=True)})
 
     ctypes.cdll.LoadLibrary = load_library
 
@@ -74,13 +77,14 @@ def path_for_children() -> str:
 
 
 class _Answering:
-    """The native library, on a processor that has the instruction or has not."""
+    """The native library, on a processor that has the instructions or has not."""
 
-    def __init__(self, library: ctypes.CDLL, answer: int, kernels: dict[str, Any] | None = None) -> None:
+    def __init__(self, library: ctypes.CDLL, answer: int, kernels: dict[str, Any]) -> None:
         self._library = library
-        if hasattr(library, "has_avx512bf16_cpu"):  # older ones do not ask
-            self.has_avx512bf16_cpu = lambda: answer
-        vars(self).update(kernels or {})
+        for question in ("has_avx512bf16_cpu", "has_avx512f_cpu"):
+            if hasattr(library, question):  # older ones do not ask
+                setattr(self, question, lambda: answer)
+        vars(self).update(kernels)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, name)

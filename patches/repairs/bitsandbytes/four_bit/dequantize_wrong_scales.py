@@ -1,0 +1,70 @@
+"""On AVX512, ``dequantize_4bit`` gives the blocks of a weight the scales of others, silently.
+
+Blocks of 4-bit weights run through the whole weight: where a row is no multiple of the block size, a
+block begins in one row and ends in the next. The kernel for processors with AVX512F, new in 0.49.0,
+takes each row to begin with a block, at scale ``row * (columns // blocksize)``. So wherever the last
+dimension is a multiple of 16 but not of the block size, all rows after the first are multiplied by the
+scales of other rows: training, eval, merging, ``model.dequantize()`` and embeddings alike. Where rows
+are of one scale that makes an error of 30 % out of the 9.5 % of the quantization; where they are not,
+as in trained models, 106 %. Found with the second layer of the MLP in SigLIP so400m (4304 wide) and
+with embeddings of width 96. AVX512-BF16 has nothing to do with it, and Windows is not concerned: its
+builds have no AVX512.
+
+#1828 saw the defect at block sizes of 2048 and more (where rows are shorter than a block) and took these
+out of the kernel's way; in 0.49.x not for bfloat16.
+
+The kernel is right for rows of one block, so the repair tells it that the weight has such rows: the same
+numbers in the same order, the same speed. Where the last block is not whole it is told of one long row,
+which one thread computes. Bits change only where they were wrong. Repaired are ``dequantize_4bit`` and
+the product on CPUs (``gemm_4bit``, 0.50), which everything above goes through; a call of
+``torch.ops.bitsandbytes.dequantize_4bit`` by hand is as it was.
+
+Upstream: #1789 (the kernel), #1828
+"""
+
+from __future__ import annotations
+
+from ...helpers import block_scales
+from ....engine import CannotShow, Finding, Patch, Rewrite
+from ....engine.gate import satisfied
+
+
+def defect() -> Finding:
+    """Dequantize a layer of 96 inputs, and the same numbers as a matrix that is one block wide."""
+    import torch
+    from bitsandbytes.cextension import lib
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    if satisfied("bitsandbytes>=0.49") and not lib.has_avx512f_cpu():  # older ones do not ask
+        raise CannotShow("this processor has no AVX512")
+    torch.manual_seed(0)
+    layer = Linear4bit(96, 64, bias=False, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4")
+    weight = layer.weight.data.mul_(torch.logspace(-1, 1, 64)[:, None]).clone()  # rows of all sizes, as if trained
+    layer.to("cpu")
+    true = dequantize_4bit(*quantize_4bit(weight.view(-1, 64), quant_type="nf4")).view(weight.shape)
+    error = ((layer(torch.eye(96)).t() - true).norm() / true.norm()).item()
+    return Finding(error > 1e-6, f"a layer of 96 inputs is off by {error:.2f}")
+
+
+_CALL = {
+    "find": "torch.ops.bitsandbytes.dequantize_4bit.default",
+    "replace": "_patches_dequantize",
+    "names": {"_patches_dequantize": block_scales.dequantize},
+}
+
+PATCH = Patch(
+    id="bitsandbytes-dequantize-wrong-scales",
+    summary="on AVX512 CPUs, 4-bit weights whose width is no multiple of the block size get wrong scales, silently",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1789",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1828",
+    ),
+    requires=("bitsandbytes>=0.49",),
+    tested_up_to="0.50.2",
+    edits=(
+        Rewrite("bitsandbytes.functional:dequantize_4bit", **_CALL),
+        Rewrite("bitsandbytes.backends.default.ops:_gemm_4bit_default_impl", **_CALL, when="bitsandbytes>=0.50"),
+    ),
+    defect=defect,
+)

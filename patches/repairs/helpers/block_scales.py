@@ -1,0 +1,71 @@
+"""Dequantizing a 4-bit weight so that its blocks get their own scales, whatever the processor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from bitsandbytes.functional import QuantState
+
+_LANES = 16  # of AVX512, in float32: the kernel that takes wrong scales is for rows of whole vectors
+_INT_MAX = 2**31 - 1  # it counts the columns of a row in C's int
+
+
+def dequantize(
+    codes: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """``torch.ops.bitsandbytes.dequantize_4bit``, told of rows that its kernel for CPUs reads rightly."""
+    import torch
+
+    operator = torch.ops.bitsandbytes.dequantize_4bit.default
+    if codes.device.type != "cpu" or not misread(shape, blocksize):
+        return operator(codes, absmax, blocksize, quant_type, shape, dtype)
+    return operator(codes, absmax, blocksize, quant_type, _rows(shape, blocksize), dtype).view(shape)
+
+
+def statistics_of(state: QuantState) -> tuple[tuple[torch.Tensor, ...], int]:
+    """The scales; or 8-bit scales, offset, their scales and code book, and the block size of these."""
+    nested = state.state2
+    if nested is None:
+        return (state.absmax,), 0
+    return (state.absmax, state.offset, nested.absmax, nested.code), nested.blocksize
+
+
+def linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    statistics: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    shape: Sequence[int],
+    blocksize: int,
+    nested_blocksize: int,
+    quant_type: str,
+) -> torch.Tensor:
+    """``x`` times the transpose of a 4-bit weight, plus ``bias``: the way of a CPU without special kernels."""
+    import torch
+
+    absmax = statistics[0]
+    if nested_blocksize:
+        _, offset, nested_absmax, nested_code = statistics
+        absmax = offset + torch.ops.bitsandbytes.dequantize_blockwise.default(
+            absmax, nested_absmax, nested_code, nested_blocksize, torch.float32
+        )
+    weight = dequantize(codes, absmax, blocksize, quant_type, shape, x.dtype)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def misread(shape: Sequence[int], blocksize: int) -> bool:
+    """Whether AVX512 would take the scales of other blocks for a weight of ``shape``."""
+    return shape[-1] % _LANES == 0 and shape[-1] % blocksize != 0 and math.prod(shape[:-1]) > 1
+
+
+def _rows(shape: Sequence[int], blocksize: int) -> tuple[int, int]:
+    """As many numbers in rows in which block and scale go together."""
+    count = math.prod(shape)
+    if count % blocksize == 0:
+        return count // blocksize, blocksize
+    # The last block is shorter. One row is right too; of two columns, none is a whole vector.
+    return (1, count) if count <= _INT_MAX else (count // 2, 2)
