@@ -8,11 +8,17 @@ the last training forward, from before the optimizer's step. Both silently. All 
 
 The repair quantizes in every training forward (the same weight gives the same codes, so what was
 right stays bit-identical), and in eval whenever the weight is another than in the last eval forward.
-Version counters alone would not do: the optimizer kernels of bitsandbytes do not touch them.
+Whether it is, its bytes say: ``weight.data``, numpy and the optimizer kernels of bitsandbytes write
+without touching version counters. On a CPU that is a checksum (CRC-32) of the whole weight. It takes
+0.23 ms a MB, so 1.9 ms for 2048 x 2048 in bfloat16, where quantizing takes 20 and a product with one
+row 0.5, with 128 rows 3; another weight with the same checksum is met once in 4e9. Elsewhere reading a
+checksum would wait for the device, and quantizing costs less than a product: it is done each time.
 """
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Patch, Rewrite
@@ -29,9 +35,16 @@ def _must_quantize(B: Tensor, state: Any) -> bool:
     if not state.has_fp16_weights or state.is_training or torch.compiler.is_compiling():
         state._patches_quantized = None
         return True
-    stamp = (B.data_ptr(), B._version)
-    known, state._patches_quantized = getattr(state, "_patches_quantized", None), stamp
-    return known != stamp
+    known, state._patches_quantized = getattr(state, "_patches_quantized", None), _contents(B)
+    return known is None or known != state._patches_quantized
+
+
+def _contents(weight: Tensor) -> tuple[int, int, int] | None:
+    """Address, size and checksum of ``weight``; None where that is no way to know it again."""
+    if not weight.is_cpu or not weight.is_contiguous() or not weight.nbytes:
+        return None
+    address, size = weight.data_ptr(), weight.nbytes
+    return address, size, zlib.crc32((ctypes.c_ubyte * size).from_address(address))
 
 
 def defect() -> Finding:

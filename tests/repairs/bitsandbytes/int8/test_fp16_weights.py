@@ -83,6 +83,42 @@ def test_a_zeroed_gradient_does_not_bring_back_stale_codes(update):
         assert relative_error() < 0.02
 
 
+def copy_through_data(weight: torch.nn.Parameter, new: torch.Tensor) -> None:
+    weight.data.copy_(new)
+
+
+def write_with_numpy(weight: torch.nn.Parameter, new: torch.Tensor) -> None:
+    weight.detach().numpy()[:] = new.numpy()
+
+
+def refill_a_buffer(weight: torch.nn.Parameter, new: torch.Tensor) -> None:
+    torch.as_tensor(weight.data.numpy()).copy_(new)
+
+
+def turn_two_signs(weight: torch.nn.Parameter, new: torch.Tensor) -> None:
+    weight.data[3, [1, 3]] *= -1
+
+
+@pytest.mark.parametrize("write", [copy_through_data, write_with_numpy, refill_a_buffer, turn_two_signs])
+def test_evaluation_after_a_write_that_counts_no_version(write):
+    """As an average of weights is swapped in for evaluation."""
+
+    def evaluated() -> tuple[torch.Tensor, torch.Tensor]:
+        layer, x = linear().requires_grad_(False).eval(), torch.ones(4, 64)
+        layer(x)
+        version = layer.weight._version
+        write(layer.weight, torch.randn(32, 64))
+        assert layer.weight._version == version
+        fresh = linear().requires_grad_(False).eval()
+        fresh.weight.copy_(layer.weight)
+        return layer(x), fresh(x)
+
+    torch.manual_seed(1)
+    assert not torch.equal(*evaluated())
+    with patches.applied(STALE):
+        assert torch.equal(*evaluated())
+
+
 def test_an_unchanged_weight_is_quantized_once_for_evaluation(monkeypatch):
     calls = []
     quantize = bnb.functional.int8_vectorwise_quant
