@@ -14,11 +14,22 @@ AVX512-BF16 kernel, rounds the scales to bf16 and marks the ``QuantState``. From
   not of the block size), and on 0.49.x so does torch.compile.
 
 The repair keeps the kernel and gives up the bookkeeping: ``weight.data`` and its ``QuantState`` are never
-touched. The packed copy is a memo of the canonical weight (see ``helpers/operators/linear_4bit_packed.py``): made in the first
-eval forward, checked against storage, address and version of weight and statistics at each use, freed by
-the next training forward and together with the weight. Its price is memory: while a model does nothing
-but infer, its 4-bit weights are held twice (about 0.53 byte more a weight). Other shapes, and forwards
-whose bias wants a gradient, take the way of a processor without the instruction.
+touched. What the kernel multiplies by is a copy that belongs to the weight, packed where that pays: for inputs
+of few rows (decoding), not for batches, not for weights that accelerate brings from the disk for each forward,
+and at ever longer intervals where contents change with each call (``helpers/operators/packed_weights.py``).
+Before each use the weight and its statistics are looked at, for many ways to write to them count no version
+(``helpers/operators/contents.py``). The copy is freed with the weight, and by the first training forward; a run
+that decodes again after it keeps the next one.
+
+While compiling, the layer is the operator ``bnb_patches::linear_4bit_packed``; in a program of torch.export,
+which is loaded where that is not defined, it is what it is on a processor without the instruction. So are other
+shapes, forwards whose bias wants a gradient, and calls that a tracer, a transform or a mode has to see.
+
+What it costs: a decoding model holds its 4-bit weights twice (about 0.53 byte more a weight), and looking at
+them takes 10 us a call (512 x 512) to 250 (4096 x 11008) on a busy machine, about as much as is saved by calling
+the kernel directly while weights are small: with one row and one thread 0.75 to 1.04 of the unpatched time
+(``python -m benchmarks.cpu_repack``). It does not shrink with more threads, as the product does. Where the width is no multiple
+of the block size it takes what the canonical way takes; unpatched that raises.
 
 A weight that was repacked before the patch was applied, or loaded from a pickle of one, is unpacked by
 its next forward or ``state_dict()``. Its codes come back exactly, its scales as the kernel used them,
@@ -30,9 +41,10 @@ Upstream: #1804 (the kernel), #2078
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...helpers import live_objects
+from ...helpers import block_scales, live_objects
 from ....engine import CannotShow, Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
@@ -41,28 +53,33 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
 
 _FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
-_ASKED = "support_avx512bf16_for_cpu"
-_FLAG = "packing_format_for_cpu"
 _TILE = 32  # output rows in a tile of the packed layout
 
 
-def canonical_state(layer: Linear4bit) -> QuantState:
+def canonical_state(layer: Linear4bit) -> QuantState | None:
     """The layer's quantization state, unpacked if it was packed; training frees the packed copy."""
     import torch
 
     weight = layer.weight
-    if getattr(weight.quant_state, _FLAG, False):
+    state = weight.quant_state
+    if _is_packed(state):
         from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
-        weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(
-            weight.data, weight.quant_state
-        )
+        weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(weight.data, state)
+        return weight.quant_state
     # Layers that were pickled by an older release have no such attribute.
-    if layer.training and getattr(layer, _ASKED, False) and not torch.compiler.is_compiling():
-        from ...helpers.operators.linear_4bit_packed import release
+    has_kernel = vars(layer).get("support_avx512bf16_for_cpu", False)
+    if layer.training and has_kernel and not torch.compiler.is_compiling() and state is not None:
+        from ...helpers.operators import packed_weights
 
-        release(weight)
-    return weight.quant_state
+        if state.absmax.is_cpu:
+            packed_weights.release(weight)
+    return state
+
+
+def _is_packed(state: QuantState | None) -> bool:
+    # Not by getattr: QuantState looks for what it has not.
+    return state is not None and vars(state).get("packing_format_for_cpu", False)
 
 
 def restore_scales(state: QuantState) -> bool:
@@ -72,39 +89,63 @@ def restore_scales(state: QuantState) -> bool:
     return False
 
 
-def packs(x: torch.Tensor, bias: torch.Tensor | None, state: QuantState) -> bool:
-    """Whether the packed kernel can compute this product, ``x`` being without gradient."""
+def product_for(layer: Linear4bit, x: torch.Tensor, state: QuantState | None) -> Callable[..., torch.Tensor] | None:
+    """What computes an eval forward on ``x`` in the place of ``bitsandbytes.matmul_4bit``; None: nothing does."""
     import torch
 
-    rows, columns = state.shape if len(state.shape) == 2 else (0, 0)
-    bias_learns = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-    return (
-        x.numel() > 0
-        and x.shape[-1] == columns
-        and rows > 0
-        and rows % _TILE == 0
-        and columns % state.blocksize == 0
-        and not bias_learns
-    )
-
-
-def packed_matmul_4bit(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quant_state: QuantState
-) -> torch.Tensor:
-    """``bitsandbytes.matmul_4bit`` by the packed kernel. ``weight`` in either orientation."""
-    import torch
-
+    if state is None or len(state.shape) != 2:
+        return None
+    shape = state.shape
+    # Upstream raises for such weights here: what it would compute instead takes wrong scales.
+    if block_scales.misread(shape, state.blocksize):
+        return product_by_blocks
+    bias_learns = layer.bias is not None and layer.bias.requires_grad and torch.is_grad_enabled()
+    if shape[0] % _TILE or shape[1] % state.blocksize or bias_learns:
+        return None
+    if torch.compiler.is_compiling():
+        return None if _is_exporting() else traced_product
     from ...helpers.operators import linear_4bit_packed
 
-    state, nested = quant_state, quant_state.state2
-    stats = [state.absmax] if nested is None else [state.absmax, state.offset, nested.absmax, nested.code]
-    # As an op only for those who trace: the way through the dispatcher costs more than all the rest.
-    eager = type(x) is torch.Tensor and not torch.compiler.is_compiling()
-    product = linear_4bit_packed.linear if eager else torch.ops.bnb_patches.linear_4bit_packed
-    result = product(
-        x, weight, stats, state.code, state.shape, state.blocksize, 0 if nested is None else nested.blocksize
+    if type(x) is not torch.Tensor or linear_4bit_packed.is_watched():
+        return product_by_blocks
+    return linear_4bit_packed.kernel_for(x, layer.weight, state, _is_offloaded(layer))
+
+
+def _is_offloaded(layer: Linear4bit) -> bool:
+    """Whether accelerate brings the weight for each forward."""
+    hook = vars(layer).get("_hf_hook")
+    return any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ())))
+
+
+def _is_exporting() -> bool:
+    import torch
+
+    # Before torch 2.7 nobody can tell: then no graph has an operator of ours.
+    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
+
+
+def product_by_blocks(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quant_state: QuantState
+) -> torch.Tensor:
+    """``bitsandbytes.matmul_4bit`` with the scales of each block its own, in operators that all of torch knows."""
+    state = quant_state
+    statistics, nested_blocksize = block_scales.statistics_of(state)
+    return block_scales.linear(
+        x, weight, statistics, bias, state.shape, state.blocksize, nested_blocksize, state.quant_type
     )
-    return result if bias is None else result.add_(bias)
+
+
+def traced_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quant_state: QuantState
+) -> torch.Tensor:
+    """``bitsandbytes.matmul_4bit`` as the operator that chooses the kernel when the graph runs."""
+    from ...helpers.operators import linear_4bit_packed
+
+    state = quant_state
+    statistics, nested_blocksize = block_scales.statistics_of(state)
+    return linear_4bit_packed.OPERATOR(
+        x, weight, statistics, state.code, bias, state.shape, state.blocksize, nested_blocksize, state.quant_type
+    )
 
 
 def defect() -> Finding:
@@ -142,7 +183,8 @@ def damage() -> tuple[str, ...]:
 
     if not has_avx512bf16():
         return ()
-    packed = [x for x in live_objects.instances(Linear4bit) if getattr(getattr(x.weight, "quant_state", None), _FLAG, False)]
+    states = (getattr(layer.weight, "quant_state", None) for layer in live_objects.instances(Linear4bit))
+    packed = [state for state in states if _is_packed(state)]
     if not packed:
         return ()
     return (
@@ -166,21 +208,22 @@ PATCH = Patch(
         Rewrite(
             _FORWARD,
             "quant_state = self.weight.quant_state",
-            "quant_state = _patches_canonical_state(self)\n_patches_packed = False",
+            "quant_state = _patches_canonical_state(self)\n_patches_product = None",
             names={"_patches_canonical_state": canonical_state},
         ),
         Rewrite(
             _FORWARD,
             "self.weight.data, quant_state = _convert_weight_packed_for_cpu(self.weight.data, quant_state)",
-            "_patches_packed = _patches_packs(x, self.bias, quant_state)",
-            names={"_patches_packs": packs},
+            "_patches_product = _patches_product_for(self, x, quant_state)",
+            names={"_patches_product_for": product_for},
         ),
         Rewrite(
             _FORWARD,
-            "bnb.matmul_4bit",
-            "(_patches_packed_matmul_4bit if _patches_packed else bnb.matmul_4bit)",
-            names={"_patches_packed_matmul_4bit": packed_matmul_4bit},
+            'self.weight if getattr(quant_state, "packing_format_for_cpu", False) else self.weight.t()',
+            "self.weight if _patches_product is not None else self.weight.t()",
+            when="bitsandbytes<0.50",
         ),
+        Rewrite(_FORWARD, "bnb.matmul_4bit", "(_patches_product or bnb.matmul_4bit)"),
         Rewrite(
             "bitsandbytes.functional:_convert_weight_packed_for_cpu_inverse",
             "recovered_state.original_nested",

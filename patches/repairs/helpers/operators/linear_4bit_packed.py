@@ -1,117 +1,85 @@
-"""The packed product as a function of the canonical weight, for :mod:`.cpu_repack`. Imports torch.
+"""``bnb_patches::linear_4bit_packed``: a 4-bit layer in inference on a CPU with AVX512-BF16. Imports torch.
 
-``bnb_patches::linear_4bit_packed`` packs a 4-bit weight for the AVX512-BF16 kernel of bitsandbytes and
-multiplies. The packed copy is a memo: it hangs on the storage of the weight that it was made from, so it
-can belong to no other weight and is freed with it. As the op is a pure function of canonical tensors,
-torch.compile needs to know nothing of the memo.
+A pure function of the canonical weight, so torch.compile needs to know nothing of packed copies. How many rows the
+input has decides at run time which kernel computes, so shapes may be dynamic, or unknown to the compiler, or empty.
+For graphs of torch.compile only: eager code asks :func:`kernel_for`, which saves it the way through the dispatcher,
+and an exported program would need this operator wherever it is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-_library = torch.library.Library("bnb_patches", "FRAGMENT")
-_library.define(
-    "linear_4bit_packed(Tensor x, Tensor weight, Tensor[] stats, Tensor code, int[] shape, int blocksize, "
-    "int nested_blocksize) -> Tensor"
-)
+from . import packed_weights
+from .. import block_scales
 
-
-class _Source(NamedTuple):
-    """Which contents a packed copy was made from."""
-
-    storage: torch.UntypedStorage
-    address: int
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Source:
-        # Inference tensors count no versions; torch lets nobody write to them outside inference mode.
-        version = 0 if tensor.is_inference() else tensor._version
-        return cls(tensor.untyped_storage(), tensor.data_ptr(), version)
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
 
 
-class _Memo(NamedTuple):
-    """A packed copy (uint8, ``(N, K / 2)``), its scales (bf16, ``(K / blocksize, N)``), what they came from."""
-
-    packed: Tensor
-    scales: Tensor
-    weight: tuple[int, int]
-    stats: tuple[_Source, ...]
-
-
-def release(weight: Tensor) -> None:
-    """Free the packed copy of ``weight``, if there is one."""
-    vars(weight.untyped_storage()).pop("_patches_packed", None)
+def kernel_for(x: Tensor, weight: Tensor, state: QuantState, offloaded: bool) -> packed_weights.Packed | None:
+    """The packed copy to multiply ``x`` by, in the place of ``weight``; None where the canonical way is to be taken."""
+    if not packed_weights.few_rows(x, state.shape):
+        return None
+    statistics, nested_blocksize = block_scales.statistics_of(state)
+    book, shape, blocksize = state.code, state.shape, state.blocksize
+    return packed_weights.find(weight, statistics, book, shape, blocksize, nested_blocksize, offloaded)
 
 
-def _packed(
-    weight: Tensor, stats: Sequence[Tensor], code: Tensor, shape: Sequence[int], blocksize: int, nested: int
-) -> _Memo:
-    """The packed copy of ``weight``: the one made before if neither it nor its statistics changed."""
-    storage, address, version = _Source.of(weight)
-    sources = tuple(map(_Source.of, stats))
-    memo = vars(storage).get("_patches_packed")
-    if memo is None or memo.weight != (address, version) or memo.stats != sources:
-        packed, scales = _pack(weight, stats, code, shape, blocksize, nested)
-        # The memo does not hold the storage that holds it.
-        memo = _Memo(packed, scales, (address, version), sources)
-        storage._patches_packed = memo
-    return memo
+def is_watched() -> bool:
+    """Whether a mode, a tracer, a transform or tangents have to see each operator that is called."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
-@torch.no_grad()
-def _pack(
-    weight: Tensor, stats: Sequence[Tensor], code: Tensor, shape: Sequence[int], blocksize: int, nested: int
-) -> tuple[Tensor, Tensor]:
-    """bitsandbytes' own conversion, on a private state: it writes to the one that it is given."""
-    from bitsandbytes.functional import QuantState, _convert_weight_packed_for_cpu
-
-    state = QuantState(stats[0], shape=torch.Size(shape), code=code, blocksize=blocksize, dtype=torch.bfloat16)
-    if nested:
-        _, state.offset, nested_absmax, nested_code = stats
-        state.nested = True
-        state.state2 = QuantState(nested_absmax, code=nested_code, blocksize=nested, dtype=torch.float32)
-    packed, state = _convert_weight_packed_for_cpu(weight.detach().reshape(-1), state)
-    return packed, state.absmax
-
-
-def linear(
+def _linear(
     x: Tensor,
     weight: Tensor,
-    stats: Sequence[Tensor],
+    statistics: Sequence[Tensor],
     code: Tensor,
+    bias: Tensor | None,
     shape: Sequence[int],
     blocksize: int,
     nested_blocksize: int,
+    quant_type: str,
 ) -> Tensor:
-    """``x`` ``(…, K)`` times the transpose of a canonical 4-bit ``weight`` of ``shape`` ``(N, K)``: ``(…, N)``.
-
-    ``stats`` are the scales, or (8-bit scales, offset, their scales, their code book) if nested.
-    """
-    with torch._C.DisableTorchFunctionSubclass():  # Params4bit would send each look at it through Python
-        memo = _packed(weight, stats, code, shape, blocksize, nested_blocksize)
-    # The kernel walks each row of x with stride 1.
-    return torch.ops.bitsandbytes.gemv_4bit.default(
-        x.contiguous(), memo.packed, shape, memo.scales, code, blocksize
-    )
+    if packed_weights.few_rows(x, shape):
+        packed = packed_weights.find(weight, tuple(statistics), code, tuple(shape), blocksize, nested_blocksize)
+        if packed is not None:
+            return packed.product(x, bias)
+    return block_scales.linear(x, weight, statistics, bias, shape, blocksize, nested_blocksize, quant_type)
 
 
 def _linear_fake(
     x: Tensor,
     weight: Tensor,
-    stats: Sequence[Tensor],
+    statistics: Sequence[Tensor],
     code: Tensor,
+    bias: Tensor | None,
     shape: Sequence[int],
     blocksize: int,
     nested_blocksize: int,
+    quant_type: str,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
-_library.impl("linear_4bit_packed", linear, "CPU")
-torch.library.register_fake("bnb_patches::linear_4bit_packed", _linear_fake, lib=_library)
+_NAME = "linear_4bit_packed"
+_library = torch.library.Library("bnb_patches", "FRAGMENT")
+_library.define(
+    f"{_NAME}(Tensor x, Tensor weight, Tensor[] statistics, Tensor code, Tensor? bias, int[] shape, "
+    "int blocksize, int nested_blocksize, str quant_type) -> Tensor"
+)
+_library.impl(_NAME, _linear, "CPU")
+torch.library.register_fake(f"bnb_patches::{_NAME}", _linear_fake, lib=_library)
+
+OPERATOR = getattr(torch.ops.bnb_patches, _NAME).default
