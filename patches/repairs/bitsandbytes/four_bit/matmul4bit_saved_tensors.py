@@ -1,63 +1,101 @@
-"""``MatMul4Bit`` hides from autograd what its backward needs.
+"""The backward of a 4-bit product takes whatever lies in the buffers of its weight by then.
 
-In every release its forward puts the packed weight on ``ctx`` as a plain attribute, and backward reads
-the statistics from the live ``QuantState``. So saved-tensor hooks (``save_on_cpu``, offloading, non-
-reentrant checkpointing) never see them, and a weight whose buffer is written again between forward and
-backward (streaming of layers through one buffer) gives a wrong gradient without an error. (#2034)
+In every release ``MatMul4Bit`` puts the packed weight on ``ctx`` as a plain attribute, and its backward
+reads the statistics from the live ``QuantState``. So a weight whose buffer is written again between
+forward and backward (streaming of layers through one buffer) gives a wrong gradient without an error, and
+a weight that was offloaded after its forward stays on the device until backward, checkpointed or not:
+saved-tensor hooks (``save_on_cpu``, non-reentrant checkpointing) never see it. (#2034)
 
-The repair saves weight and statistics with ``ctx.save_for_backward``: hooks see them, and torch's own
-version check raises on a recycled buffer. References are kept, nothing is copied. Tensors made in
-inference mode cannot be saved so; they stay on ``ctx``, as before.
+The repair keeps references to weight and statistics, as they are in forward, and raises autograd's error
+in backward if one was written to since. What is not resident (brought by accelerate's offloading for
+this forward, or no parameter at all) is saved with ``ctx.save_for_backward``, where hooks see it. A
+resident weight is not: no hook could free it, but each would carry or recompute it (see
+``helpers/kept_weights.py``). Nothing is copied. Tensors made in inference mode, which autograd refuses to
+save, stay on ``ctx``, as before.
+
+A backward whose forward ran before the patch was applied is as it was. One whose forward ran with the
+patch goes through the original code after a revert, but for weights that were saved: that is an error.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import kept_weights
 
 if TYPE_CHECKING:
     import torch
     from bitsandbytes.functional import QuantState
 
-_FUNCTION = "bitsandbytes.autograd._functions:MatMul4Bit"
+_ID = "bitsandbytes-matmul4bit-saved-tensors"
+_ELSEWHERE = kept_weights.Elsewhere(_ID)
 
 
-def save(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
-    """Save ``weight`` and the tensors of ``state`` on ``ctx``."""
-    import torch
+class _Kept(NamedTuple):
+    """What backward reads on ``ctx``, under the names that it has there."""
 
-    tensors = (weight, state.absmax, state.code)
-    if state.nested:
-        tensors += (state.offset, state.state2.absmax, state.state2.code)
-    ctx.kept = None
-    if not torch.compiler.is_compiling() and any(t is not None and t.is_inference() for t in tensors):
-        ctx.kept = tensors
-    else:
-        ctx.save_for_backward(*tensors)
+    tensors: tuple[None, torch.Tensor]
+    state: QuantState
 
 
-def saved(ctx: Any) -> tuple[torch.Tensor, QuantState]:
-    """The weight, and its state with the tensors that were saved."""
+def _operands(weight: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ...]:
+    """``weight`` and the tensors of ``state`` that dequantizing it reads, as they are now."""
+    nested = state.state2
+    if nested is None:
+        return weight, state.absmax
+    return weight, state.absmax, state.offset, nested.absmax, nested.code
+
+
+def _state(operands: tuple[torch.Tensor, ...], state: QuantState) -> QuantState:
+    """One like ``state`` that holds ``operands``."""
     from bitsandbytes.functional import QuantState
 
-    state = ctx.state
-    tensors = ctx.saved_tensors if ctx.kept is None else ctx.kept
-    weight, absmax, code = tensors[:3]
+    _, absmax, *nested = operands
     fields = {"shape": state.shape, "blocksize": state.blocksize, "quant_type": state.quant_type}
-    if state.nested:
-        offset, nested_absmax, nested_code = tensors[3:]
-        nested = QuantState(
-            nested_absmax, code=nested_code, blocksize=state.state2.blocksize, dtype=state.state2.dtype
-        )
-        fields.update(offset=offset, state2=nested)
-    return weight, QuantState(absmax, code=code, dtype=state.dtype, **fields)
+    if nested:
+        offset, absmax2, code2 = nested
+        state2 = QuantState(absmax2, code=code2, blocksize=state.state2.blocksize, dtype=state.state2.dtype)
+        fields.update(offset=offset, state2=state2)
+    return QuantState(absmax, code=state.code, dtype=state.dtype, **fields)
+
+
+def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
+    """Keep for backward, on ``ctx`` or saved with it, what ``weight`` and ``state`` hold now."""
+    import torch
+
+    operands = _operands(weight, state)
+    if torch.compiler.is_compiling():
+        resident = False
+    else:  # the weight comes as a view, or as itself from who calls the function
+        resident = kept_weights.is_resident(weight._base if type(weight) is torch.Tensor else weight)
+    if not resident and kept_weights.savable(*operands):
+        ctx.save_for_backward(*operands)
+        ctx.tensors, ctx._patches_noted = _ELSEWHERE, None
+    else:
+        ctx.tensors, ctx._patches_noted = (None, weight), (operands, kept_weights.versions_of(operands))
+
+
+def recall(ctx: Any) -> Any:
+    """An object with the ``tensors`` and the ``state`` that forward used: ``ctx``, if it has them."""
+    if not ctx.needs_input_grad[0] or not hasattr(ctx, "_patches_noted"):  # no need; a forward without the patch
+        return ctx
+    if ctx._patches_noted is None:
+        operands = ctx.saved_tensors
+    else:
+        operands, versions = ctx._patches_noted
+        if versions and versions != kept_weights.versions_of(operands):
+            kept_weights.refuse(operands, versions)
+        if all(map(is_, operands, _operands(operands[0], ctx.state))):
+            return ctx
+    return _Kept((None, operands[0]), _state(operands, ctx.state))
 
 
 def defect() -> Finding:
-    """Run a layer under saved-tensor hooks, then write the next weight into its buffer before backward."""
+    """Write the next weight into the buffer of a layer between its forward and its backward."""
     import torch
     from bitsandbytes.nn import Linear4bit
 
@@ -68,16 +106,6 @@ def defect() -> Finding:
     )
     x = torch.randn(2, 64, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(x).sum(), x)
-
-    seen = 0
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal seen
-        seen += tensor.nbytes if tensor.data_ptr() == layer.weight.data_ptr() else 0
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        layer(x)
     out = layer(x).sum()
     with torch.no_grad():
         layer.weight.copy_(other.weight)
@@ -86,34 +114,41 @@ def defect() -> Finding:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        recycled = "torch's error"
-    else:
-        recycled = f"gradient off by {((gradient - expected).norm() / expected.norm()).item():.2f}, no error"
-    figure = f"hooks see {seen} of {layer.weight.nbytes} bytes of the weight; buffer reused: {recycled}"
-    return Finding(seen < layer.weight.nbytes or "off" in recycled, figure)
+        return Finding(False, "autograd's error")
+    error = ((gradient - expected).norm() / expected.norm()).item()
+    return Finding(error > 0, f"gradient off by {error:.2f}, no error")
 
+
+_FUNCTION = "bitsandbytes.autograd._functions:MatMul4Bit"
 
 PATCH = Patch(
-    id="bitsandbytes-matmul4bit-saved-tensors",
-    summary="saved-tensor hooks do not see 4-bit weights, and a reused weight buffer gives wrong gradients",
+    id=_ID,
+    summary="a reused 4-bit weight buffer gives wrong gradients silently; offloaded weights stay until backward",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
         Rewrite(
+            "bitsandbytes.nn.modules:Linear4bit.forward",
+            "fix_4bit_weight_quant_state_from_module(self)",
+            "fix_4bit_weight_quant_state_from_module(self)\n_patches_notice(self)",
+            names={"_patches_notice": kept_weights.notice},
+        ),
+        Rewrite(
             f"{_FUNCTION}.forward",
             "ctx.tensors = (None, B)",
-            "_patches_save(ctx, B, quant_state)",
-            names={"_patches_save": save},
+            "_patches_keep_4bit(ctx, B, quant_state)",
+            names={"_patches_keep_4bit": keep},
         ),
         # Left of the original: ``ctx.tensors`` in the branch where backward needs neither.
         Rewrite(
             f"{_FUNCTION}.backward",
-            "_, B = ctx.tensors",
-            "B, _patches_state = _patches_saved(ctx) if ctx.needs_input_grad[0] else (None, None)",
-            names={"_patches_saved": saved},
+            "req_gradA, _, _, req_gradBias, _ = ctx.needs_input_grad",
+            "_patches_kept = _patches_recall_4bit(ctx)\nreq_gradA, _, _, req_gradBias, _ = ctx.needs_input_grad",
+            names={"_patches_recall_4bit": recall},
         ),
-        Rewrite(f"{_FUNCTION}.backward", "ctx.state", "_patches_state"),
+        Rewrite(f"{_FUNCTION}.backward", "ctx.tensors", "_patches_kept.tensors"),
+        Rewrite(f"{_FUNCTION}.backward", "ctx.state", "_patches_kept.state"),
     ),
     defect=defect,
 )

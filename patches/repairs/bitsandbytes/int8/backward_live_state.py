@@ -5,20 +5,23 @@ codes (``CB``) and row scales (``SCB``) in backward. Whatever happened to the la
 reaches the gradients: accelerate's offload hook clears ``state.SCB`` after every forward, so each
 backward through an offloaded INT8 layer dies with ``'NoneType' object has no attribute
 'unsqueeze'``; a second forward with other weights before the first backward gives wrong
-gradients; saved-tensor hooks (``save_on_cpu``, non-reentrant checkpointing) see none of it, so
-that checkpointing keeps every input alive.
+gradients. They also keep the input on ``ctx``, which only a weight that is trained needs: no
+saved-tensor hook sees it, and checkpointing keeps every input alive.
 
 Upstream: #1927 (offload), #2034 (``save_for_backward``). All releases from 0.46.1.
 
-The repair: forward hands codes and scales, and the input only if the weight itself is trained, to
-``ctx.save_for_backward``; backward takes them from there, once. Nothing is copied: what is saved
-is the tensor that forward used, and for a quantized layer it shares the version counter of the
-weight parameter, so that refilling the weight in place raises torch's own error. ``nn.Linear``
-does the same.
+The repair: forward keeps references to the codes and scales that it used, and backward takes those; it
+raises autograd's error if one was written to since, directly or through the weight. What is not
+resident is saved with ``ctx.save_for_backward``, where hooks see it: an offloaded weight, so that
+checkpointing brings it again rather than keeping it on the device (``helpers/kept_weights.py``), and
+what the gradient of a weight needs, the input among it. Nothing is copied.
 
-Once checkpointing unpacks what was saved, a second habit shows: off CUDA, ``int8_vectorwise_quant``
-sets outliers of a float16 input to zero and puts them back, so that torch believes the input was
-modified and refuses backward. It gets the same memory under a version counter of its own.
+Off CUDA, ``int8_vectorwise_quant`` sets outliers of a float16 input to zero and puts them back, so that
+torch believes the input was modified and refuses backward wherever another operation saved it. It gets
+the same memory under a version counter of its own.
+
+A backward whose forward ran before the patch was applied is as it was. One whose forward ran with the
+patch goes through the original code after a revert, but for what was saved: that is an error.
 """
 
 from __future__ import annotations
@@ -26,34 +29,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import kept_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-def _keep(ctx: Any, B: Tensor, state: Any, *operands: Tensor | None) -> None:
-    """Save what backward needs: codes and scales for the input's gradient, operands for the weight's."""
-    need_input, need_weight = ctx.needs_input_grad[:2]
-    ctx.threshold = state.threshold
-    codes = _codes(B, state.CB) if need_input else None
-    ctx.save_for_backward(codes, state.SCB if need_input else None, *(o if need_weight else None for o in operands))
-
-
-def _codes(B: Tensor, CB: Tensor) -> Tensor:
-    """``CB``, or the same codes seen through the weight, whose version counter tells of a refill."""
-    import torch
-
-    if torch.compiler.is_compiling() or B.dtype != torch.int8 or B.data_ptr() != CB.data_ptr():
-        return CB
-    return B.detach()
-
-
-def _half(A: Tensor) -> Tensor:
-    """``A`` in float16, for a kernel that writes to it and undoes that."""
-    import torch
-
-    half = A.to(torch.float16)
-    return half if torch.compiler.is_compiling() else half.data
+_ID = "bitsandbytes-int8-backward-live-state"
+_ELSEWHERE: Any = kept_weights.Elsewhere(_ID)
 
 
 class _Weight(NamedTuple):
@@ -64,74 +46,167 @@ class _Weight(NamedTuple):
     threshold: float
 
 
-class _Saved(NamedTuple):
+class _Kept(NamedTuple):
+    """What backward reads on ``ctx``, under the names that it has there."""
+
     state: _Weight
-    operands: tuple[Tensor | None, ...]
+    tensors: tuple[Tensor | None, ...] = (None, None, None)
+    tensor_states: tuple[Tensor | None, ...] = (None, None)
+    A: Tensor | None = None
 
 
-def _recall(ctx: Any) -> _Saved:
-    """What ``_keep`` saved. Unpacks once, as saved-tensor hooks demand."""
-    if not any(ctx.needs_input_grad[:2]):  # the bias alone is trained
-        return _Saved(_Weight(None, None, 0.0), (None,) * 5)
-    CB, SCB, *operands = ctx.saved_tensors
-    return _Saved(_Weight(CB, SCB, ctx.threshold), tuple(operands))
+_UNNEEDED = _Kept(_Weight(None, None, 0.0))
 
 
-_NAMES = {"_patches_keep": _keep, "_patches_recall": _recall, "_patches_half": _half}
-_LT = "bitsandbytes.autograd._functions:MatMul8bitLt"
-_FP = "bitsandbytes.autograd._functions:MatMul8bitFp"
-_SINCE_FP = "bitsandbytes>=0.47"
+def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: Any, A: Any) -> None:
+    """Keep for backward the weight ``B`` of ``state``, by reference if it is resident; else save it with autograd.
+
+    What the gradient of the weight needs, if that is trained, is saved in any case.
+    """
+    import torch
+
+    needs, noted = ctx.needs_input_grad, None
+    # Codes of a weight that is float are those of no parameter.
+    if not (needs[1] or state.has_fp16_weights or torch.compiler.is_compiling()):
+        with torch._C.DisableTorchFunctionSubclass():  # an Int8Params takes 2 us an answer otherwise
+            if kept_weights.is_resident(B):
+                tensors = (state.CB, state.SCB, B)
+                noted = tensors, kept_weights.versions_of(tensors)
+    if noted is None:
+        _save(ctx, B, state, (CAt, subA, SCAt, idx, A))
+    else:
+        ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, (None, None, None), (None, None), None
+        ctx._patches_noted = noted
+
+
+def _save(ctx: Any, B: Tensor, state: Any, operands: tuple[Tensor | None, ...]) -> None:
+    """Save codes and scales of ``state``, and ``operands`` if the weight is trained, where hooks see them."""
+    CB, SCB = (state.CB, state.SCB) if ctx.needs_input_grad[0] else (None, None)
+    CAt, subA, SCAt, idx, A = operands if ctx.needs_input_grad[1] else (None,) * 5
+    if kept_weights.savable(CB, SCB, CAt, subA, SCAt, idx, A):
+        ctx.save_for_backward(_codes(B, CB), SCB, CAt, subA, SCAt, idx, A)
+        ctx.state = ctx.tensors = ctx.tensor_states = ctx.A = _ELSEWHERE
+        ctx.threshold, ctx._patches_noted = state.threshold, None
+    else:
+        ctx.state = _Weight(CB, SCB, state.threshold)
+        ctx.tensors, ctx.tensor_states, ctx.A = (CAt, subA, A), (SCAt, idx), A
+        ctx._patches_noted = (CB, SCB, B), None
+
+
+def _codes(B: Tensor, CB: Tensor | None) -> Tensor | None:
+    """``CB``, or the same codes seen through the weight, whose version counter tells of a refill."""
+    import torch
+
+    if CB is None or torch.compiler.is_compiling() or B.dtype != torch.int8 or B.data_ptr() != CB.data_ptr():
+        return CB
+    return B.detach()
+
+
+def _recall(ctx: Any) -> Any:
+    """An object with ``state``, ``tensors``, ``tensor_states`` and ``A`` of forward: ``ctx``, if it has them."""
+    needs = ctx.needs_input_grad
+    if not (needs[0] or needs[1]):  # the bias alone is trained
+        return _UNNEEDED
+    if not hasattr(ctx, "_patches_noted"):  # a forward without the patch
+        return ctx
+    if ctx._patches_noted is None:
+        CB, SCB, CAt, subA, SCAt, idx, A = ctx.saved_tensors  # once, as saved-tensor hooks demand
+        return _Kept(_Weight(CB, SCB, ctx.threshold), (CAt, subA, A), (SCAt, idx), A)
+    tensors, versions = ctx._patches_noted
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():
+        if versions and versions != kept_weights.versions_of(tensors) and _are_written(*tensors, versions):
+            kept_weights.refuse(tensors, versions)
+    state = ctx.state
+    if state.CB is tensors[0] and state.SCB is tensors[1]:
+        return ctx
+    return _Kept(_Weight(tensors[0], tensors[1], state.threshold))
+
+
+def _are_written(CB: Tensor, SCB: Tensor, B: Tensor, versions: list[int]) -> bool:
+    """Whether codes or scales were: through the weight ``B``, if that is the same memory by now."""
+    return [CB._version, SCB._version] != versions[:2] or B.data_ptr() == CB.data_ptr()
+
+
+def _half(A: Tensor) -> Tensor:
+    """``A`` in float16, for a kernel that writes to it and undoes that."""
+    import torch
+
+    half = A.to(torch.float16)
+    return half.data if A.dtype == torch.float16 and not torch.compiler.is_compiling() else half
 
 
 def defect() -> Finding:
-    """Two forwards with accelerate's offload hook between forward and backward."""
+    """A layer takes the next weight (streaming of layers) between its forward and its backward."""
     import bitsandbytes as bnb
     import torch
-    from accelerate import cpu_offload
 
     torch.manual_seed(0)
-    layer = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).requires_grad_(False).to("cpu").eval()
-    weight = layer.weight.data.float() * layer.weight.SCB.float().view(-1, 1) / 127
-    cpu_offload(layer, execution_device=torch.device("cpu"))
+    layer = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).requires_grad_(False).to("cpu")
+    other = bnb.nn.Int8Params(torch.randn(64, 64), requires_grad=False).to("cpu")
     x = torch.randn(4, 64, requires_grad=True)
-    y = layer(x)
-    try:
-        y.sum().backward()
-    except AttributeError as error:
-        return Finding(True, f"backward of an offloaded layer: {error}")
-    expected = weight.sum(0).expand_as(x)
-    error = float((x.grad - expected).norm() / expected.norm())
-    return Finding(error > 1e-2, f"relative error of the gradient {error:.1e}")
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    y = layer(x).sum()
+    layer.weight = other
+    with torch.no_grad():
+        layer(x)
+    (gradient,) = torch.autograd.grad(y, x)
+    error = float((gradient - expected).norm() / expected.norm())
+    return Finding(error > 1e-2, f"gradient off by {error:.2f}, no error")
+
+
+_LT = "bitsandbytes.autograd._functions:MatMul8bitLt"
+_FP = "bitsandbytes.autograd._functions:MatMul8bitFp"
+_SINCE_FP = "bitsandbytes>=0.47"
+_NAMES = {"_patches_keep_int8": _keep, "_patches_recall_int8": _recall, "_patches_half": _half}
+
+
+def _backward(function: str, *attributes: str, when: str = "") -> tuple[Rewrite, ...]:
+    """First recall what forward kept, then read it where the original reads ``ctx``."""
+    first = "req_gradA, req_gradB, _, req_gradBias, _ = ctx.needs_input_grad"
+    return (
+        Rewrite(f"{function}.backward", first, f"_patches_kept = _patches_recall_int8(ctx)\n{first}", when=when),
+        *(Rewrite(f"{function}.backward", f"ctx.{a}", f"_patches_kept.{a}", when=when) for a in attributes),
+    )
 
 
 PATCH = Patch(
-    id="bitsandbytes-int8-backward-live-state",
+    id=_ID,
     summary="INT8 backward reads live layer state: offloaded layers crash, hooks and checkpointing see nothing",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034",
     ),
-    requires=("bitsandbytes>=0.46.1", "accelerate"),
+    requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        Rewrite(f"{_LT}.forward", "A.to(torch.float16)", "_patches_half(A)", count=2),
-        Rewrite(f"{_LT}.forward", "ctx.state = state", ""),
+        # A hook brings a new weight for each forward, and a new weight settles the state anew.
+        Rewrite(
+            "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state",
+            "self.state.CB = self.weight.CB",
+            "self.state.CB = self.weight.CB\n_patches_notice(self)",
+            names={"_patches_notice": kept_weights.notice},
+        ),
+        Rewrite(f"{_LT}.forward", "A.to(torch.float16)", "_patches_half(A)", count=2, names=_NAMES),
+        Rewrite(f"{_LT}.forward", "ctx.state = state", "ctx.state = None"),
         Rewrite(
             f"{_LT}.forward",
             "ctx.tensors = (CAt, subA, A)",
-            "_patches_keep(ctx, B, state, CAt, subA, None, SCAt, state.idx)",
-            names=_NAMES,
+            "_patches_keep_int8(ctx, B, state, CAt, subA, SCAt, state.idx, None)",
         ),
         Rewrite(f"{_LT}.forward", "ctx.tensor_states = (SCAt, state.idx)", ""),
-        Rewrite(f"{_LT}.backward", "ctx.tensors", "(_patches_saved := _patches_recall(ctx)).operands[:3]"),
-        Rewrite(f"{_LT}.backward", "ctx.tensor_states", "_patches_saved.operands[3:]"),
-        Rewrite(f"{_LT}.backward", "ctx.state", "_patches_saved.state"),
-        Rewrite(f"{_FP}.forward", "ctx.state = state", "_patches_keep(ctx, B, state, A)", names=_NAMES, when=_SINCE_FP),
-        Rewrite(f"{_FP}.forward", "ctx.A = A", "", when=_SINCE_FP),
+        *_backward(_LT, "tensors", "tensor_states", "state"),
+        Rewrite(f"{_FP}.forward", "B = state.CB", "", when=_SINCE_FP),
         Rewrite(
-            f"{_FP}.backward", "ctx.A", "(_patches_saved := _patches_recall(ctx)).operands[0]", when=_SINCE_FP
+            f"{_FP}.forward",
+            "ctx.state = state",
+            "_patches_keep_int8(ctx, B, state, None, None, None, None, A)",
+            names=_NAMES,
+            when=_SINCE_FP,
         ),
-        Rewrite(f"{_FP}.backward", "ctx.state", "_patches_saved.state", when=_SINCE_FP),
+        Rewrite(f"{_FP}.forward", "ctx.A = A", "", when=_SINCE_FP),
+        *_backward(_FP, "A", "state", when=_SINCE_FP),
     ),
     defect=defect,
 )

@@ -1,30 +1,16 @@
-"""INT8 backward uses what forward used: saved-tensor hooks see it, and a refilled weight is noticed."""
+"""INT8 backward uses what forward used, and notices a refilled weight."""
 
 from __future__ import annotations
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import patches
+from tests.repairs.bitsandbytes.int8.layers import gradients, linear, product
 
 ID = "bitsandbytes-int8-backward-live-state"
-
-
-def linear(device: str = "cpu", bias: bool = True, **options) -> bnb.nn.Linear8bitLt:
-    torch.manual_seed(0)
-    return bnb.nn.Linear8bitLt(64, 96, bias=bias, has_fp16_weights=False, **options).to(device)
-
-
-def gradients(layer, x: torch.Tensor, how: bool | None = None) -> list[torch.Tensor]:
-    """Output and gradients of one step; ``how`` is ``use_reentrant`` of checkpointing, None without."""
-    layer.zero_grad()
-    x = x.clone().requires_grad_(True)
-    y = layer(x) if how is None else checkpoint(layer, x, use_reentrant=how)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -57,70 +43,106 @@ def test_an_input_that_another_operation_saved_may_have_outliers(device):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_bias_that_is_trained_alone_gets_its_gradient(training):
-    layer = linear().train(training)
-    layer.weight.requires_grad_(False)
+@pytest.mark.parametrize("kind", ["resident", "no parameter", "float weight", "compiled"])
+def test_a_bias_that_is_trained_alone_gets_its_gradient(kind, training):
+    bias = torch.zeros(96, requires_grad=True)
+    if kind == "no parameter":
+        weight = linear().weight
+        call = product(weight.data.clone(), weight.SCB, training, bias)
+    elif kind == "float weight":
+        call = bnb.nn.Linear8bitLt(64, 96, has_fp16_weights=True).train(training)
+        call.weight.requires_grad_(False)
+        bias = call.bias
+    else:
+        call = linear().train(training)
+        call.weight.requires_grad_(False)
+        bias = call.bias
+        call(torch.ones(3, 64))
     with patches.applied(ID):
-        layer(torch.ones(3, 64)).sum().backward()
-    assert torch.equal(layer.bias.grad, torch.full((96,), 3.0))
-
-
-def packed(layer, x: torch.Tensor) -> list[torch.Tensor]:
-    """What saved-tensor hooks get to see of one forward."""
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
-        layer(x.clone().requires_grad_(True))
-    return seen
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_hooks_see_codes_and_scales_and_not_the_input_of_a_frozen_weight(training):
-    layer = linear(bias=False).train(training).requires_grad_(False)
-    x = torch.randn(4, 64)
-    assert not any(t.dtype == torch.int8 for t in packed(layer, x)), "the defect is gone without the patch"
-    with patches.applied(ID):
-        seen = packed(layer, x)
-    assert [t.dtype for t in seen] == [torch.int8, layer.state.SCB.dtype]
-    assert type(seen[0]) is torch.Tensor, "a hook that calls .cpu() must not meet Int8Params.cpu()"
-    assert seen[0].data_ptr() == layer.weight.data_ptr(), "the weight was copied"
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_save_on_cpu_gives_the_same_gradients(training):
-    layer = linear().train(training).requires_grad_(False)
-    x = torch.randn(4, 64)
-    reference = gradients(layer, x)
-    with patches.applied(ID), torch.autograd.graph.save_on_cpu():
-        assert all(map(torch.equal, gradients(layer, x), reference))
-
-
-def inputs_kept(make, training: bool, how: bool | None) -> int:
-    """How many of the inputs of six layers in a row are alive between forward and backward."""
-    layers = [make().train(training).requires_grad_(False) for _ in range(6)]
-    inputs: list[StorageWeakRef] = []
-
-    def block(x: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-        x = torch.sin(x)
-        inputs.append(StorageWeakRef(x.untyped_storage()))
-        return torch.sin(layer(x))
-
-    x = torch.randn(4, 64, requires_grad=True)
-    for layer in layers:
-        x = block(x, layer) if how is None else checkpoint(block, x, layer, use_reentrant=how)
-    return sum(not ref.expired() for ref in inputs)
+        if kind == "compiled":
+            torch._dynamo.reset()
+            call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        call(torch.ones(3, 64)).sum().backward()
+    assert torch.equal(bias.grad, torch.full((96,), 3.0))
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("how", [None, True, False])
-def test_as_many_inputs_are_kept_as_by_nn_linear(training, how):
-    def make() -> bnb.nn.Linear8bitLt:
-        return bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
+@pytest.mark.parametrize("made", ["layer", "first forward"])
+def test_layers_made_in_inference_mode_still_train(made, how, training):
+    """torch refuses to save such tensors; without the patch it just works."""
 
+    def layer_of() -> bnb.nn.Linear8bitLt:
+        torch.manual_seed(0)
+        with torch.inference_mode(made == "layer"):
+            layer = bnb.nn.Linear8bitLt(64, 96, bias=False, has_fp16_weights=False).requires_grad_(False)
+            if made == "layer":
+                layer.to("cpu")
+        with torch.inference_mode():
+            layer(torch.ones(1, 64))  # the first forward quantizes the weight of a layer that was never moved
+        return layer.train(training)
+
+    x = torch.randn(4, 64)
+    expected = gradients(layer_of(), x, how)
     with patches.applied(ID):
-        kept = inputs_kept(make, training, how)
-    assert kept == inputs_kept(lambda: torch.nn.Linear(64, 64), training, how) == 0
-    if how is not True:  # reentrant checkpointing ran without grad, so even the unpatched keeps nothing
-        assert inputs_kept(make, training, how) == 6
+        assert all(map(torch.equal, gradients(layer_of(), x, how), expected))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_codes_made_in_inference_mode_that_are_no_parameter(training):
+    with torch.inference_mode():
+        weight = linear(bias=False).weight
+        call = product(weight.data.clone(), weight.SCB.clone(), training)
+    leaf = torch.randn(4, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(call(leaf).square().sum(), leaf)
+    with patches.applied(ID):
+        assert torch.equal(torch.autograd.grad(call(leaf).square().sum(), leaf)[0], expected)
+
+
+@pytest.mark.parametrize("how", [None, True, False])
+def test_a_layer_that_was_never_moved_is_quantized_in_its_first_forward(how):
+    """Its recomputation sees an int8 weight where the forward saw a float one: as much must be saved."""
+
+    def cold() -> bnb.nn.Linear8bitLt:
+        torch.manual_seed(0)
+        return bnb.nn.Linear8bitLt(64, 96, bias=False, has_fp16_weights=False).requires_grad_(False)
+
+    x = torch.randn(4, 64)
+    expected = gradients(cold(), x, how)
+    with patches.applied(ID):
+        assert all(map(torch.equal, gradients(cold(), x, how), expected))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_second_backward_goes_on_working(training):
+    """Without the patch it does, for nothing is freed; a layer that learns nothing has nothing to save."""
+    layer, x = linear(bias=False).train(training).requires_grad_(False), torch.randn(4, 64, requires_grad=True)
+    with patches.applied(ID):
+        y = layer(x)
+        y.sum().backward()
+        y.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_a_backward_after_apply_or_revert(training, threshold):
+    layer = linear(bias=False, threshold=threshold).train(training).requires_grad_(False)
+    x = torch.randn(4, 64)
+    expected = gradients(layer, x)[1]
+
+    def backward(y: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(y.square().sum(), leaf)[0]
+
+    leaf = x.clone().requires_grad_(True)
+    before = layer(leaf)
+    with patches.applied(ID):
+        assert torch.equal(backward(before), expected)
+        since = layer(leaf)
+        saved = product(layer.state.CB.clone(), layer.state.SCB, training)(leaf)
+    assert torch.equal(backward(since), expected)
+    with pytest.raises(RuntimeError, match=f"{ID}.*run the forward again"):
+        backward(saved)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -136,7 +158,7 @@ def test_refilling_a_weight_before_backward_raises_torchs_own_error(training, re
         y.sum().backward()
 
     step()  # silently wrong
-    with patches.applied(ID), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with patches.applied(ID), pytest.raises(RuntimeError, match=r"modified by an inplace operation.*; expected version"):
         step()
 
 
@@ -176,6 +198,20 @@ def test_compiled_equals_eager_in_one_graph(training, how):
         y = compiled(a)
         y.square().sum().backward()
     assert torch.equal(y, eager[0]) and torch.equal(a.grad, eager[1])
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_compiled_layer_that_is_offloaded_is_one_graph(training):
+    """Its hook brings a new weight for each forward: what Dynamo traces must not depend on which."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    layer, x = linear(bias=False).train(training).requires_grad_(False), torch.randn(4, 64)
+    with patches.applied():
+        expected = gradients(linear(bias=False).train(training).requires_grad_(False), x)
+        hooks.add_hook_to_module(layer, hooks.AlignDevicesHook(torch.device("cpu"), offload=True))
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(layer, backend="aot_eager")
+        assert all(torch.equal(got, right) for _ in range(3) for got, right in zip(gradients(compiled, x), expected))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def run(layer, x: torch.Tensor, how: bool | None) -> torch.Tensor:
