@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import tracing
+
 if TYPE_CHECKING:
     import torch
 
@@ -12,11 +14,11 @@ def require_grads(module: torch.nn.Module, inputs: Any, output: torch.Tensor) ->
     """Forward hook: make ``output`` require grad, in place in eager and as a new tensor while compiling."""
     import torch
 
-    if not torch.compiler.is_compiling():
+    if not tracing.for_this_process():
         output.requires_grad_(True)
         return None
     if output.requires_grad or not torch.is_grad_enabled():
         return None
     from .operators import tie
 
-    return torch.ops.bnb_patches.tie(output, tie.anchor)
+    return tie.OPERATOR(output, tie.anchor)

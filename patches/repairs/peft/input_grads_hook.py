@@ -51,7 +51,7 @@ PATCH = Patch(
     id="peft-input-grads-hook",
     summary="torch.compile splits the model at peft's hook that makes the embedding's output require grad",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/other.py",),
-    requires=("peft>=0.14", "torch>=2.6"),
+    requires=("peft>=0.14", "torch>=2.7"),
     tested_up_to="0.21.2",
     edits=(
         Rewrite("peft.utils.other:prepare_model_for_kbit_training", **HOOK),

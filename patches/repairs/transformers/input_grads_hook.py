@@ -65,7 +65,7 @@ PATCH = Patch(
     id="transformers-input-grads-hook",
     summary="torch.compile splits the model at the hook that makes the embedding's output require grad",
     links=("https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",),
-    requires=("transformers>=4.53", "torch>=2.6"),
+    requires=("transformers>=4.53", "torch>=2.7"),
     tested_up_to="5.23.0",
     edits=(
         Rewrite(

@@ -8,9 +8,10 @@ and backward again. All releases.
 While compiling, the product is the operator ``bnb_patches::linear_4bit``, whose arguments are the
 parts of the quantization state. It is a composite: AOT autograd expands it into ``MatMul4Bit`` on
 the same state, so what is lowered, what is saved for backward and every bit of the result are what
-they were; only the graph that is looked up in the cache has an operator there. The release of
-bitsandbytes is one of its arguments, so that an upgrade does not find the graphs of the old one.
-Eager calls take the old path.
+they were; only the graph that is looked up in the cache has an operator there. Its name carries a digest
+of the code that it expands to, so that an upgrade of either package does not find the graphs of the old one
+(``helpers/operators/digest.py``). Eager calls take the old path, and so does torch.export, whose programs
+are loaded where the operator is not defined.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import tracing
 
 if TYPE_CHECKING:
     import torch
 
 def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, quant_state: Any) -> torch.Tensor:
-    """``MatMul4Bit.apply(A, B, out, bias, quant_state)``, or while compiling the operator for it."""
+    """While tracing: ``MatMul4Bit.apply(A, B, out, bias, quant_state)``, or the operator for it."""
     import torch
 
-    if not torch.compiler.is_compiling() or out is not None:
+    if out is not None or not tracing.for_this_process():
         return function.apply(A, B, out, bias, quant_state)
     from ...helpers.operators import linear_4bit
 
     nested = quant_state.state2 if quant_state.nested else None
-    return torch.ops.bnb_patches.linear_4bit(
+    return linear_4bit.OPERATOR(
         A,
         B,
         bias,
@@ -45,7 +47,6 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
         nested.code if nested is not None else None,
         nested.blocksize if nested is not None else 0,
         nested.dtype if nested is not None else torch.float32,
-        linear_4bit.RELEASE,
     )
 
 
@@ -73,7 +74,11 @@ def defect() -> Finding:
 TARGET = "bitsandbytes.autograd._functions:matmul_4bit"
 EDIT = {
     "find": "MatMul4Bit.apply(A, B, out, bias, quant_state)",
-    "replace": "_patches_linear_4bit(MatMul4Bit, A, B, out, bias, quant_state)",
+    "replace": """(
+        _patches_linear_4bit(MatMul4Bit, A, B, out, bias, quant_state)
+        if torch.compiler.is_compiling()
+        else MatMul4Bit.apply(A, B, out, bias, quant_state)
+    )""",
     "names": {"_patches_linear_4bit": apply},
 }
 
@@ -81,7 +86,7 @@ PATCH = Patch(
     id="bitsandbytes-matmul4bit-aot-cache",
     summary="compiled 4-bit models are compiled anew in every process: the cache on disk refuses their graphs",
     links=("https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html",),
-    requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
     tested_up_to="0.50.2",
     edits=(
         Rewrite(TARGET, **EDIT, count=2, when="bitsandbytes<0.47"),

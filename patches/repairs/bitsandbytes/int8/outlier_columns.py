@@ -8,28 +8,28 @@ compiled training is slower than eager. Hits training on a GPU, and eval everywh
 ``capture_dynamic_output_shape_ops`` is no cure: with checkpointing it crashes Dynamo.
 All releases.
 
-While compiling, the layer becomes one operator, ``bnb_patches::int8_linear``, whose output shape
+While compiling, the layer becomes one operator, ``bnb_patches::int8_linear_…``, whose output shape
 does not depend on the data: it calls the same two kernels in the same order, and its backward
 rounds as ``MatMul8bitLt.backward`` does, so both are bit-equal to eager. Only what it can stand for
-goes there: a quantized weight, 2-D or 3-D input, a threshold. Eager calls take the old path.
+goes there: a quantized weight, 2-D or 3-D input, a threshold. Eager calls take the old path, and so
+does torch.export, whose programs are loaded where the operator is not defined.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...helpers.graphs import in_pieces
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import tracing
+from ...helpers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch
 
 
-def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) -> torch.Tensor:
-    """``function.apply(A, B, out, bias, state)``, or while compiling the operator that stands for it."""
-    import torch
-
-    if torch.compiler.is_compiling() and out is None and _fits(A, state):
+def traced(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) -> torch.Tensor:
+    """While tracing: ``function.apply(A, B, out, bias, state)``, or the operator that stands for it."""
+    if out is None and tracing.for_this_process() and _fits(A, state):
         from bitsandbytes.autograd._functions import MatMul8bitLt
 
         if id(function) == id(MatMul8bitLt):  # Dynamo cannot compare two Functions with `is`
@@ -37,22 +37,19 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
     return function.apply(A, B, out, bias, state)
 
 
-def apply_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) -> torch.Tensor:
+def traced_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) -> torch.Tensor:
     """The same for ``MatMul8bitLt``, where Dynamo is too old to be asked which function it has."""
-    import torch
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
-    if torch.compiler.is_compiling() and out is None and _fits(A, state):
+    if out is None and tracing.for_this_process() and _fits(A, state):
         return _operator(A, bias, state)
     return MatMul8bitLt.apply(A, B, out, bias, state)
 
 
 def _operator(A: torch.Tensor, bias: Any, state: Any) -> torch.Tensor:
-    import torch
+    from ...helpers.operators import int8_linear
 
-    from ...helpers.operators import int8_linear  # noqa: F401, defines the operator
-
-    return torch.ops.bnb_patches.int8_linear(A, state.CB, state.SCB, bias, float(state.threshold))
+    return int8_linear.OPERATOR(A, state.CB, state.SCB, bias, float(state.threshold))
 
 
 def _fits(A: torch.Tensor, state: Any) -> bool:
@@ -74,35 +71,41 @@ def defect() -> Finding:
     return in_pieces(layer, x)
 
 
-TARGET = "bitsandbytes.autograd._functions:matmul"
-NAMES = {"_patches_int8_apply": apply}
+_TARGET = "bitsandbytes.autograd._functions:matmul"
+_LT = "MatMul8bitLt.apply(A, B, out, bias, state)"
+_FP = "MatMul8bitFp.apply(A, B, out, bias, state)"
+
+
+def _while_tracing(replacement: str, otherwise: str) -> str:
+    return f"({replacement} if torch.compiler.is_compiling() else {otherwise})"
+
 
 PATCH = Patch(
     id="bitsandbytes-int8-outlier-columns",
     summary="torch.compile breaks at every INT8 layer with a threshold: the outlier columns depend on the data",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
-    requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
     tested_up_to="0.50.2",
     edits=(
         Rewrite(
-            TARGET,
-            find="MatMul8bitLt.apply(A, B, out, bias, state)",
-            replace="_patches_int8_apply(MatMul8bitLt, A, B, out, bias, state)",
-            names=NAMES,
+            _TARGET,
+            find=_LT,
+            replace=_while_tracing("_patches_int8_traced_as(MatMul8bitLt, A, B, out, bias, state)", _LT),
+            names={"_patches_int8_traced_as": traced},
             when="torch>=2.13",
         ),
         Rewrite(
-            TARGET,
-            find="MatMul8bitLt.apply(A, B, out, bias, state)",
-            replace="_patches_int8_apply_lt(A, B, out, bias, state)",
-            names={"_patches_int8_apply_lt": apply_lt},
+            _TARGET,
+            find=_LT,
+            replace=_while_tracing("_patches_int8_traced_lt(A, B, out, bias, state)", _LT),
+            names={"_patches_int8_traced_lt": traced_lt},
             when="torch<2.13",
         ),
         Rewrite(
-            TARGET,
-            find="MatMul8bitFp.apply(A, B, out, bias, state)",
-            replace="_patches_int8_apply(MatMul8bitFp, A, B, out, bias, state)",
-            names=NAMES,
+            _TARGET,
+            find=_FP,
+            replace=_while_tracing("_patches_int8_traced_as(MatMul8bitFp, A, B, out, bias, state)", _FP),
+            names={"_patches_int8_traced_as": traced},
             when="bitsandbytes>=0.47 and torch>=2.13",
         ),
     ),

@@ -1,4 +1,4 @@
-"""``bnb_patches::int8_linear``: one INT8 linear layer inside a compiled graph.
+"""``bnb_patches::int8_linear_…``: one INT8 linear layer inside a compiled graph.
 
 Imported only while torch.compile traces a patched function. An operator, once defined, stays in
 the dispatcher for the life of the process; without the patch nothing calls it.
@@ -9,13 +9,7 @@ from __future__ import annotations
 import bitsandbytes.functional as F
 import torch
 
-_library = torch.library.Library("bnb_patches", "FRAGMENT")
-
-_library.define(
-    "int8_linear(Tensor x, Tensor CB, Tensor SCB, Tensor? bias, float threshold) -> Tensor",
-    # How many outlier columns there are is read back from the device: no CUDA graph can hold that.
-    tags=tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)),
-)
+from .digest import versioned
 
 
 def _int8_linear(
@@ -54,8 +48,17 @@ def _int8_linear_backward(ctx, grad):
     return grad_x, None, None, grad_bias, None
 
 
-_library.impl("int8_linear", _int8_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("bnb_patches::int8_linear", _int8_linear_fake, lib=_library)
-torch.library.register_autograd(
-    "bnb_patches::int8_linear", _int8_linear_backward, setup_context=_int8_linear_setup, lib=_library
+_NAME = versioned("int8_linear", _int8_linear, _int8_linear_fake, _int8_linear_setup, _int8_linear_backward)
+_library = torch.library.Library("bnb_patches", "FRAGMENT")
+_library.define(
+    f"{_NAME}(Tensor x, Tensor CB, Tensor SCB, Tensor? bias, float threshold) -> Tensor",
+    # How many outlier columns there are is read back from the device: no CUDA graph can hold that.
+    tags=tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)),
 )
+_library.impl(_NAME, _int8_linear, "CompositeExplicitAutograd")
+torch.library.register_fake(f"bnb_patches::{_NAME}", _int8_linear_fake, lib=_library)
+torch.library.register_autograd(
+    f"bnb_patches::{_NAME}", _int8_linear_backward, setup_context=_int8_linear_setup, lib=_library
+)
+
+OPERATOR = getattr(torch.ops.bnb_patches, _NAME).default

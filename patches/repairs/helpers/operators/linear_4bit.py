@@ -1,4 +1,4 @@
-"""``bnb_patches::linear_4bit``: one 4-bit linear layer inside a compiled graph.
+"""``bnb_patches::linear_4bit_…``: one 4-bit linear layer inside a compiled graph.
 
 Imported only while torch.compile traces a patched function. An operator, once defined, stays in
 the dispatcher for the life of the process; without the patch nothing calls it.
@@ -7,27 +7,12 @@ the dispatcher for the life of the process; without the patch nothing calls it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import bitsandbytes.functional as F
 import torch
 from bitsandbytes.autograd._functions import MatMul4Bit
 
-try:
-    RELEASE = version("bitsandbytes")
-except PackageNotFoundError:  # imported from a source tree
-    RELEASE = "unknown"
-
-_library = torch.library.Library("bnb_patches", "FRAGMENT")
-
-# `release` changes nothing here: it keeps a graph that one bitsandbytes made out of the on-disk
-# cache of another, because the cache sees the operator's arguments but not what it expands to.
-_library.define(
-    "linear_4bit(Tensor x, Tensor weight, Tensor? bias, Tensor absmax, SymInt[] shape, ScalarType dtype, "
-    "int blocksize, str quant_type, Tensor? offset, Tensor? absmax2, Tensor? code2, int blocksize2, "
-    "ScalarType dtype2, str release) -> Tensor"
-)
-
+from .digest import versioned
 
 def _linear_4bit(
     x: torch.Tensor,
@@ -43,7 +28,6 @@ def _linear_4bit(
     code2: torch.Tensor | None,
     blocksize2: int,
     dtype2: torch.dtype,
-    release: str,
 ) -> torch.Tensor:
     """The library's own 4-bit function on a quantization state put together from its parts."""
     state2 = None
@@ -61,5 +45,14 @@ def _linear_4bit(
     return MatMul4Bit.apply(x, weight, None, bias, state)
 
 
+_NAME = versioned("linear_4bit", _linear_4bit)
+_library = torch.library.Library("bnb_patches", "FRAGMENT")
+_library.define(
+    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, Tensor absmax, SymInt[] shape, ScalarType dtype, "
+    "int blocksize, str quant_type, Tensor? offset, Tensor? absmax2, Tensor? code2, int blocksize2, "
+    "ScalarType dtype2) -> Tensor"
+)
 # Composite: Dynamo puts one operator into its graph, AOT autograd expands it to what stood there before.
-_library.impl("linear_4bit", _linear_4bit, "CompositeImplicitAutograd")
+_library.impl(_NAME, _linear_4bit, "CompositeImplicitAutograd")
+
+OPERATOR = getattr(torch.ops.bnb_patches, _NAME).default

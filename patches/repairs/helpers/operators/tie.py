@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from .digest import versioned
+
 
 class _Tie(torch.autograd.Function):
     @staticmethod
@@ -24,9 +26,12 @@ def _tie(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 
 # An operator rather than the Function itself: the AOT autograd cache takes no custom Function.
 # Composite: it expands to the clone, which Inductor fuses away.
+_NAME = versioned("tie", _tie)
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
-_library.define("tie(Tensor x, Tensor anchor) -> Tensor")
-_library.impl("tie", _tie, "CompositeImplicitAutograd")
+_library.define(f"{_NAME}(Tensor x, Tensor anchor) -> Tensor")
+_library.impl(_NAME, _tie, "CompositeImplicitAutograd")
+
+OPERATOR = getattr(torch.ops.bnb_patches, _NAME).default
 
 anchor = torch.zeros((), requires_grad=True)
 """Requires grad and gets none. An input of the graph, so that a graph without parameters has a backward too."""

@@ -116,14 +116,14 @@ def test_checkpointing_recomputes_the_operator(as_on_a_gpu, device):
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(device, dtype, grad):
-    from patches.repairs.helpers.operators import int8_linear  # noqa: F401  (defines the operator)
+    from patches.repairs.helpers.operators import int8_linear
 
     layer = layer_of(dtype, True, device)
     weight = layer.weight
     bias = layer.bias.detach().to(dtype).requires_grad_(grad)
     for x in (input_of(dtype, device), input_of(dtype, device, outliers=False)[0]):
         arguments = (x.requires_grad_(grad), weight.CB, weight.SCB, bias, 6.0)
-        torch.library.opcheck(torch.ops.bnb_patches.int8_linear.default, arguments)
+        torch.library.opcheck(int8_linear.OPERATOR, arguments)
 
 
 def test_what_the_operator_cannot_stand_for_is_left_alone(device):

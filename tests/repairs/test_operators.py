@@ -1,0 +1,108 @@
+"""Operators in compiled graphs: what one version of the code compiled is not found by another on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import patches
+
+pytest.importorskip("bitsandbytes")
+
+STEP = """
+import json, torch
+import bitsandbytes as bnb
+import patches
+from torch._dynamo.utils import counters
+
+patches.apply()
+torch.manual_seed(0)
+layers = {
+    "4-bit": bnb.nn.Linear4bit(64, 64, bias=False, compress_statistics=False, quant_type="nf4").to("cpu"),
+    "int8": bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=6.0).to("cpu").eval(),
+}
+found = {}
+for name, layer in layers.items():
+    x = torch.ones(2, 64, requires_grad=True)
+    counters.clear()
+    torch.compile(layer, fullgraph=True)(x).sum().backward()
+    aot = counters["aot_autograd"]
+    found[name] = {"hit": aot["autograd_cache_hit"], "miss": aot["autograd_cache_miss"], "grad": x.grad.flatten().tolist()}
+print(json.dumps(found))
+"""
+
+CHANGES = {
+    # in the function behind the operator itself
+    "operators/int8_linear.py": ("SCB.unsqueeze(1).mul(1.0 / 127.0)", "SCB.unsqueeze(1).mul(2.0 / 127.0)"),
+    # in a helper of a patch, called by the function of bitsandbytes that the operator expands to
+    "four_bit/matmul4bit_saved_tensors.py": ("QuantState(absmax, code", "QuantState(absmax + absmax, code"),
+}
+"""Another version of the plugin: each change doubles the gradients of one layer, and no output."""
+
+
+@pytest.fixture
+def another_version(tmp_path: Path) -> Path:
+    package = Path(patches.__file__).parent
+    copy = shutil.copytree(package, tmp_path / "another" / "patches", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, (old, new) in CHANGES.items():
+        (file,) = (f for f in copy.rglob(Path(name).name) if f.match(name))
+        text = file.read_text()
+        assert text.count(old) == 1
+        file.write_text(text.replace(old, new))
+    return copy.parent
+
+
+def test_a_repair_reaches_who_has_a_warm_cache(fresh, tmp_path, another_version):
+    def step(folder: Path | None = None) -> dict[str, dict]:
+        path = os.environ["PYTHONPATH"] if folder is None else f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path}
+        return json.loads(fresh(STEP, cwd=folder, **env).splitlines()[-1])
+
+    first, same, other = step(), step(), step(another_version)
+    for name in first:
+        assert (first[name]["miss"], first[name]["hit"]) == (1, 0)
+        assert (same[name]["miss"], same[name]["hit"]) == (0, 1) and same[name]["grad"] == first[name]["grad"]
+        assert (other[name]["miss"], other[name]["hit"]) == (1, 0)
+        twice = [2 * value for value in first[name]["grad"]]
+        assert other[name]["grad"] == pytest.approx(twice), "the graph of the other version was taken"
+
+
+NAMES = """
+import patches
+from patches.repairs.helpers.operators import int8_linear, linear_4bit, tie
+print(*(module.OPERATOR.name() for module in (int8_linear, linear_4bit, tie)))
+"""
+
+
+def test_a_name_is_the_same_in_every_process(fresh):
+    one, other = (fresh(NAMES, PYTHONHASHSEED=seed) for seed in "12")
+    assert one == other and len(one.split()) == 3
+
+
+def test_the_digest_is_one_of_all_code_that_is_reached():
+    from bitsandbytes.autograd import _functions
+    from patches.repairs.helpers.operators.digest import versioned
+
+    def name() -> str:
+        return versioned("name", _functions.MatMul4Bit)
+
+    before = name()
+    with patches.applied("bitsandbytes-matmul4bit-saved-tensors"):
+        assert name() != before, "what is patched is other code"
+    assert name() == before
+
+    def digest(source: str) -> str:
+        scope: dict = {"__name__": "patches.made"}
+        exec(source, scope)
+        return versioned("name", scope["root"])
+
+    source = "LIMIT = 1\ndef helper(x, y=2):\n    return x in {'a', 'b'}\ndef root(x):\n    return helper(x) + LIMIT\n"
+    names = [digest(source.replace(*change)) for change in (
+        ("", ""), ("LIMIT = 1", "LIMIT = 3"), ("y=2", "y=3"), ("'b'", "'c'"), ("x in", "x not in"), ("+ LIMIT", "- LIMIT"),
+    )]  # fmt: skip
+    assert len(set(names)) == len(names)
+    assert digest("\n\n" + source) == names[0], "where it stands does not matter"
