@@ -7,9 +7,14 @@ checkpoint, so the first compiled step of a freshly loaded model leaves every de
 the model is compiled twice, and so it is if the Trainer evaluates in eager between two steps. Who
 runs the model once in eager does not see it. All releases.
 
-While compiling, the same product is taken with a state of its own, filled from wherever codes and
-scales are; nothing is written, so the graph holds for the next step. A weight that is not quantized
-yet, or whose scales are not there, takes the old path. Eager calls do too.
+torch.export records the same writes: a program that cannot be saved (``Failed serializing node set_``).
+In training, where a CPU takes ``MatMul8bitFp``, it also makes a constant of ``state.CB.data``, a tensor
+without values.
+
+While compiling or exporting, the same product is taken with a state of its own, filled from wherever
+codes and scales are; nothing is written, so the graph holds for the next step, and a program can be saved
+and loaded by whoever has bitsandbytes. A weight that is not quantized yet, or whose scales are not there,
+takes the old path. Eager calls do too.
 """
 
 from __future__ import annotations
@@ -24,19 +29,16 @@ if TYPE_CHECKING:
 
 
 def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """While compiling: ``layer(x)`` without writing anything; else, or if it cannot be done, None."""
-    import torch
-
-    if not torch.compiler.is_compiling() or layer.state.has_fp16_weights:
-        return None
+    """While tracing: ``layer(x)`` without writing anything, or None if that cannot be done."""
     import bitsandbytes as bnb
 
     settled, weight = layer.state, layer.weight
-    if not hasattr(weight, "SCB"):
+    if settled.has_fp16_weights or not hasattr(weight, "SCB"):
         return None  # tied, sharded or given by functional_call: the state is that of another weight
     # The weight first: with `int8-requantized-codes` it keeps its scales, so that an eager forward in between,
-    # which settles the layer, changes nothing that is read here, and the graph holds.
-    CB, SCB = (weight.data, weight.SCB) if weight.SCB is not None else (settled.CB, settled.SCB)
+    # which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
+    # operation that the graph holds too, where torch.export would make a constant of what it read.
+    CB, SCB = (weight.detach(), weight.SCB) if weight.SCB is not None else (settled.CB, settled.SCB)
     if CB is None or SCB is None or CB.device != x.device or SCB.device != x.device:
         return None
     state = bnb.MatmulLtState()
@@ -62,18 +64,24 @@ PATCH = Patch(
     id="bitsandbytes-int8-cold-state",
     summary="the first compiled step of an INT8 model falls apart, for its layers write their state in forward",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
-    requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
     tested_up_to="0.50.2",
     edits=(
         Rewrite(
             "bitsandbytes.nn.modules:Linear8bitLt.forward",
             find="self.state.is_training = self.training",
             replace="""
-                if (traced := _patches_int8_traced(self, x)) is not None:
+                if torch.compiler.is_compiling() and (traced := _patches_int8_traced(self, x)) is not None:
                     return traced
                 self.state.is_training = self.training
             """,
             names={"_patches_int8_traced": traced},
+        ),
+        Rewrite(
+            "bitsandbytes.autograd._functions:MatMul8bitFp.forward",
+            find="state.CB.data",
+            replace="state.CB",
+            when="bitsandbytes>=0.47",
         ),
     ),
     defect=defect,

@@ -40,7 +40,7 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
         scale = int8_scales.find_scale(layer) if int8_scales.is_lost(kept.SCB) else kept.SCB
         if scale is None:
             raise int8_scales.lost(layer)
-        state.CB, state.SCB = weight.data, scale.to(weight.device)
+        state.CB, state.SCB = weight.detach(), scale.to(weight.device)
     return bnb.matmul(x, weight, bias=bias, state=state)
 
 
