@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import CannotShow, Finding, Patch, Rewrite
 from ...helpers import int8_scales
 
 if TYPE_CHECKING:
@@ -60,7 +60,11 @@ def defect() -> Finding:
     """A layer under accelerate's offload hook, forward twice, against the same layer without."""
     import bitsandbytes as bnb
     import torch
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    try:
+        from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    except ImportError:
+        raise CannotShow("it is shown through a hook of accelerate, which is not installed") from None
 
     def quantized() -> bnb.nn.Linear8bitLt:
         torch.manual_seed(0)
@@ -105,7 +109,7 @@ PATCH = Patch(
     id="bitsandbytes-int8-requantized-codes",
     summary="an int8 weight without its scales is quantized again as if it were floating point: outputs 2000x off",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
-    requires=("bitsandbytes>=0.46.1", "accelerate"),
+    requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
         *_forward("MatMul8bitLt"),
