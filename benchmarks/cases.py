@@ -26,13 +26,15 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One way to fine-tune: LoRA on all linear layers over a frozen quantized model."""
+    """One way to fine-tune: LoRA over a frozen quantized model."""
 
     name: str
     text: str
     bits: int
     checkpointing: bool
     dora: bool = False
+    targets: tuple[str, ...] = ()
+    """Of LoRA, by name; all linear layers if empty."""
 
 
 CASES = (

@@ -58,7 +58,7 @@ def _case(results: dict[str, dict[str, Any]]) -> str:
         times = (f"{median(r[key]) * 1000:.1f}" for key in ("seconds", "cpu_s"))
         first = (f"{r[key]:.1f}" for key in ("first_s", "first_cpu_s"))
         rows.append((name, *times, of_eager, *counts, *first, f"{r['peak_mib']:.0f}"))
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def _ratios(name: str, results: dict[str, dict[str, Any]], size: str) -> str:
@@ -77,7 +77,7 @@ def _ratios(name: str, results: dict[str, dict[str, Any]], size: str) -> str:
         rows.append(("first call, patched compiled / unpatched compiled", *first, "0.50" if target and name == "nf4-checkpoint" else ""))
     if limit := results.get("patched eager", {}).get("limit"):
         rows.insert(1, ("the same, if all that Inductor can compile took no time", "", _number(limit), ""))
-    return _markdown(("ratio", "of seconds", "of CPU seconds", "target"), rows)
+    return markdown(("ratio", "of seconds", "of CPU seconds", "target"), rows)
 
 
 def _cost(cost: dict[str, Any]) -> str:
@@ -89,7 +89,7 @@ def _cost(cost: dict[str, Any]) -> str:
     return "\n".join(
         [
             "What the patches cost",
-            _markdown(("eager call, CPU us", "unpatched", "patched", "more", "ratio"), rows),
+            markdown(("eager call, CPU us", "unpatched", "patched", "more", "ratio"), rows),
             "",
             f"import bitsandbytes: {i['without']:.3f} CPU s, with the entry point off {i['off']:.3f} s, "
             f"with autoload {i['autoload']:.3f} s: ratio {i['ratio']:.3f} (target 1.02)",
@@ -99,7 +99,8 @@ def _cost(cost: dict[str, Any]) -> str:
     )
 
 
-def _markdown(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+def markdown(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    """A table for a Markdown page."""
     cells = [tuple(map(str, row)) + ("",) * (len(head) - len(row)) for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     aligned = ["| " + " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))) + " |"

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import cost
 from .cases import Case, Job, Size
 
 _MIB = 2**20
@@ -47,6 +48,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.small: dict[str, Callable[[], Any]] | None = None
 
     def start(self) -> dict[str, Any]:
         """Import, patch, load. Returns the versions and the patches that are in."""
@@ -56,9 +58,10 @@ class Worker:
         import transformers
 
         transformers.logging.set_verbosity_error()
-        if self.job.case.bits == 8 and self.job.device == "cpu":
-            self._as_on_a_gpu()
+        cost.quiet()
         applied, problems = self._patch() if self.job.configuration.patched else ([], {})
+        if self.job.case.bits == 8 and self.job.device == "cpu":
+            self._as_on_a_gpu()  # after the patches, which look at the function that is replaced here
         torch.manual_seed(0)
         self.model = self._load(self.job.case)
         self.call = self.model
@@ -99,6 +102,21 @@ class Worker:
         self._forget_peak()
         return {}
 
+    def count(self) -> dict[str, int]:
+        """Matrix products of a step; then, without checkpointing from now on, bytes that ``save_on_cpu`` carries."""
+        from . import counts
+
+        products = counts.products(self._step)
+        self.model.gradient_checkpointing_disable()
+        carried, weights = counts.carried(self._step)
+        return {"products": products, "carried": carried, "carried_weights": weights}
+
+    def calls(self) -> dict[str, float]:
+        """Microseconds of small calls, by name."""
+        if self.small is None:
+            self.small = cost.subjects(self.job.device)
+        return {name: cost.microseconds(call, self.job.device, budget=0.002, loops=20) for name, call in self.small.items()}
+
     def _as_on_a_gpu(self) -> None:
         # On a CPU bitsandbytes takes another function, which knows no outliers; measured is that of a GPU.
         from bitsandbytes.autograd import _functions
@@ -135,7 +153,7 @@ class Worker:
         model = prepare_model_for_kbit_training(
             model, use_gradient_checkpointing=case.checkpointing, gradient_checkpointing_kwargs=kind
         )
-        lora = LoraConfig(r=8, target_modules="all-linear", use_dora=case.dora, task_type="CAUSAL_LM")
+        lora = LoraConfig(r=8, target_modules=list(case.targets) or "all-linear", use_dora=case.dora, task_type="CAUSAL_LM")
         return get_peft_model(model, lora).train()
 
     def _step(self) -> tuple[float, float, float]:

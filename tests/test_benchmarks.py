@@ -60,3 +60,53 @@ def test_what_failed_is_in_the_table_and_not_in_the_plot(tmp_path: Path):
     pytest.importorskip("matplotlib")
     present.plot(data, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_one_pair_of_eager_processes(tmp_path: Path, capsys: pytest.CaptureFixture):
+    from benchmarks import eager
+
+    assert eager.main(["--pairs", "1", "--rounds", "1", "--size", "tiny", "--output", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "eager.json").read_text())
+    assert list(data["cases"]) == [case.name for case in eager.ALL]
+    for (pair,) in data["cases"].values():
+        assert set(pair["counts"]) == set(pair["cpu_s"]) == {"unpatched", "patched"}
+        assert pair["counts"]["patched"]["products"] > 0 and pair["cpu_s"]["patched"][0] > 0
+    # q and v are 2 of the 7 layers of a block: fewer products than where all learn
+    few, all_of_them = (data["cases"][name][0]["counts"]["patched"] for name in ("nf4-qv-checkpoint", "nf4-checkpoint"))
+    assert few["products"] < all_of_them["products"]
+    assert "4-bit, LoRA on q and v" in capsys.readouterr().out
+
+
+def test_products_and_what_is_carried_are_counted():
+    bnb = pytest.importorskip("bitsandbytes")
+    torch = pytest.importorskip("torch")
+    from benchmarks import counts
+
+    layer = bnb.nn.Linear8bitLt(32, 32, bias=False, has_fp16_weights=False, threshold=6.0).to("cpu").eval()
+    weight, x = torch.ones(32, 32, requires_grad=True), torch.ones(4, 32)
+    assert counts.products(lambda: (x @ weight, layer(x), x + 1)) >= 2
+    assert counts.products(lambda: x + 1) == 0
+    codes = torch.ones(8, dtype=torch.int8)
+
+    class Keeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, codes)
+            return x.clone()
+
+    assert counts.carried(lambda: Keeping.apply(weight)) == (32 * 32 * 4 + 8, 8)
+
+
+def test_the_table_of_eager_costs_says_ratio_and_difference():
+    from benchmarks import eager
+
+    def counts(products: int, weights: int) -> dict[str, int]:
+        return {"products": products, "carried": 2**20 + weights, "carried_weights": weights}
+
+    both = {"unpatched": counts(26, 0), "patched": counts(28, 2**20)}
+    one = {"text": "a case", "cpu_s": {"unpatched": [1.0, 2.0, 4.0], "patched": [1.1, 2.0, 4.8]}, "counts": both}
+    calls = {"a forward": [{"unpatched": 10.0, "patched": 12.5}], "forward and backward": [{"unpatched": 10.0, "patched": 9.0}]}
+    text = eager.table({"cases": {"a": [one]}, "calls": calls})
+    assert "1.100 (1.100 to 1.100)" in text and "+2.5 (+2.5 to +2.5)" in text and "-1.0" in text
+    row = next(line for line in text.splitlines() if line.startswith("| a case"))
+    assert [cell.strip() for cell in row.split("|")][5:11] == ["26", "28", "1.0", "2.0", "0.0", "1.0"]

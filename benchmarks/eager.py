@@ -1,0 +1,129 @@
+"""What the patches cost in eager: ``python -m benchmarks.eager``. Pairs of fresh processes, in turn; three minutes.
+
+For each case: the time of a step, the matrix products in it, and what ``save_on_cpu`` carries without
+checkpointing. Then the time of one call of a small layer. All times are those of the processor, on one thread, for
+what the patches cost there is Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .cases import CASES, SIZES, Case, Configuration, Job, Size
+from .present import markdown
+from .run import Process
+
+ALL = (*CASES, Case("nf4-qv-checkpoint", "4-bit, LoRA on q and v, checkpointing", bits=4, checkpointing=True,
+                    targets=("q_proj", "v_proj")))  # fmt: skip
+STATES = ("unpatched", "patched")
+TARGETS = {"step": 1.01, "forward": 3.0, "forward and backward": 5.0}
+"""Ratio of a step; microseconds that a call may take more."""
+
+
+def measure(size: Size, *, pairs: int, rounds: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """``cases`` and ``calls`` by name; in each, for each pair, what :func:`_pair` found."""
+    found = [_pair(size, rounds, lambda text: tell(f"pair {turn + 1} of {pairs}: {text}")) for turn in range(pairs)]
+    return {kind: {name: [one[kind][name] for one in found] for name in found[0][kind]} for kind in ("cases", "calls")}
+
+
+def _pair(size: Size, rounds: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Two processes, one with the patches, each working while the other waits."""
+    with tempfile.TemporaryDirectory(prefix="bnb-patches-bench-") as name:
+        folder = Path(name)
+        pair = {state: Process(folder / f"{state}.log", OMP_NUM_THREADS="1") for state in STATES}
+        try:
+            _ask(pair["unpatched"], "save", str(folder / "model"), vars(size))
+            cases = {}
+            for case in ALL:
+                tell(case.name)
+                for state, process in pair.items():
+                    configuration = Configuration(state, patched=state == "patched", compiled=False)
+                    _ask(process, "job", Job(case, size, configuration, "cpu", "float32", "", str(folder / "model")).to_dict())
+                    problems = _ask(process, "start")["problems"]
+                    if problems:
+                        raise RuntimeError(f"not all patches are in: {problems}")
+                    _ask(process, "settle", 2)
+                turns = _in_turn(pair, rounds, "steps", 1)
+                steps = {state: [answer["cpu_s"][0] for answer in answers] for state, answers in turns.items()}
+                counts = {state: _ask(process, "count") for state, process in pair.items()}
+                cases[case.name] = {"text": case.text, "cpu_s": steps, "counts": counts}
+            tell("calls")
+            calls = _in_turn(pair, rounds, "calls")
+            names = calls["patched"][0]
+            return {"cases": cases, "calls": {n: {s: min(a[n] for a in calls[s]) for s in STATES} for n in names}}
+        finally:
+            for process in pair.values():
+                process.end()
+
+
+def _in_turn(pair: dict[str, Process], rounds: int, *command: Any) -> dict[str, list[dict[str, Any]]]:
+    """What both answer to ``command`` in each round; in every other round the patched one is first."""
+    found: dict[str, list[dict[str, Any]]] = {state: [] for state in STATES}
+    for turn in range(rounds):
+        for state in STATES if turn % 2 == 0 else reversed(STATES):
+            found[state].append(_ask(pair[state], *command))
+    return found
+
+
+def _ask(process: Process, *command: Any) -> dict[str, Any]:
+    answer = process(*command)
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer
+
+
+def table(data: dict[str, Any]) -> str:
+    """All figures: of a pair the median of its rounds (of calls the best), and over pairs the median."""
+    return "\n\n".join([_steps(data["cases"]), _calls(data["calls"])])
+
+
+def _steps(cases: dict[str, list[dict[str, Any]]]) -> str:
+    rows = []
+    for pairs in cases.values():
+        ratios = [median(a / b for a, b in zip(*(one["cpu_s"][s] for s in reversed(STATES)))) for one in pairs]
+        ms = [f"{median(median(one['cpu_s'][s]) for one in pairs) * 1000:.0f}" for s in STATES]
+        counts = [pairs[0]["counts"][s] for s in STATES]
+        mib = [f"{c[key] / 2**20:.1f}" for key in ("carried", "carried_weights") for c in counts]
+        spread = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        rows.append((pairs[0]["text"], *ms, spread, *(c["products"] for c in counts), *mib))
+    both = [f"{name}{state}" for name in ("products, ", "carried MiB, ", "of it weights, ") for state in STATES]
+    head = ("eager step, CPU ms", *STATES, f"ratio (target {TARGETS['step']})", *both)
+    return markdown(head, rows)
+
+
+def _calls(calls: dict[str, list[dict[str, float]]]) -> str:
+    rows = []
+    for name, pairs in calls.items():
+        more = [one["patched"] - one["unpatched"] for one in pairs]
+        target = TARGETS["forward and backward" if "backward" in name else "forward"]
+        us = [f"{median(one[state] for one in pairs):.1f}" for state in STATES]
+        rows.append((name, *us, f"{median(more):+.1f} ({min(more):+.1f} to {max(more):+.1f})", target))
+    return markdown(("eager call, CPU us", *STATES, "more", "target"), rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.eager", description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=4, help="of fresh processes (default 4)")
+    parser.add_argument("--rounds", type=int, default=8, help="of each pair (default 8)")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
+    options = parser.parse_args(argv)
+    data = measure(
+        SIZES[options.size], pairs=options.pairs, rounds=options.rounds, tell=lambda text: print(text, file=sys.stderr)
+    )
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "eager.json").write_text(json.dumps(data, indent=1) + "\n")
+    (options.output / "eager.md").write_text(table(data) + "\n")
+    print(table(data))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
