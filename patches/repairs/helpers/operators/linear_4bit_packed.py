@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import packed_weights
+from .digest import versioned
 from .. import block_scales
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
-_NAME = "linear_4bit_packed"
+_NAME = versioned("linear_4bit_packed", _linear, _linear_fake)
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
 _library.define(
     f"{_NAME}(Tensor x, Tensor weight, Tensor[] statistics, Tensor code, Tensor? bias, int[] shape, "
