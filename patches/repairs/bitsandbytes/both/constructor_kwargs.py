@@ -18,11 +18,12 @@ from ....engine import Finding, Patch, SetAttribute
 
 
 def make_new(original: staticmethod) -> staticmethod:
-    """``__new__`` that ignores keyword arguments which this release does not know."""
-    known = frozenset(inspect.signature(original.__func__).parameters)
+    """``__new__`` that leaves out keyword arguments which the one of this release does not know."""
+    construct = original.__func__
+    known = frozenset(inspect.signature(construct).parameters)
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return original.__func__(cls, *args, **{name: value for name, value in kwargs.items() if name in known})
+        return construct(cls, *args, **{name: value for name, value in kwargs.items() if name in known})
 
     return staticmethod(__new__)
 
@@ -50,7 +51,11 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     seen_on=("2.13", "2.14"),
     edits=tuple(
-        SetAttribute(f"bitsandbytes.nn.modules:{name}.__new__", make=make_new, over="torch.Tensor._make_subclass(cls, data, requires_grad)")
+        SetAttribute(
+            f"bitsandbytes.nn.modules:{name}.__new__",
+            make=make_new,
+            over="torch.Tensor._make_subclass(cls, data, requires_grad)",
+        )
         for name in ("Params4bit", "Int8Params")
     ),
     defect=defect,

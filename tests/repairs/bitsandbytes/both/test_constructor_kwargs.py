@@ -32,6 +32,38 @@ def test_positional_arguments_keep_their_places():
             bnb.nn.Int8Params(data, False, True, None, None, "one too many")
 
 
+@pytest.mark.parametrize("cls", [bnb.nn.Params4bit, bnb.nn.Int8Params])
+def test_subclasses_reach_it_and_see_the_rest(cls):
+    class Tagged(cls):
+        def __new__(made, data=None, *, tag="none", **options):
+            self = super().__new__(made, data, requires_grad=False, **options)
+            self.tag = tag
+            return self
+
+    with patches.applied(ID):
+        one, two = Tagged(torch.ones(2), tag="mine", mark=1), Tagged()
+        assert (type(one), one.tag, two.tag, two.shape) == (Tagged, "mine", "none", (0,))
+        assert "mark" not in vars(one)
+        with pytest.raises(TypeError, match="multiple values"):
+            cls(torch.ones(2), data=torch.ones(2))
+
+
+def test_a_construction_in_a_graph():
+    """Dynamo traces the constructor of ``Int8Params``, before and after."""
+    x = torch.randn(4, 2)
+
+    def made(x):
+        weight = bnb.nn.Int8Params(x, requires_grad=False, SCB=x[:, 0])
+        return weight.float() * weight.SCB[:, None]
+
+    def marked(x):
+        return bnb.nn.Int8Params(x, requires_grad=False, mark=1).float() * 2
+
+    with patches.applied(ID):
+        for function in (made, marked):
+            assert torch.equal(torch.compile(function, fullgraph=True, backend="eager")(x), function(x))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_accelerate_remakes_a_marked_parameter(bits):
     from accelerate.utils import set_module_tensor_to_device
