@@ -6,7 +6,7 @@ type``: torch makes a new ``Parameter`` whenever it cannot swap ``.data``. Where
 and GPU, ``param.data`` moves and the codes and scales on the parameter and in ``state`` do not, unless
 the layer is moved by itself. All releases.
 
-The repair wraps ``_apply`` of both classes: the new parameter is made as the class it was, and the
+The repair wraps ``_apply`` of both classes: the new parameter is of the class it was, and the
 codes and scales follow the weight, on the parameter and in the state. From meta the scales come back
 uninitialized, as the weight does, so that ``load_state_dict`` can fill both. Scales are moved, never
 cast: ``.half()`` must not round them.
@@ -14,44 +14,24 @@ cast: ``.half()`` must not round them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
+from ...helpers.module_moves import make_apply
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _make(original: Callable[..., Any] | None) -> Callable[..., Any]:
+def _settle(layer: Any, old: dict[str, Any]) -> None:
+    """Put the codes and scales of a quantized ``layer`` where its weight is now."""
     import torch
+    from bitsandbytes.nn import Int8Params
 
-    inherited = original or torch.nn.Module._apply
-
-    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        from bitsandbytes.nn import Int8Params
-
-        old = self._parameters.get("weight")
-        if not isinstance(old, Int8Params):
-            return inherited(self, fn, recurse)
-
-        def across_meta(t: Tensor) -> Tensor:
-            moved = fn(t)
-            if t is old and "meta" in (t.device.type, moved.device.type):
-                return moved.data  # a plain tensor, which torch can make a Parameter of
-            return moved
-
-        result = inherited(self, across_meta, recurse)
-        new = self._parameters["weight"]
-        if not isinstance(new, Int8Params):
-            new = Int8Params(new.data, old.requires_grad, old.has_fp16_weights, old.CB, getattr(old, "SCB", None))
-            self._parameters["weight"] = new
-        if new.dtype == torch.int8 and old.dtype == torch.int8:
-            _follow(new, new)
-            _follow(getattr(self, "state", None), new)
-        return result
-
-    return _apply
+    before, weight = old.get("weight"), layer._parameters.get("weight")
+    if isinstance(before, Int8Params) and weight.dtype == before.dtype == torch.int8:
+        _follow(weight, weight)
+        _follow(getattr(layer, "state", None), weight)
 
 
 def _follow(holder: Any, weight: Tensor) -> None:
@@ -90,9 +70,9 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    edits=(
-        SetAttribute("bitsandbytes.nn.modules:Linear8bitLt._apply", make=_make),
-        SetAttribute("bitsandbytes.nn.modules:Embedding8bit._apply", make=_make),
+    edits=tuple(
+        SetAttribute(f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Int8Params", _settle))
+        for layer in ("Linear8bitLt", "Embedding8bit")
     ),
     defect=defect,
 )

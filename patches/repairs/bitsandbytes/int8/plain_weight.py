@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
 from ...helpers import int8_scales
+from ...helpers.module_moves import make_apply
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,39 +45,27 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     return bnb.matmul(x, weight, bias=bias, state=state)
 
 
-def _note_scale(layer: Any) -> None:
+def _note_scale(layer: Any, old: dict[str, Any] | None = None) -> None:
     """Note the scales of a weight that was just quantized or assigned, before its first forward."""
     weight, state = layer._parameters.get("weight"), vars(layer).get("state")
     if state is not None and getattr(weight, "CB", None) is not None and not int8_scales.is_lost(weight.SCB):
         state.SCB = weight.SCB
 
 
-def _setattr(original: Callable[..., None] | None) -> Callable[..., None]:
-    import torch
-
-    inherited = original or torch.nn.Linear.__setattr__
+def make_setattr(original: Callable[..., None] | None) -> Callable[..., None]:
+    from bitsandbytes.nn import Linear8bitLt
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "weight":
             _note_scale(self)
-        inherited(self, name, value)
+        if original is None:
+            super(Linear8bitLt, self).__setattr__(name, value)
+        else:
+            original(self, name, value)
         if name == "weight":
             _note_scale(self)
 
     return __setattr__
-
-
-def _apply(original: Callable[..., Any] | None) -> Callable[..., Any]:
-    import torch
-
-    inherited = original or torch.nn.Linear._apply
-
-    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        result = inherited(self, fn, recurse)
-        _note_scale(self)
-        return result
-
-    return _apply
 
 
 def defect() -> Finding:
@@ -117,8 +106,8 @@ PATCH = Patch(
             "if self.weight.CB is not None:\n    self.init_8bit_state()",
             names={"_patches_plain_forward": _plain_forward},
         ),
-        SetAttribute(f"{_LAYER}.__setattr__", make=_setattr),
-        SetAttribute(f"{_LAYER}._apply", make=_apply),
+        SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr),
+        SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_note_scale)),
     ),
     defect=defect,
 )

@@ -1,0 +1,102 @@
+"""Moves of modules that hold quantized parameters: class, attributes, gradient and order of calls stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bitsandbytes.nn import Embedding4bit, Embedding8bit, Int8Params, Linear4bit, Linear8bitLt, Params4bit
+
+import patches
+
+FOUR, EIGHT = "bitsandbytes-linear4bit-meta-moves", "bitsandbytes-int8-meta-moves"
+STATISTICS = "bitsandbytes-params4bit-meta"
+
+
+class Tagged4(Params4bit):
+    def __new__(cls, tag, data):
+        self = Params4bit.__new__(cls, data, requires_grad=False, quant_type="nf4")
+        self.tag = tag
+        return self
+
+
+class Tagged8(Int8Params):
+    def __new__(cls, tag, data):
+        self = Int8Params.__new__(cls, data, requires_grad=False)
+        self.tag = tag
+        return self
+
+
+LAYERS = [(Linear4bit, Tagged4), (Embedding4bit, Tagged4), (Linear8bitLt, Tagged8), (Embedding8bit, Tagged8)]
+
+
+@pytest.mark.parametrize("layer, cls", LAYERS)
+def test_a_subclass_goes_to_meta_and_back(layer, cls):
+    options = {"has_fp16_weights": False} if layer is Linear8bitLt else {}
+    made = layer(64, 64, **options)
+    made.weight = cls("mine", torch.randn(64, 64))
+    with patches.applied(FOUR, EIGHT, STATISTICS):
+        made.to("cpu").to("meta")
+        assert type(made.weight) is cls and made.weight.is_meta and made.weight.tag == "mine"
+        made.to_empty(device="cpu")
+        assert type(made.weight) is cls and not made.weight.is_meta and made.weight.tag == "mine"
+
+
+def test_a_gradient_goes_along():
+    layer = Linear8bitLt(8, 8)
+    layer.weight.square().sum().backward()  # a penalty on the weights
+    assert layer.weight.grad is not None
+    with patches.applied(EIGHT):
+        layer.to("meta")
+        assert layer.weight.grad is not None and layer.weight.grad.is_meta and layer.weight.requires_grad
+        assert type(layer.weight) is Int8Params and layer.weight.is_leaf
+
+
+class Counts(torch.nn.Module):
+    """A class between ours and ``nn.Module`` that has its own say, as mixins of users do."""
+
+    def _apply(self, fn, recurse=True):
+        self.moves = vars(self).get("moves", 0) + 1
+        return super()._apply(fn, recurse)
+
+    def __setattr__(self, name, value):
+        vars(self).setdefault("names", []).append(name)
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.restored = True
+
+
+class Four(Linear4bit, Counts):
+    pass
+
+
+class Eight(Linear8bitLt, Counts):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Four, Eight])
+def test_what_stands_between_is_asked(cls):
+    import copy
+
+    with patches.applied():
+        layer = cls(64, 64, **({"has_fp16_weights": False} if cls is Eight else {"quant_type": "nf4"}))
+        layer.to("cpu").half()
+        assert layer.moves == 2 and "weight" in layer.names
+        assert copy.deepcopy(layer).restored
+
+
+@pytest.mark.parametrize("layer", [Linear4bit, Linear8bitLt, torch.nn.Linear])
+def test_moves_that_do_not_recurse(layer):
+    """``_apply(fn, recurse=False)`` as FSDP calls it, by place and by name."""
+    seen = []
+
+    def look(tensor):
+        seen.append(tensor)
+        return tensor
+
+    with patches.applied():
+        model = torch.nn.Sequential(layer(8, 8))
+        assert model._apply(look, False) is model and model._apply(look, recurse=False) is model and not seen
+        assert model._apply(look) is model and len(seen) == 2
+        assert model[0]._apply(look, recurse=False) is model[0] and len(seen) == 4
