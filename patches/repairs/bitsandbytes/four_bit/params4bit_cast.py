@@ -8,37 +8,36 @@ transformers refuses such casts on its own models; a ``PeftModel`` or a bare mod
 0.50.2.
 
 With uint8 storage the same calls leave the weight alone, because it is no floating point tensor. The
-repair makes that so for any storage: the casts of a quantized ``Params4bit`` return it as it is, and
-``to(device, dtype)`` moves it without the dtype. A parameter that is not quantized yet is cast as before.
+repair makes that so for any storage, in whatever module holds the weight: where a module casts and moves
+its parameters, the packed bits are moved and not cast. A parameter that is not quantized yet is cast as
+before. So is one that the user casts by hand: ``weight.to(torch.int32)`` means the codes as numbers.
+
+It stands in ``torch.nn.Module._apply``, the one place where a cast of a module can be told from that of a
+tensor. It costs one call for each parameter that a module moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ....engine import Finding, Patch, Rewrite
 from ...helpers import live_objects
-from ....engine import Finding, Patch, Rewrite, SetAttribute
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
+    from torch import Tensor
 
 
-def unless_quantized(name: str) -> Callable[[Callable[..., Any] | None], Callable[..., Any]]:
-    """``make`` for ``Params4bit.<name>``, one of the casts that ``torch.Tensor`` has as a method."""
-
-    def make(original: Callable[..., Any] | None) -> Callable[..., Any]:
-        def cast(self: Any, *args: Any, **kwargs: Any) -> Any:
-            import torch
-
-            if self.bnb_quantized and (name != "type" or args or kwargs):  # type() only asks
-                return self
-            return (original or getattr(torch.Tensor, name))(self, *args, **kwargs)
-
-        cast.__name__ = name
-        return cast
-
-    return make
+def _moved(fn: Callable[[Tensor], Tensor], parameter: Any) -> Tensor:
+    """``fn(parameter)`` without the cast in it, if ``parameter`` holds packed bits."""
+    moved = fn(parameter)
+    if not getattr(parameter, "bnb_quantized", False) or moved.dtype is parameter.dtype:
+        return moved
+    if moved.device == parameter.device:
+        return parameter
+    bits = parameter.to(moved.device)
+    return bits if type(bits) is type(moved) else bits.data
 
 
 def damage() -> tuple[str, ...]:
@@ -53,12 +52,19 @@ def damage() -> tuple[str, ...]:
 
 
 def _cast_weights() -> list[Params4bit]:
-    from bitsandbytes.nn import Params4bit
-
-    quantized = [w for w in live_objects.instances(Params4bit) if w.bnb_quantized and w.quant_state]
+    """Quantized weights of layers (not the casts that a user made of one) in another dtype than they were packed in."""
+    quantized = [w for w in _weights() if getattr(w, "bnb_quantized", False) and w.quant_state]
     # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
     plain = [w for w in quantized if not getattr(w.quant_state, "packing_format_for_cpu", False)]
     return [w for w in plain if w.dtype != w.quant_storage]
+
+
+def _weights() -> Iterator[Any]:
+    from bitsandbytes.nn import Embedding4bit, Linear4bit
+
+    layers = [layer for kind in (Linear4bit, Embedding4bit) for layer in live_objects.instances(kind)]
+    held = (vars(layer).get("_parameters", {}).get("weight") for layer in layers)
+    return iter({id(weight): weight for weight in held if weight is not None}.values())
 
 
 def defect() -> Finding:
@@ -83,13 +89,10 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     edits=(
         Rewrite(
-            "bitsandbytes.nn.modules:Params4bit.to",
-            find="super().to(device=device, dtype=dtype, non_blocking=non_blocking)",
-            replace="super().to(device=device, dtype=None if self.bnb_quantized else dtype, non_blocking=non_blocking)",
-        ),
-        *(
-            SetAttribute(f"bitsandbytes.nn.modules:Params4bit.{name}", make=unless_quantized(name))
-            for name in ("half", "bfloat16", "float", "double", "type")
+            "torch.nn.modules.module:Module._apply",
+            find="fn(param)",
+            replace="_patches_moved(fn, param)",
+            names={"_patches_moved": _moved},
         ),
     ),
     defect=defect,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import patches
-from patches.repairs.bitsandbytes.four_bit.params4bit_cast import damage
 from patches.engine.gate import satisfied
+from patches.repairs.bitsandbytes.four_bit.params4bit_cast import damage
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -51,17 +51,85 @@ def test_bits_and_state_stay(storage, cast, inside):
     assert made.bias.dtype is not torch.float32 or cast is CASTS["float"], "the rest of the layer is cast"
 
 
+BY_HAND = {
+    "to int32": lambda w: w.to(torch.int32),
+    "shift": lambda w: w.to(torch.int32) << 8,
+    "half": lambda w: w.half(),
+    "bfloat16": lambda w: w.bfloat16(),
+    "mean": lambda w: w.float().double().nan_to_num(0.0, 0.0, 0.0).mean(),
+    "double": lambda w: w.double(),
+    "int": lambda w: w.int(),
+    "long": lambda w: w.long(),
+    "type": lambda w: w.type(torch.float64),
+    "type by name": lambda w: w.type("torch.FloatTensor"),
+    "type_as": lambda w: w.type_as(torch.zeros(1, dtype=torch.int16)),
+    "to like": lambda w: w.to(torch.zeros(1, dtype=torch.float64)),
+    "to device and dtype": lambda w: w.to("cpu", torch.float64),
+    "to by keywords": lambda w: w.to(device=torch.device("cpu"), dtype=torch.float64),
+    "to with copy": lambda w: w.data.to(torch.float64, copy=True),
+}
+
+
+@pytest.mark.parametrize("cast", BY_HAND.values(), ids=BY_HAND)
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
-def test_casting_the_parameter_itself(storage):
+def test_a_cast_of_the_parameter_by_hand_is_what_it_was(storage, cast):
+    """With every patch: a number of each byte, by the rules of torch, in the class that it had."""
     weight = layer(storage).weight
+    expected = cast(weight)
     with patches.applied(ID):
-        for cast in ("half", "bfloat16", "float", "double"):
-            assert getattr(weight, cast)() is weight
-        assert weight.type() == torch.Tensor.type(weight)
-        assert weight.to(torch.float64).dtype is storage
-        moved = weight.to("cpu", torch.float64)
-    assert type(moved) is bnb.nn.Params4bit and moved.quant_state is weight.quant_state
-    assert torch.equal(moved.data.view(torch.uint8), weight.data.view(torch.uint8))
+        alone = cast(weight)
+    with patches.applied():
+        together = cast(weight)
+    for result in (alone, together):
+        assert type(result) is type(expected) and result.dtype is expected.dtype
+        assert (result is weight) is (expected is weight), "a cast to the dtype that it has"
+        assert torch.equal(result.nan_to_num(), expected.nan_to_num())
+        assert getattr(result, "quant_state", None) is getattr(expected, "quant_state", None)
+    assert weight.type() == torch.Tensor.type(weight) and weight.dtype is storage
+
+
+class Holder(torch.nn.Module):
+    """A module of a user's own that holds 4-bit weights, and one that is not quantized."""
+
+    def __init__(self, storage):
+        super().__init__()
+        self.one, self.two = layer(storage).weight, layer(storage).weight
+        self.later = layer(storage, quantized=False).weight
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("make", [bnb.nn.LinearNF4, bnb.nn.EmbeddingNF4, Holder], ids=lambda cls: cls.__name__)
+def test_whatever_module_holds_the_weight(make, cast):
+    storage = torch.bfloat16
+    made = make(storage) if make is Holder else make(64, 96, quant_storage=storage).to("cpu")
+    quantized = [p for p in made.parameters() if getattr(p, "bnb_quantized", False)]
+    bits = [p.data.view(torch.uint8).clone() for p in quantized]
+    with patches.applied(ID):
+        cast(made)
+    assert quantized and all(p.dtype is storage for p in quantized)
+    assert all(map(torch.equal, (p.data.view(torch.uint8) for p in quantized), bits))
+    if make is Holder and cast is CASTS["half"]:
+        assert made.later.dtype is torch.float16, "it is not quantized yet, so it is cast"
+
+
+def test_a_weight_that_came_out_of_a_pickle_as_a_plain_parameter():
+    made = layer(torch.bfloat16)
+    plain = torch.nn.Parameter(made.weight.data.clone(), requires_grad=False)
+    vars(plain).update(vars(made.weight))  # what torch makes of it
+    made.weight = plain
+    with patches.applied(ID):
+        made.half()
+    expected = layer(torch.bfloat16).weight.data
+    assert made.weight is plain and torch.equal(plain.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_move_with_a_cast_in_it_takes_the_weight_and_its_statistics_along():
+    made = layer(torch.bfloat16)
+    state, bits = made.weight.quant_state, made.weight.data.view(torch.uint8).clone()
+    with patches.applied(ID, "bitsandbytes-linear4bit-meta-moves", "bitsandbytes-params4bit-meta"):
+        made.to("meta", torch.float16)
+        assert made.weight.is_meta and made.weight.dtype is torch.bfloat16 and made.weight.quant_state is state
+        assert made.bias.dtype is torch.float16 and made.weight.shape == (bits.numel() // 2, 1)
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
@@ -124,7 +192,10 @@ def test_peft_model_from_disk(tmp_path):
 
 
 def test_weights_cast_before_are_named():
+    """Those of layers: what a user made of one by hand has lost nothing."""
     sound, lost = layer(torch.bfloat16), layer(torch.bfloat16).half()
+    by_hand = sound.weight.to(torch.int32)
+    assert type(by_hand) is bnb.nn.Params4bit
     assert damage() == (
         "a 4-bit weight of shape (96, 64) was packed as torch.bfloat16 and cast to torch.float16: "
         "its codes are lost, load the model again",
