@@ -4,26 +4,53 @@
 that state in place. A parameter on meta has given up its codes, but the state is also that of the weight
 that was meant to stay: accelerate's ``cpu_offload``, ``disk_offload`` and ``dispatch_model`` keep the codes
 aside, put the layer on meta between two forwards, and die in the next with ``Cannot copy out of meta
-tensor; no data!`` (#1525, 0.46.1 to 0.50.2).
+tensor; no data!`` (#1525, 0.46.1 to 0.50.2). On a CPU a model of which someone made a skeleton,
+``{name: p.to("meta") for name, p in model.named_parameters()}``, cannot be saved, and returns uninitialized memory.
 
 The repair leaves the state where it is when the target is meta: statistics cannot be brought back from
 there, and whoever brings the codes back finds them. They are 1/16 or less of the codes.
+
+A state that is still there must not be believed of anything else. accelerate casts what it kept aside to the
+dtype of the weight on meta; of a layer that was offloaded before it was quantized these are the weights
+themselves, and as uint8 they are neither weights nor codes. They have the shape of the weight, which codes
+never have: that is an error now. Weights that were not cast are quantized, under the state as without it.
+What a user has written into the weight of a layer, ``weight.data = dequantized``, is moved as before.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
-from ...helpers import live_objects
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import live_objects
 
 if TYPE_CHECKING:
     import torch
+    from bitsandbytes.nn import Params4bit
 
 
-def moves_with(device: torch.device | None) -> bool:
+def _moves_with(device: torch.device | None) -> bool:
     """Whether the statistics follow a weight to ``device``."""
     return device is None or device.type != "meta"
+
+
+def _holds_codes(weight: Params4bit) -> bool:
+    """Whether ``weight`` need not be quantized any more. Raises if it holds what it cannot be."""
+    state = weight.quant_state
+    if not weight.bnb_quantized or state is None or state.shape is None:
+        return weight.bnb_quantized
+    if weight.shape != state.shape or weight.nbytes == -(-prod(state.shape) // 2):
+        return True
+    if getattr(weight.module, "weight", None) is weight:  # in its layer, so nobody has just made it: `.data` was set
+        return True
+    if weight.is_floating_point():
+        return False
+    raise RuntimeError(
+        f"a 4-bit weight of shape {tuple(state.shape)} should hold {-(-prod(state.shape) // 2)} bytes of codes and "
+        f"holds {weight.nbytes} bytes of {weight.dtype}: the layer was offloaded before it was quantized, and its "
+        "weights were cast as if they were codes. Quantize the model first, model.to(device), and then offload it"
+    )
 
 
 def damage() -> tuple[str, ...]:
@@ -40,34 +67,45 @@ def damage() -> tuple[str, ...]:
 
 
 def defect() -> Finding:
+    """Make a skeleton of a model, then save and run the model."""
     import torch
-    from accelerate import cpu_offload
     from bitsandbytes.nn import Linear4bit
 
     torch.manual_seed(0)
     layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
     x = torch.randn(2, 64)
     expected = layer(x)
-    cpu_offload(layer, torch.device("cpu"))
+    skeleton = {name: parameter.to("meta") for name, parameter in layer.named_parameters()}
     try:
-        error = (layer(x) - expected).norm().item()
-    except NotImplementedError as raised:
-        return Finding(True, f"forward after cpu_offload: {str(raised).split(';')[0]}")
-    return Finding(error > 0, f"error {error:.1e} after cpu_offload")
+        lost = [name for name, saved in layer.state_dict().items() if saved.is_meta]
+    except RuntimeError as raised:
+        return Finding(True, f"state_dict after {len(skeleton)} parameter to meta: {str(raised).split(';')[0][:80]}")
+    if lost:  # what it computes then is uninitialized memory, which may well be right
+        return Finding(True, f"{', '.join(lost)} on meta after a copy of the weight went there")
+    error = (layer(x) - expected).norm().item()
+    return Finding(not error == 0, f"output off by {error:.1e} after a copy of the weight went to meta")
 
+
+_TO = "bitsandbytes.nn.modules:Params4bit.to"
 
 PATCH = Patch(
     id="bitsandbytes-params4bit-meta",
     summary="4-bit models cannot be offloaded: moving one copy of a weight to meta loses the statistics of all",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1525",),
-    requires=("bitsandbytes>=0.46", "accelerate>=0.34"),
+    requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(
         Rewrite(
-            "bitsandbytes.nn.modules:Params4bit.to",
+            _TO,
             find="self.quant_state is not None",
             replace="self.quant_state is not None and _patches_moves_with(device)",
-            names={"_patches_moves_with": moves_with},
+            names={"_patches_moves_with": _moves_with},
+        ),
+        Rewrite(
+            _TO,
+            find="not self.bnb_quantized",
+            replace="not _patches_holds_codes(self)",
+            names={"_patches_holds_codes": _holds_codes},
         ),
     ),
     defect=defect,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import patches
+from patches.engine.gate import satisfied
 from patches.repairs.bitsandbytes.four_bit.params4bit_meta import damage
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -108,6 +109,59 @@ def test_weights_that_lost_their_statistics_before_are_named():
     net.two.weight.to("meta")
     (words,) = damage()
     assert words.startswith("the statistics of a 4-bit weight of shape (64, 64) are on the meta device")
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_skeleton_of_a_model_leaves_the_model(nested, device):
+    net = Net(nested).to(device)
+    x = torch.randn(3, 64).to(device)
+    expected = net(x)
+    with patches.applied(ID), torch.no_grad():
+        skeleton = {name: parameter.to("meta") for name, parameter in net.named_parameters()}
+        assert torch.equal(net(x), expected)
+    assert skeleton["one.weight"].is_meta and skeleton["one.weight"].quant_state is net.one.weight.quant_state
+
+
+@pytest.mark.parametrize("rows, columns", [(64, 64), (1, 64), (64, 1), (2, 1)], ids=str)
+def test_moves_of_what_a_user_made_of_codes_are_as_before(rows, columns):
+    """Whatever is no codes but does not look like the weights either: casts by hand, pieces, codes by other names."""
+    torch.manual_seed(0)
+    if rows * columns % 64 and not satisfied("bitsandbytes>=0.47"):
+        pytest.skip("0.46.1 quantizes whole blocks alone on a CPU")
+    layer = bnb.nn.Linear4bit(columns, rows, bias=False, quant_type="nf4", compress_statistics=False).to("cpu")
+    made = [layer.weight.to(torch.int32), layer.weight.to(torch.float64), layer.weight]
+    before = [weight.to("cpu") for weight in made]
+    with patches.applied(ID):
+        after = [weight.to("cpu") for weight in made]
+    for one, two in zip(before, after):
+        assert type(one) is type(two) and one.dtype is two.dtype and torch.equal(one, two)
+        assert two.quant_state is layer.weight.quant_state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_under_a_state_are_quantized_as_without_it(dtype):
+    """A checkpoint's weights, with the attributes of the quantized weight whose place they take."""
+    net, weights = Net(True).to("cpu"), torch.randn(64, 64).to(dtype)
+    expected = bnb.nn.Params4bit(weights.clone(), quant_type="nf4").to("cpu")
+    with patches.applied(ID, "bitsandbytes-constructor-kwargs"):
+        made = bnb.nn.Params4bit(weights, requires_grad=False, **vars(net.one.weight)).to("cpu")
+    assert torch.equal(made.data, expected.data) and made.quant_state.dtype is dtype
+    assert torch.equal(made.quant_state.absmax, expected.quant_state.absmax)
+    assert made.quant_state is not net.two.weight.quant_state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.cpu()], ids=["to", "cpu"])
+def test_what_is_written_into_the_weight_of_a_layer_is_moved_as_before(move, dtype):
+    """``weight.data = dequantized``, as before an export to another format."""
+    net = Net(True).to("cpu")
+    for layer in (net.one, net.two):
+        values = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        layer.weight.data = values.to(dtype)
+    expected = {name: parameter.data.clone() for name, parameter in net.named_parameters()}
+    with patches.applied(ID):
+        move(net)
+    assert all(torch.equal(parameter.data, expected[name]) for name, parameter in net.named_parameters())
 
 
 @pytest.fixture(scope="module")
