@@ -1,0 +1,100 @@
+"""A 4-bit layer that is offloaded before it is quantized runs once.
+
+``Linear4bit`` quantizes when it is moved to a device. Under ``cpu_offload``, ``disk_offload`` and
+``dispatch_model`` accelerate moves it there for the first forward, and keeps aside what it had: weights, not
+codes. After the forward it puts the layer on meta as one that is quantized, with the statistics; the gradient of
+that forward is computed from uninitialized memory, without a word. For the next forward it casts the weights to
+the dtype of codes, and dies in ``Cannot copy out of meta tensor; no data!``. accelerate up to 1.15, with any
+bitsandbytes.
+
+The repair puts such a layer on meta as what it was, one that is not quantized. So every forward quantizes it, to
+the same codes, and what is offloaded is the size of weights. A model that is quantized first,
+``model.to(device)``, and offloaded then needs neither.
+
+Such a layer is known by what its hook keeps: a tensor of floating point in the shape that was quantized, which
+codes never have. Only layers that were not told of a quantization of their weight are asked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.parameters import like
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+
+
+def _moved(module: Module, name: str, old: Tensor, device: int | str | torch.device, **how: Any) -> Tensor:
+    """``old.to(device)``, or the parameter ``name`` of ``module`` on meta and not quantized."""
+    import torch
+
+    kept = _kept_weights(module, name, old) if torch.device(device).type == "meta" else None
+    if kept is None:
+        return old.to(device, **how)
+    # accelerate hands the attributes of the old parameter to the new one.
+    module._parameters[name] = like(old, old.data, quant_state=None, bnb_quantized=False)
+    return torch.empty_like(kept, device="meta")
+
+
+def _kept_weights(module: Module, name: str, old: Any) -> Tensor | None:
+    """The weights that the hook of ``module`` keeps for a parameter that was quantized since; None for codes."""
+    state = getattr(old, "quant_state", None)
+    if state is None or getattr(module, "quant_state", None) is not None:
+        return None
+    hook = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        kept = (getattr(part, "weights_map", None) or {}).get(name)
+        if kept is not None and kept.is_floating_point() and kept.shape == state.shape:
+            return kept
+    return None
+
+
+def defect() -> Finding:
+    """``cpu_offload`` of a layer that was just made, and two forwards."""
+    import torch
+    from accelerate import cpu_offload
+    from bitsandbytes.nn import Linear4bit
+
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False)
+    cpu_offload(layer, execution_device=torch.device("cpu"))
+    x = torch.randn(2, 64)
+    first = layer(x)
+    try:
+        error = ((layer(x) - first).norm() / first.norm()).item()
+    except (NotImplementedError, RuntimeError) as raised:
+        return Finding(True, f"second forward: {str(raised).split(';')[0][:80]}")
+    return Finding(not error == 0, f"second forward differs from the first by {error:.1e}")
+
+
+_TARGET = "accelerate.utils.modeling:set_module_tensor_to_device"
+_NAMES = {"_patches_moved": _moved}
+
+PATCH = Patch(
+    id="accelerate-offloaded-before-quantized",
+    summary="a 4-bit layer that is offloaded before it is quantized dies in its second forward",
+    links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L345",),
+    requires=("accelerate>=0.34", "bitsandbytes>=0.46.1"),
+    tested_up_to="1.15.0",
+    edits=(
+        Rewrite(
+            _TARGET,
+            find="old_value.to(device, non_blocking=non_blocking)",
+            replace="_patches_moved(module, tensor_name, old_value, device, non_blocking=non_blocking)",
+            names=_NAMES,
+            when="accelerate>=1.9",
+        ),
+        Rewrite(
+            _TARGET,
+            find="old_value.to(device)",
+            replace="_patches_moved(module, tensor_name, old_value, device)",
+            names=_NAMES,
+            when="accelerate<1.9",
+        ),
+    ),
+    defect=defect,
+)
