@@ -1,80 +1,160 @@
-"""``weight.chunk()`` and ``weight.split()`` of a ``Params4bit`` give plain tensors.
+"""``weight.chunk()`` and ``weight.split()`` of a ``Params4bit``: too little, or too much.
 
-Since 0.47.0 ``torch.chunk`` and ``torch.split`` keep the class and the quantization state, for the sake of
-FSDP2; the methods of the same names, and calls that name the argument (``torch.chunk(input=weight, …)``:
-IndexError), were left out, and 0.46.1 has nothing of it. A part of a weight that is not quantized yet also
-keeps the layer of the whole: quantizing it gives that layer the state of a part.
+The methods give plain tensors, whose class and statistics are lost. ``torch.chunk`` and ``torch.split`` keep
+both since 0.47.0, for the sake of FSDP2, but give each piece the statistics and the shape of the whole: it
+cannot be dequantized, and ``state_dict()`` writes 1024 codes with 64 scales. On a weight that is not quantized
+yet they cut it off from autograd: its gradient is lost without a word. They also fail if the argument is named
+(``torch.chunk(input=weight, …)``: IndexError), and leave a piece the layer of the whole: quantizing the piece
+gives that layer its state. In 0.46.1 all four give plain tensors.
 
-The repair lets all four spellings take the same way, and parts belong to no layer.
+The repair lets all spellings take one way (but ``torch.chunk`` on 0.46.1, which no Python code sees). The codes
+are one column of packed bytes, so a piece is a run of the flat weight. If that is whole blocks, the piece has
+their part of the statistics, and the shape of its rows if it is whole rows; where the statistics are quantized
+and the piece is not whole blocks of those, its scales are unpacked, to the very values that dequantizing the
+whole uses. A piece of a weight that is not quantized yet can be quantized by itself. Pieces belong to no layer.
+
+Every other piece is a plain tensor, as from the methods before: codes that are no whole blocks, what autograd
+or torch.compile has to follow, slices, ``narrow``, ``unbind``. FSDP2 needs no more of the pieces than that; it
+copies them, and computes with the state that the layer has.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Patch, SetAttribute
+from ...helpers.parameters import like, make_cut
 
-_TORCH_FUNCTION = "bitsandbytes.nn.modules:Params4bit.__torch_function__"
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Params4bit
+    from torch import Tensor
 
 
-def _keep_class(original: None) -> classmethod:
-    """``__torch_function__`` for the release that has none."""
+def make_torch_function(original: classmethod) -> classmethod:
+    """``Params4bit.__torch_function__``, in place of one that is there for chunk and split alone."""
     import torch
     from bitsandbytes.nn import Params4bit
 
-    def __torch_function__(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in [torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split]:
-            return super(Params4bit, cls).__torch_function__(func, types, args, kwargs)
-        whole = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
-        return tuple(
-            cls(
-                part,
-                whole.requires_grad,
-                whole.quant_state,
-                whole.blocksize,
-                whole.compress_statistics,
-                whole.quant_type,
-                whole.quant_storage,
-                bnb_quantized=whole.bnb_quantized,
-            )
-            for part in super(Params4bit, cls).__torch_function__(func, types, args, kwargs)
-        )
+    splits = (torch.chunk, torch.Tensor.chunk, torch.split, torch.Tensor.split)
+
+    def __torch_function__(
+        cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = super(Params4bit, cls).__torch_function__(func, types, args, kwargs or {})
+        if func not in splits or torch.compiler.is_compiling():
+            return result
+        return _pieces(args[0] if args else kwargs.get("input", kwargs.get("tensor")), result)
 
     return classmethod(__torch_function__)
 
 
+def _pieces(whole: Params4bit, parts: tuple[Tensor, ...], dim: int = 0) -> tuple[Tensor, ...]:
+    """``parts``, what torch made of ``whole``, as weights of their own where they can be."""
+    import torch
+
+    if whole.requires_grad and torch.is_grad_enabled():
+        return parts
+    if not whole.bnb_quantized:
+        return tuple(like(whole, part, module=None) for part in parts)
+    if not _is_column_of_codes(whole):
+        return parts
+    made, stop = [], 0
+    for part in parts:
+        start, stop = stop, stop + part.numel()
+        state = _state_of(whole, start, stop)
+        made.append(part if state is None else _piece(whole, part, state))
+    return tuple(made)
+
+
+def _is_column_of_codes(weight: Params4bit) -> bool:
+    """Whether ``weight`` is packed as bitsandbytes saves it, and its statistics are where it is."""
+    state = weight.quant_state
+    if state is None or state.shape is None or getattr(state, "packing_format_for_cpu", False):
+        return False
+    whole = weight.dim() == 2 and weight.shape[1] == 1 and weight.nbytes == -(-prod(state.shape) // 2) > 0
+    return whole and state.absmax.device == weight.device
+
+
+def _state_of(whole: Params4bit, start: int, stop: int) -> QuantState | None:
+    """The state of the entries from ``start`` to ``stop`` of the column; None if they are no whole blocks."""
+    import torch
+
+    state = whole.quant_state
+    size, values = prod(state.shape), 2 * whole.element_size()
+    first, last = start * values, min(stop * values, size)
+    # One entry alone looks like a transposed column to dequantize_4bit.
+    if stop - start < 2 or first % state.blocksize or (last % state.blocksize and last != size):
+        return None
+    part = copy.copy(state)
+    row = size // state.shape[0]
+    rows = first % row == 0 and last % row == 0
+    part.shape = torch.Size([(last - first) // row, *state.shape[1:]] if rows else [last - first])
+    _cut(part, first // state.blocksize, -(-last // state.blocksize))
+    return part
+
+
+def _cut(state: QuantState, first: int, last: int) -> None:
+    """Leave ``state`` the scales of the blocks from ``first`` to ``last``."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    if state.nested and first % state.state2.blocksize == 0:
+        blocks = slice(first // state.state2.blocksize, -(-last // state.state2.blocksize))
+        state.state2 = copy.copy(state.state2)
+        state.state2.absmax = state.state2.absmax[blocks]
+    elif state.nested:
+        state.absmax = (dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
+        state.nested, state.state2, state.offset = False, None, None
+    state.absmax = state.absmax[first:last]
+
+
+def _piece(whole: Params4bit, codes: Tensor, state: QuantState) -> Params4bit:
+    return like(whole, codes, quant_state=state, compress_statistics=state.nested, module=None)
+
+
 def defect() -> Finding:
-    """Take a weight apart by its methods."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    """Take a weight apart by its methods and by functions: which part dequantizes to its part of the weight?"""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
 
+    torch.manual_seed(0)
     weight = Linear4bit(64, 64, quant_type="nf4").to("cpu").weight
-    parts = [*weight.chunk(2), *weight.split(1024)]
-    kept = sum(isinstance(part, Params4bit) and part.quant_state is not None for part in parts)
-    return Finding(kept < len(parts), f"{kept} of {len(parts)} parts keep their quantization state")
+    expected = dequantize_4bit(weight.data, weight.quant_state).chunk(2)
 
+    def right(part: Tensor, rows: Tensor) -> bool:
+        try:
+            return torch.equal(dequantize_4bit(part.data, part.quant_state), rows)
+        except (AttributeError, RuntimeError):
+            return False
+
+    parts = [*weight.chunk(2), *weight.split(1024), *torch.split(weight, 1024)]
+    count = sum(map(right, parts, 3 * expected))
+    return Finding(count < len(parts), f"{count} of {len(parts)} parts dequantize to their part of the weight")
+
+
+_PARAMETER = "bitsandbytes.nn.modules:Params4bit"
 
 PATCH = Patch(
     id="bitsandbytes-params4bit-chunk",
-    summary="chunk() and split() of a 4-bit weight lose its class and its quantization state",
-    links=(),
+    summary="chunk() and split() of a 4-bit weight lose its quantization state, or give each piece that of the whole",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L451",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(_TORCH_FUNCTION, make=_keep_class, when="bitsandbytes<0.47"),
-        Rewrite(
-            _TORCH_FUNCTION,
-            "[torch.chunk, torch.split]",
-            "[torch.chunk, torch.split, torch.Tensor.chunk, torch.Tensor.split]",
+        *(
+            SetAttribute(f"{_PARAMETER}.{name}", make=make_cut("Params4bit", name, _pieces), when="bitsandbytes<0.47")
+            for name in ("chunk", "split")
+        ),
+        SetAttribute(
+            f"{_PARAMETER}.__torch_function__",
+            make=make_torch_function,
+            over="func in [torch.chunk, torch.split]",
             when="bitsandbytes>=0.47",
         ),
-        Rewrite(
-            _TORCH_FUNCTION,
-            "args[0]",
-            "(args[0] if args else kwargs.get('input', kwargs.get('tensor')))",
-            when="bitsandbytes>=0.47",
-        ),
-        Rewrite(_TORCH_FUNCTION, "tensor.module", "None", count=2, when="bitsandbytes>=0.47"),
     ),
     defect=defect,
 )
