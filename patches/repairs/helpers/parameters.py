@@ -1,4 +1,4 @@
-"""Quantized parameters made again: of another tensor, in pieces, and never by their constructor.
+"""Quantized parameters made again: of another tensor, in pieces, from a pickle, and never by their constructor.
 
 A subclass may have changed the constructor, so what it takes is not known. The class and the attributes are.
 """
@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module, Parameter
+
+_NOT_READ_BY_DEFAULT = 4
+"""The first pickle protocol that ``torch.load`` refuses with ``weights_only=True``, its default."""
 
 
 def like(old: Any, data: Tensor, **changes: Any) -> Any:
@@ -45,3 +49,77 @@ def make_cut(
         return cut
 
     return make
+
+
+def is_read_by_default(protocol: int) -> bool:
+    """Whether ``torch.load`` may be asked to read with ``weights_only=True`` what is pickled by ``protocol``."""
+    return protocol < _NOT_READ_BY_DEFAULT
+
+
+def with_class(reduced: tuple[Any, ...], parameter: Any) -> tuple[Any, ...]:
+    """``reduced``, what ``Parameter.__reduce_ex__`` says of ``parameter``, and that it is of its class.
+
+    The class is one more entry of the state, for torch rebuilds a plain ``Parameter`` and then sets what the
+    state has. So the pickle names nothing of ours, and no constructor is called. An attribute that is the very
+    data of the parameter (``CB``) stays that: pickled once, not twice.
+    """
+    if len(reduced[1]) < 4 or not _can_become(type(parameter)):
+        return reduced
+    rebuild, (data, requires_grad, hooks, state) = reduced
+    attributes, *slots = state if isinstance(state, tuple) else (state,)
+    whole = {name: data if _is_same(value, data) else value for name, value in (attributes or {}).items()}
+    whole["__class__"] = type(parameter)
+    return rebuild, (data, requires_grad, hooks, (whole, *slots) if slots else whole)
+
+
+def _can_become(cls: type) -> bool:
+    """Whether a plain ``Parameter`` may be given ``cls``; a subclass with slots is laid out otherwise."""
+    import torch
+
+    try:
+        torch.nn.Parameter(torch.empty(0)).__class__ = cls
+    except TypeError:
+        return False
+    return True
+
+
+def _is_same(value: Any, data: Tensor) -> bool:
+    import torch
+
+    if type(value) is not torch.Tensor or (value.dtype, value.shape) != (data.dtype, data.shape):
+        return False
+    return (value.device, value.data_ptr(), value.stride()) == (data.device, data.data_ptr(), data.stride())
+
+
+def make_setstate(
+    owner: str, cls: str, marks: frozenset[str]
+) -> Callable[[Callable[..., None] | None], Callable[..., None]]:
+    """``make`` for ``__setstate__`` of the layer ``owner``: its parameters come back as what they were.
+
+    torch pickles the attributes of a parameter and not its class. A plain ``Parameter`` with all the attributes
+    in ``marks`` was a ``cls``, and becomes one where it is: whoever else holds it, holds the same object.
+    """
+
+    def make(original: Callable[..., None] | None) -> Callable[..., None]:
+        import bitsandbytes.nn.modules as nn
+
+        layer, kind = getattr(nn, owner), getattr(nn, cls)
+
+        def __setstate__(self: Module, state: dict[str, Any]) -> None:
+            if original is None:
+                super(layer, self).__setstate__(state)
+            else:
+                original(self, state)
+            for parameter in vars(self).get("_parameters", {}).values():
+                if _lost_its_class(parameter, marks):
+                    parameter.__class__ = kind
+
+        return __setstate__
+
+    return make
+
+
+def _lost_its_class(parameter: Parameter | None, marks: frozenset[str]) -> bool:
+    import torch
+
+    return type(parameter) is torch.nn.Parameter and marks <= vars(parameter).keys()

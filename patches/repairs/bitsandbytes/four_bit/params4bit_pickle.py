@@ -5,8 +5,12 @@
 a weight that was not quantized yet never will be, and a quantized one has its packed bits cast as numbers by
 the next ``.to(dtype)``, is not recognized by peft, and does not move its statistics with it. All releases.
 
-The repair gives the class a ``__reduce_ex__`` that rebuilds the class, from the state that its own
-``__getstate__`` collects. The pickle names nothing of ours: it loads in a process without the patch.
+The repair adds the class to those attributes, so that the rest of the pickle is what torch makes it. It names
+nothing of ours and loads in a process without the patch. Where a pickle holds no ``QuantState`` and no layer (a
+weight alone that is not quantized yet), ``torch.load`` reads it with ``weights_only=True``, its default, which
+refuses the name of a class: that one stays as it was.
+
+A layer whose pickle names no class (written without the patch) gives it to its weights when it is loaded.
 """
 
 from __future__ import annotations
@@ -14,15 +18,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
+from ...helpers.parameters import is_read_by_default, make_setstate, with_class
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
 
+_MARKS = frozenset({"quant_state", "bnb_quantized", "quant_storage", "blocksize"})
+"""Attributes by which a plain ``Parameter`` is known as a 4-bit weight that was pickled."""
 
-def reduce_ex(self: Params4bit, protocol: int) -> tuple[Any, ...]:
-    """Rebuild the class from its data, then give it its state."""
-    state = self.__getstate__()
-    return type(self), (state["data"], self.requires_grad), state
+
+def _reduce_ex(self: Params4bit, protocol: int) -> tuple[Any, ...]:
+    from bitsandbytes.nn import Params4bit
+
+    reduced = super(Params4bit, self).__reduce_ex__(protocol)
+    plain = self.quant_state is None and self.module is None
+    return reduced if plain and is_read_by_default(protocol) else with_class(reduced, self)
 
 
 def defect() -> Finding:
@@ -45,9 +55,17 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-params4bit-pickle",
     summary="pickle and torch.save of a 4-bit layer give back a plain Parameter",
-    links=(),
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L244",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    edits=(SetAttribute("bitsandbytes.nn.modules:Params4bit.__reduce_ex__", reduce_ex),),
+    edits=(
+        SetAttribute("bitsandbytes.nn.modules:Params4bit.__reduce_ex__", value=_reduce_ex),
+        *(
+            SetAttribute(
+                f"bitsandbytes.nn.modules:{layer}.__setstate__", make=make_setstate(layer, "Params4bit", _MARKS)
+            )
+            for layer in ("Linear4bit", "Embedding4bit")
+        ),
+    ),
     defect=defect,
 )

@@ -1,84 +1,52 @@
 """Copies of an ``Int8Params`` are no ``Int8Params``.
 
 ``copy.copy``, ``pickle`` and ``torch.save`` hand back a plain ``Parameter`` (its codes and scales hang on
-it, but a further ``.to()`` drops them), and ``torch.chunk`` and ``torch.split`` give plain tensors of
-codes whose scales are lost. Hits whoever saves a whole model or splits a fused weight. All
-releases; ``Params4bit`` has handled chunk and split since 0.46.
+it, but a further ``.to()`` drops them), and ``weight.chunk`` and ``weight.split`` give plain tensors of
+codes whose scales are lost. Hits whoever saves a whole model or splits a fused weight. All releases.
 
-The repair: a copy is made by the constructor of its class, with codes, scales and whatever else hangs
-on it. A pickle names ``Int8Params`` itself, so that it loads without this package. The codes are
-written once, not twice. A piece of rows takes their scales along; a piece of columns takes all.
+The repair adds the class to what torch copies and pickles, the attributes. A pickle names ``Int8Params``
+itself, so that it loads without this package, and has the codes once, not twice. ``torch.load`` reads such
+parameters with ``weights_only=True``, its default, which refuses the name of a class; so a file of ``torch.save``
+stays what it was, and the layer gives its weight the class when a whole module is loaded.
+
+A piece of rows takes their scales along. A piece of columns stays a plain tensor, as before: the kernels of a
+GPU would take its codes for those of whole rows. So do pieces of weights that are not quantized, which autograd
+must be able to follow, and what is cut inside a compiled graph. ``torch.chunk`` is no Python function, and stays
+as it is: a ``__torch_function__`` would see it, but Dynamo then refuses ``weight ** 2``, ``1 - weight`` and more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
+from ...helpers.parameters import is_read_by_default, like, make_cut, make_setstate, with_class
 
-_STATISTICS = ("CB", "SCB", "has_fp16_weights")
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Int8Params
+    from torch import Tensor
 
-
-def _arguments(param: Any) -> tuple[Any, ...]:
-    """What the constructor needs to make ``param`` again; codes that are the data stay the data."""
-    data, codes = param.data, param.CB
-    if codes is not None and codes.data_ptr() == data.data_ptr() and codes.shape == data.shape:
-        codes = data
-    return data, param.requires_grad, param.has_fp16_weights, codes, getattr(param, "SCB", None)
+_MARKS = frozenset({"CB", "SCB", "has_fp16_weights"})
+"""Attributes by which a plain ``Parameter`` is known as an INT8 weight that was pickled."""
 
 
-def _extras(param: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(param).items() if name not in _STATISTICS}
+def _reduce_ex(self: Int8Params, protocol: int) -> tuple[Any, ...]:
+    from bitsandbytes.nn import Int8Params
+
+    reduced = super(Int8Params, self).__reduce_ex__(protocol)
+    return reduced if is_read_by_default(protocol) else with_class(reduced, self)
 
 
-def _copy(self: Any) -> Any:
-    new = type(self)(*_arguments(self))
-    vars(new).update(_extras(self))
-    return new
-
-
-def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
+def _pieces(whole: Int8Params, parts: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
+    """``parts``, what torch made of ``whole``, with the scales of their rows."""
     import torch
 
-    extras = _extras(self)
-    if not extras:
-        return type(self), _arguments(self)
-    return type(self), _arguments(self), extras, None, None, torch._utils._set_obj_state
-
-
-def _make_torch_function(original: Any) -> classmethod:
-    import torch
-    from bitsandbytes.nn.modules import Int8Params
-
-    splits = (torch.chunk, torch.Tensor.chunk, torch.split, torch.Tensor.split)
-
-    def __torch_function__(
-        cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # Dynamo follows super(), but not the C function that it finds there
-        result = super(Int8Params, cls).__torch_function__(func, types, args, kwargs or {})
-        if func in splits:
-            return _pieces(result, args, kwargs or {})
-        return result
-
-    return classmethod(__torch_function__)
-
-
-def _pieces(codes: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """``codes``, the pieces of an ``Int8Params``, with the statistics that belong to each."""
-    whole = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
-    if getattr(whole, "SCB", None) is None:
-        return codes
-    how = dict(zip(("how", "dim"), args[1:])) | kwargs
-    if how.get("dim", 0) in (0, -whole.dim()):
-        scales = whole.SCB.split([len(piece) for piece in codes])
-    else:
-        scales = (whole.SCB,) * len(codes)
+    if getattr(whole, "SCB", None) is None or whole.dtype != torch.int8 or dim not in (0, -whole.dim()):
+        return parts
+    scales = whole.SCB.split([len(part) for part in parts])
     marked = whole.CB is not None
-    return tuple(
-        type(whole)(c, False, whole.has_fp16_weights, c if marked else None, s) for c, s in zip(codes, scales)
-    )
+    return tuple(like(whole, part, CB=part if marked else None, SCB=scale) for part, scale in zip(parts, scales))
 
 
 def defect() -> Finding:
@@ -90,19 +58,21 @@ def defect() -> Finding:
     import bitsandbytes as bnb
     import torch
 
-    def saved(param: Any) -> Any:
+    def saved_in_its_layer(param: Any) -> Any:
         file = io.BytesIO()
-        torch.save(param, file)
+        layer = bnb.nn.Linear8bitLt(64, 16, bias=False, has_fp16_weights=False)
+        layer.weight = param
+        torch.save(layer, file)
         file.seek(0)
-        return torch.load(file, weights_only=False)
+        return torch.load(file, weights_only=False).weight
 
     torch.manual_seed(0)
     weight = bnb.nn.Int8Params(torch.randn(16, 64), requires_grad=False).to("cpu")
     ways: dict[str, Callable[[Any], Any]] = {
         "copy.copy": copy.copy,
         "pickle": lambda p: pickle.loads(pickle.dumps(p)),
-        "torch.save": saved,
-        "torch.chunk": lambda p: torch.chunk(p, 2)[0],
+        "torch.save": saved_in_its_layer,
+        "weight.chunk": lambda p: p.chunk(2)[0],
         "torch.split": lambda p: torch.split(p, 4)[0],
     }
     copies = {name: make(weight) for name, make in ways.items()}
@@ -119,9 +89,14 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(f"{_PARAM}.__copy__", value=_copy),
-        SetAttribute(f"{_PARAM}.__reduce_ex__", value=_reduce),
-        SetAttribute(f"{_PARAM}.__torch_function__", make=_make_torch_function),
+        SetAttribute(f"{_PARAM}.__reduce_ex__", value=_reduce_ex),
+        *(SetAttribute(f"{_PARAM}.{name}", make=make_cut("Int8Params", name, _pieces)) for name in ("chunk", "split")),
+        *(
+            SetAttribute(
+                f"bitsandbytes.nn.modules:{layer}.__setstate__", make=make_setstate(layer, "Int8Params", _MARKS)
+            )
+            for layer in ("Linear8bitLt", "Embedding8bit")
+        ),
     ),
     defect=defect,
 )

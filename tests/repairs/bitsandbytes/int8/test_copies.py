@@ -21,10 +21,16 @@ def weight() -> bnb.nn.Int8Params:
 
 
 def saved(thing):
+    """Through ``torch.save``; of a weight alone it keeps no class (tests/repairs/test_pickled_parameters.py)."""
+    layer = torch.nn.Module()
+    if isinstance(thing, torch.nn.Parameter):
+        layer = bnb.nn.Linear8bitLt(64, 16, bias=False, has_fp16_weights=False)
+        layer.weight = thing
     file = io.BytesIO()
-    torch.save(thing, file)
+    torch.save(layer if isinstance(thing, torch.nn.Parameter) else thing, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    loaded = torch.load(file, weights_only=False)
+    return loaded.weight if isinstance(thing, torch.nn.Parameter) else loaded
 
 
 WAYS = {
@@ -110,12 +116,11 @@ def test_a_saved_module_computes_the_same(warm):
 
 
 SPLITS = {
-    "chunk": lambda p: torch.chunk(p, 3),
-    "method": lambda p: p.chunk(2, dim=0),
+    "chunk": lambda p: p.chunk(3),
+    "by name": lambda p: p.chunk(chunks=2, dim=0),
     "split": lambda p: torch.split(p, 6),
     "sizes": lambda p: p.split([4, 12]),
     "negative": lambda p: torch.split(p, 4, dim=-2),
-    "columns": lambda p: torch.split(p, [16, 48], dim=1),
 }
 
 
@@ -128,7 +133,40 @@ def test_pieces_keep_the_scales_of_their_rows(how):
         pieces = SPLITS[how](whole)
     assert all(type(piece) is bnb.nn.Int8Params for piece in pieces)
     found = [piece.data.float() * piece.SCB.view(-1, 1) for piece in pieces]
-    assert torch.equal(torch.cat(found, dim=1 if how == "columns" else 0), dequantized)
+    assert torch.equal(torch.cat(found), dequantized)
+
+
+def test_pieces_of_columns_are_plain_views_as_before():
+    """A kernel that goes by the pointer would read them as rows."""
+    whole = weight()
+    with patches.applied(ID):
+        one, two = torch.split(whole, [16, 48], dim=1)
+        assert type(one) is type(two) is type(whole.chunk(2, -1)[0]) is torch.Tensor
+    assert torch.equal(torch.cat([one, two], dim=1), whole.data)
+    assert one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_pieces_of_a_weight_that_trains_lead_back_to_it():
+    whole = bnb.nn.Linear8bitLt(8, 8).weight
+    with patches.applied(ID):
+        one, two = whole.chunk(2)
+        (one.sum() + 2 * two.sum()).backward()
+        cast = weight().to(torch.float16)  # by hand: codes as numbers
+        assert type(cast.chunk(2)[0]) is torch.Tensor
+    assert torch.equal(whole.grad, torch.tensor([1.0, 2.0]).repeat_interleave(4)[:, None].expand(8, 8))
+
+
+def test_pieces_of_a_subclass_with_a_constructor_of_its_own():
+    class Tagged(bnb.nn.Int8Params):
+        def __new__(cls, tag, data):
+            self = bnb.nn.Int8Params.__new__(cls, data, requires_grad=False)
+            self.tag = tag
+            return self
+
+    whole = Tagged("mine", torch.randn(16, 64)).to("cpu")
+    with patches.applied(ID):
+        piece = whole.chunk(2)[1]
+    assert type(piece) is Tagged and piece.tag == "mine" and torch.equal(piece.SCB, whole.SCB[8:])
 
 
 def test_pieces_run_in_layers_of_their_own():
@@ -137,7 +175,7 @@ def test_pieces_run_in_layers_of_their_own():
     expected = copy.deepcopy(layer)(x)
     with patches.applied(ID):
         halves = [bnb.nn.Linear8bitLt(64, 16, bias=False, has_fp16_weights=False).eval() for _ in range(2)]
-        for half, piece in zip(halves, torch.chunk(layer.weight, 2)):
+        for half, piece in zip(halves, layer.weight.chunk(2)):
             half.weight = piece
         assert torch.equal(torch.cat([half(x) for half in halves], dim=1), expected)
 
@@ -161,13 +199,25 @@ def test_compiled_equals_eager_in_one_graph(training):
         assert torch.equal(*(torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected)))
 
 
-@pytest.mark.parametrize("call", [lambda w: w.float() * 2, lambda w: torch.chunk(w, 2)[1]], ids=["product", "chunk"])
+OPERATIONS = {
+    "product": lambda w: w.float() * 2,
+    "torch.chunk": lambda w: torch.chunk(w, 2)[1],
+    "chunk": lambda w: w.chunk(2)[1] * 1,
+    "torch.split": lambda w: torch.split(w, 4)[1] * 1,
+    "split": lambda w: w.split(4)[1] * 1,
+    "from the right": lambda w: 1 - w,
+    "power": lambda w: w**2,
+    "unflatten": lambda w: w.unflatten(0, (2, -1)) * 1,
+}
+
+
+@pytest.mark.parametrize("call", OPERATIONS.values(), ids=OPERATIONS)
 def test_a_compiled_operation_on_the_weight_is_in_the_graph(call):
-    """Dynamo inlines ``__torch_function__``, so it must find nothing there that it cannot trace."""
+    """What Dynamo traces on a parameter of any class, it still does."""
     one = weight()
     with patches.applied(ID):
         got = torch.compile(lambda: call(one), fullgraph=True, backend="eager")()
-    assert torch.equal(got, call(one))
+    assert type(got) is torch.Tensor and torch.equal(got, call(one.data))
 
 
 def test_a_compiled_embedding_is_one_graph(device):
