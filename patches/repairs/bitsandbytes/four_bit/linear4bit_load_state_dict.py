@@ -15,9 +15,14 @@ The repair reads the group as one thing. A whole and fitting group becomes the w
 same object, and blocksize, quant type, storage dtype and nesting become those that were saved, as with
 ``Params4bit.from_prequantized``. Anything else (a key missing, unknown or of another shape) is an error
 that names it, whether strict or not, for codes mean nothing under foreign statistics; the layer, bias
-included, is then left as it was. State dicts without a key of the weight (adapters), and floating point
-weights for a layer that is not quantized yet, go ``nn.Module``'s way as before, and so do layers whose
-weight FSDP has flattened into a plain tensor.
+included, is then left as it was.
+
+Codes alone are what ``dict(model.named_parameters())`` gives. They are loaded where their statistics are
+known: they are the layer's own, bit for bit, or they are a ``Params4bit`` that carries them.
+
+State dicts without a key of the weight (adapters), and floating point weights for a layer that is not
+quantized yet, go ``nn.Module``'s way as before, and so do layers whose weight FSDP has flattened into a
+plain tensor.
 """
 
 from __future__ import annotations
@@ -27,17 +32,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
+from ...helpers.own_codes import are_own
+from ...helpers.parameters import like
 from ...helpers.quant_state_dict import bytes_of_codes, read
 
 if TYPE_CHECKING:
     import torch
     from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
 Tensors = dict[str, "torch.Tensor"]
 
 
-def make(original: Callable[..., None] | None) -> Callable[..., None]:
+def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[..., None]:
     """``Linear4bit._load_from_state_dict``, over that of ``nn.Module`` (or one that someone has put there)."""
 
     def _load_from_state_dict(
@@ -56,12 +63,17 @@ def make(original: Callable[..., None] | None) -> Callable[..., None]:
         rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         weight = prefix + "weight"
         group = {k[len(weight) :].lstrip("."): v for k, v in state_dict.items() if (k + ".").startswith(weight + ".")}
+        assign = local_metadata.get("assign_to_params_buffers", False)
         if not _is_quantized_group(self, group):
             load(state_dict, prefix, *rest)
             return
-        assign = local_metadata.get("assign_to_params_buffers", False)
+        if _stands_alone(self, group, assign):
+            old = self.weight
+            load(state_dict, prefix, *rest)
+            _keep_statistics(self, old)
+            return
         try:
-            codes, state = read(self, group, assign)
+            codes, state = read(self, _with_what_it_carries(group), assign)
         except ValueError as error:
             error_msgs.append(f"While loading the 4-bit weight {weight!r}, which was left as it was: {error}")
             return
@@ -88,11 +100,43 @@ def _is_packed(layer: Linear4bit, tensor: torch.Tensor) -> bool:
     return tensor.shape[1:] == (1,) and tensor.nbytes == bytes_of_codes(layer)
 
 
+def _stands_alone(layer: Linear4bit, group: Tensors, assign: bool) -> bool:
+    """Whether ``group`` is codes alone that ``nn.Module`` may load, for their statistics are there then."""
+    if set(group) != {""} or not layer.weight.bnb_quantized:
+        return False
+    return are_own(group[""], layer.weight) or (assign and _carried(group[""]) is not None)
+
+
+def _keep_statistics(layer: Linear4bit, old: Params4bit) -> None:
+    """After ``assign=True``: a plain tensor of codes becomes a weight like ``old``; one with statistics brings them."""
+    if layer.weight is old:  # they were copied, and are what was there
+        return
+    state = _carried(layer.weight)
+    if state is None:
+        layer.weight = like(old, layer.weight.data)
+    else:
+        layer.quant_state = state
+
+
+def _with_what_it_carries(group: Tensors) -> Tensors:
+    """``group``, and the statistics of codes that come alone but are themselves a quantized ``Params4bit``."""
+    state = _carried(group[""]) if set(group) == {""} else None
+    if state is None or getattr(state, "packing_format_for_cpu", False):  # the layout of a kernel, never saved
+        return group
+    return {**group, **state.as_dict(packed=True)}
+
+
+def _carried(codes: torch.Tensor) -> QuantState | None:
+    from bitsandbytes.nn import Params4bit
+
+    return codes.quant_state if isinstance(codes, Params4bit) and codes.bnb_quantized else None
+
+
 def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
     """Make ``codes`` and ``state`` those of the layer, on the parameter object that it has."""
     weight = layer.weight
     if weight.device.type == "meta":  # a parameter cannot leave it
-        weight = layer.weight = type(weight)(codes, requires_grad=False, module=weight.module)
+        weight = layer.weight = like(weight, codes)
     weight.requires_grad = False
     weight.data = codes
     weight.quant_state = layer.quant_state = state
@@ -123,6 +167,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
-    edits=(SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=make),),
+    edits=(SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=make_load_from_state_dict),),
     defect=defect,
 )

@@ -82,7 +82,7 @@ def loading(original: Callable[..., None] | None) -> Callable[..., None]:
             return
         statistics = {k[len(weight) + 1 :]: v for k, v in state_dict.items() if k.startswith(weight + ".")}
         try:
-            state = _statistics(self, state_dict[weight], statistics, strict)
+            state = _statistics(self, state_dict[weight], statistics)
         except ValueError as error:
             error_msgs.append(f"While loading the sharded 4-bit weight {weight!r}, left as it was: {error}")
             return
@@ -121,9 +121,7 @@ def _pad(destination: dict[str, Any], packed: str) -> None:
         destination[key] = torch.nn.functional.pad(text, (0, -len(text) % 128), value=ord(" "))
 
 
-def _statistics(
-    layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.Tensor], strict: bool
-) -> QuantState:
+def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.Tensor]) -> QuantState:
     """The state that ``codes`` are to be read with. Raises ``ValueError`` if it cannot be known."""
     import torch
 
@@ -132,7 +130,7 @@ def _statistics(
             raise ValueError("the state dict lacks 'weight.quant_state.bitsandbytes__...'")
         stand_in = torch.empty(1, dtype=torch.uint8).expand(bytes_of_codes(layer))  # the codes are loaded by torch
         return read(layer, {"": stand_in, **saved}, assign=False)[1]
-    if not are_own(codes, layer.weight, strict):
+    if not are_own(codes, layer.weight):
         raise ValueError(
             "the state dict has codes without statistics ('weight.absmax' ...), and not the codes of this layer. "
             "It was saved without this repair, or loaded with broadcast_from_rank0"

@@ -7,8 +7,8 @@ parameters and buffers to the other ranks, and whoever saves ``dict(model.named_
 that is not quantized yet takes the codes as if they were weights. All releases.
 
 The repair makes codes without scales an error that names the layer, unless they are the codes that the
-layer has already, whose scales it knows; the layer is left as it was (a broadcast has by then overwritten
-its codes, so that codes which are the layer's own memory count as foreign, unless ``strict=False``).
+layer has already, whose scales it knows, or are assigned as an ``Int8Params`` that carries its own; the layer
+is left as it was.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
         state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
     ) -> None:
         codes = state_dict.get(prefix + "weight")
-        if codes is not None and prefix + "SCB" not in state_dict and not _known(layer, codes, strict):
+        if codes is not None and prefix + "SCB" not in state_dict and not _known(layer, codes, local_metadata):
             lists[-1].append(
                 f"While loading the INT8 weight {prefix + 'weight'!r}: the state dict has no {prefix + 'SCB'!r}, "
                 "the scales of its codes (with broadcast_from_rank0 they reach no rank but 0)"
@@ -41,13 +41,17 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
     return checked
 
 
-def _known(layer: Linear8bitLt, weight: Any, strict: bool) -> bool:
-    """Whether ``weight`` is not codes, or the codes that this layer has had all along."""
+def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
+    """Whether ``weight`` is not codes, or codes whose scales are there when it is loaded."""
     import torch
+    from bitsandbytes.nn import Int8Params
 
     if weight.dtype != torch.int8 or layer.state.has_fp16_weights:
         return True
-    return layer.weight.dtype == torch.int8 and are_own(weight, layer.weight, strict)
+    if layer.weight.dtype == torch.int8 and are_own(weight, layer.weight):
+        return True
+    assign = local_metadata.get("assign_to_params_buffers", False)
+    return assign and isinstance(weight, Int8Params) and weight.CB is not None and weight.SCB is not None
 
 
 def defect() -> Finding:

@@ -40,15 +40,6 @@ def test_the_codes_that_are_there_are_accepted():
     assert torch.equal(live(X), before)
 
 
-def test_a_broadcast_into_the_layers_own_memory_is_refused():
-    """What ``broadcast_from_rank0`` does on every rank but 0, before it calls ``load_state_dict``."""
-    saved, live = model(0).to("cpu"), model(1).to("cpu")
-    own = dict(live.named_parameters())
-    own["0.weight"].data.copy_(saved[0].weight.data)
-    with patches.applied(ID), pytest.raises(RuntimeError, match="broadcast_from_rank0"):
-        live.load_state_dict(own)
-
-
 def test_codes_into_a_layer_that_is_not_quantized_are_refused():
     with patches.applied(ID), pytest.raises(RuntimeError, match="no '0.SCB'"):
         model(1).load_state_dict(codes_alone(model(0).to("cpu")))
