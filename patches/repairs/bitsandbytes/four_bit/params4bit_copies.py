@@ -38,7 +38,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-params4bit-copies",
     summary="quantizing a deep copy of a 4-bit layer writes to the original layer",
-    links=(),
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L341",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
