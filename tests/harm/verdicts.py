@@ -1,0 +1,113 @@
+"""Every case judged: run unpatched, with all patches, and with each patch alone that it reaches.
+
+Patches go in and out for a whole group of programs, not for each: that is what takes the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .catalogue import Case
+from .reach import Entered, here, patches_reached
+from .rule import Trace, fault
+from .runner import Sets, plugin, run, run_layer
+from .share import runs_here
+
+NONE: frozenset[str] = frozenset()
+
+
+@dataclass
+class Judged:
+    """What one case did, and why that breaks the rule."""
+
+    unpatched: Trace
+    reached: frozenset[str]
+    patched: dict[str, Trace] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+class Verdicts:
+    """The verdicts on ``cases``, each found when one of its group is asked for."""
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        self._groups: dict[str, list[Case]] = {}
+        self._judged: dict[str, Judged] = {}
+        for case in cases:
+            self._groups.setdefault(_group(case), []).append(case)
+
+    def of(self, case: Case) -> Judged:
+        if case.id not in self._judged:
+            with little_to_walk():
+                self._judged |= _judge(self._groups[_group(case)])
+        return self._judged[case.id]
+
+
+@contextlib.contextmanager
+def little_to_walk() -> Iterator[None]:
+    """What is alive already is kept out of the walks by which patches look for damage: they are what takes time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _group(case: Case) -> str:
+    return case.id if case.program.compiles else case.program.group
+
+
+def _judge(cases: Sequence[Case]) -> dict[str, Judged]:
+    judged = {case.id: _unpatched(case) for case in cases}
+    everything = frozenset(here())
+    for ids in (everything, *(frozenset({one}) for one in here())):
+        alone = ids != everything
+        chosen = [case for case in cases if not alone or all(_alone(case, judged[case.id], one) for one in ids)]
+        if not chosen:
+            continue
+        name = f"{next(iter(ids))} alone" if alone else "all patches"
+        with plugin(ids):
+            for case in chosen:
+                _compare(case, judged[case.id], name, (ids, ids), alone)
+        for case in chosen:
+            if case.program.hands_over:
+                _compare(case, judged[case.id], f"{name}, handed over to none", (ids, NONE), alone=True)
+                if not alone:
+                    _compare(case, judged[case.id], f"none, handed over to {name}", (NONE, ids), alone=True)
+    return judged
+
+
+def _alone(case: Case, judged: Judged, patch_id: str) -> bool:
+    return patch_id in judged.reached and runs_here(case, patch_id)
+
+
+def _unpatched(case: Case) -> Judged:
+    entered = Entered()
+    if case.program.compiles:
+        run_layer(case, entered.tracing)
+        trace = run(case, (NONE, NONE))
+    else:
+        trace = run(case, (NONE, NONE), entered.tracing)
+    reached = frozenset(here()) if case.may_crash else patches_reached(entered, case.program.compiles)
+    return Judged(trace, reached)
+
+
+def _compare(case: Case, judged: Judged, name: str, sets: Sets, alone: bool) -> None:
+    trace = judged.patched[name] = run(case, sets)
+    may_raise, unrepaired = case.program.may_raise, case.program.unrepaired.get(case.kind)
+    if found := fault(judged.unpatched, trace, alone or unrepaired is not None):
+        judged.faults.append(f"with {name}: {found}")
+    elif alone:
+        return
+    elif trace.error and not (may_raise and re.search(may_raise, trace.error.message)):
+        judged.faults.append(f"with {name} it ends in {trace.error}, and does not say that it may (may_raise=...)")
+    elif unrepaired is not None and _wrong(judged.unpatched) and not _wrong(trace):
+        judged.faults.append(f"with {name} it is right: it is no longer true that {unrepaired} (unrepaired=...)")
+
+
+def _wrong(trace: Trace) -> bool:
+    return any(not check.right for check in trace.checks)
