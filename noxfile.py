@@ -24,10 +24,12 @@ OLDEST = (
 )  # fmt: skip
 """The oldest that work with torch 2.13 on a CPU, found by running, and what transformers 4.53 needs beside it."""
 ANYWHERE = (
-    "engine", "features/test_compile_options.py", "features/test_verify_processes.py", "repairs/torchao", "test_benchmarks.py", "test_drift.py",
-    "test_readme.py", "test_shim.py",
+    "engine", "features/test_compile_options.py", "features/test_verify_processes.py", "harm/test_rule.py",
+    "repairs/torchao", "test_benchmarks.py", "test_drift.py", "test_readme.py", "test_shim.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
+ONCE = ("harm/test_aot_cache.py",)
+"""Slow, and about torch: run with one release, which has less to do otherwise."""
 PROGRAMS = ("features/test_ranks.py", *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "trainer", "trainer_ranks")))
 """Whole programs in several processes, the slowest: run with the first and the last release; `tests_all` runs all."""
 PYTHONS = ("3.10", "3.12", "3.13")
@@ -96,6 +98,8 @@ def run_suite(session: nox.Session, release: str, without: tuple[str, ...] = ())
     """Run pytest with bitsandbytes ``release`` first on the path."""
     if release != SHORT[-1]:
         without += ANYWHERE
+    if release != SHORT[1]:
+        without += ONCE
     whole = ["-q", "-n", "2", "--dist", "worksteal", *(f"--ignore=tests/{name}" for name in without)]
     arguments = session.posargs or whole
     env = environment(bitsandbytes(session, release), ROOT)
