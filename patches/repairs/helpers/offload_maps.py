@@ -1,0 +1,63 @@
+"""Writing to the maps that accelerate's offload hooks bring weights from.
+
+Such a map is a dict of tensors, or an ``OffloadedWeightsLoader`` with a dict for what is in memory and an index for
+what is on disk, and often one of them with a prefix before each name. What is on disk may be the checkpoint that the
+user loaded, so no file that is there is ever written to: a changed tensor gets a file of its own in a folder of its
+own, and the index leads to it. The folder goes when the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_counter = itertools.count()
+
+
+def write(hook: Any, name: str, tensor: Tensor) -> None:
+    """Make ``tensor`` what ``hook`` brings for ``name`` from now on, with its row scales if it is an INT8 weight."""
+    scales = getattr(tensor, "SCB", None)
+    beside = name.replace("weight", "SCB")
+    if scales is not None and beside in hook.weights_map:
+        _put(hook, beside, scales.detach().to("cpu"))
+    elif scales is not None:  # then the map holds the parameter itself
+        return _put(hook, name, tensor.detach().to("cpu"))
+    import torch
+
+    _put(hook, name, tensor.detach().as_subclass(torch.Tensor).to("cpu"))
+
+
+def _put(hook: Any, name: str, tensor: Tensor) -> None:
+    weights, key = hook.weights_map, name
+    if hasattr(weights, "prefix"):
+        weights, key = weights.dataset, weights.prefix + name
+    if isinstance(weights, MutableMapping):
+        weights[key] = tensor
+    elif key in getattr(weights, "state_dict", ()):
+        weights.state_dict[key] = tensor
+    elif key in getattr(weights, "index", ()):
+        weights.index[key] = _on_disk(weights, key, tensor)
+    else:  # a map of someone else's: what it says of the other tensors stays
+        hook.weights_map = {**{n: hook.weights_map[n] for n in hook.weights_map}, name: tensor}
+
+
+def _on_disk(loader: Any, key: str, tensor: Tensor) -> dict[str, Any]:
+    """The entry of an index that leads to ``tensor``, in a new file."""
+    from safetensors.torch import save_file
+
+    folder = getattr(loader, "_patches_folder", None)
+    if folder is None:
+        folder = loader._patches_folder = tempfile.mkdtemp(prefix="changed-", dir=loader.save_folder)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    file = os.path.join(folder, f"{next(_counter)}.safetensors")
+    save_file({key: tensor.contiguous()}, file)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"safetensors_file": file, "weight_name": key, "dtype": dtype, "shape": list(tensor.shape)}

@@ -1,0 +1,136 @@
+"""What accelerate offloads: which hook brings the weights of a module, and how to have them for longer than a forward.
+
+``AlignDevicesHook`` puts the weights of its module on the execution device before the module's forward, from a map
+of names to tensors (in memory, or on disk), and leaves parameters on the meta device after it. Whoever reads such a
+weight at any other time finds no values, and whoever writes to it writes to what the next forward replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from . import int8_scales, offload_maps
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+
+
+def hook_of(module: Module, visited: bool = False) -> Any:
+    """The hook that offloads the weights of ``module``, or None; accelerate may have put several into one.
+
+    With ``visited``, also if they are on their device at the moment, because of a :class:`Visit`.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        if getattr(part, "offload", False) or (visited and getattr(part, "_patches_visited", False)):
+            return part if hasattr(part, "weights_map") else None
+    return None
+
+
+def execution_device(module: Module) -> torch.device | None:
+    """Where the forward of ``module`` runs, if its weights are offloaded; else None."""
+    import torch
+
+    hook = hook_of(module)
+    return None if hook is None or hook.execution_device is None else torch.device(hook.execution_device)
+
+
+def offloaded(module: Module) -> bool:
+    """Whether something in ``module`` is offloaded now. Cheap where accelerate has no hook."""
+    return any(hook_of(part) is not None for part in module.modules())
+
+
+def refuse_if_brought_by_another(target: Module, model: Module) -> None:
+    """Raise if the weights of ``target`` are offloaded by the hook of a module around it."""
+    if not any(p.is_meta for p in target.parameters()):
+        return
+    for name, module in model.named_modules():
+        hook = hook_of(module)
+        if hook is not None and hook.place_submodules and any(part is target for part in module.modules()):
+            raise ValueError(
+                f"{name or type(model).__name__!r} brings the offloaded weights of all modules inside it by their names "
+                "(accelerate's preload_module_classes), so that no adapter can be put on one of them. Offload the "
+                "model without preload_module_classes."
+            )
+
+
+class Visit:
+    """The weights of one module on its execution device, until :meth:`end`; its own forwards leave them there."""
+
+    def __init__(self, module: Module, hook: Any) -> None:
+        self.module, self.hook = module, hook
+        hook.pre_forward(module)
+        hook._patches_visited = True
+        hook.offload = False  # so that a forward of the module neither brings them again nor takes them away
+        if type(module).__name__ == "Linear8bitLt" and module.weight.SCB is None:
+            module.weight.SCB = int8_scales.find_scale(module)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the hook moves, by its names there."""
+        from accelerate.utils import named_module_tensors
+
+        return dict(
+            named_module_tensors(
+                self.module,
+                include_buffers=self.hook.offload_buffers,
+                recurse=self.hook.place_submodules,
+                remove_non_persistent=True,
+            )
+        )
+
+    def keep(self) -> None:
+        """Make what the weights are now the ones that the next forward brings."""
+        for name, tensor in self.tensors().items():
+            offload_maps.write(self.hook, name, tensor)
+
+    def end(self) -> None:
+        self.hook.offload = True
+        del self.hook._patches_visited
+        self.hook.post_forward(self.module, ())
+
+
+def visits(root: Module) -> list[Visit]:
+    """Bring all that is offloaded below ``root``; who calls this ends each visit, the last first."""
+    found: list[Visit] = []
+    try:
+        for module in root.modules():
+            hook = hook_of(module)
+            if hook is not None:
+                found.append(Visit(module, hook))
+    except BaseException:
+        end(found)
+        raise
+    return found
+
+
+def end(visits: list[Visit]) -> None:
+    while visits:
+        visits.pop().end()
+
+
+@contextlib.contextmanager
+def onloaded(root: Module) -> Iterator[None]:
+    """All that is offloaded below ``root`` on its execution device; what is changed meanwhile is offloaded changed."""
+    found = visits(root)
+    try:
+        before = [{name: t.detach().clone() for name, t in visit.tensors().items()} for visit in found]
+        yield
+        for visit, old in zip(found, before):
+            if any(not _same(old.get(name), tensor) for name, tensor in visit.tensors().items()):
+                visit.keep()
+    finally:
+        end(found)
+
+
+def _same(old: Tensor | None, new: Tensor) -> bool:
+    """Whether the bits are the same: of the values, and of the row scales of an INT8 weight."""
+    import torch
+
+    if old is None or old.dtype != new.dtype or old.shape != new.shape or old.device != new.device:
+        return False
+    plain, other = (t.detach().as_subclass(torch.Tensor).contiguous().view(torch.uint8) for t in (old, new))
+    return torch.equal(plain, other)

@@ -1,0 +1,83 @@
+"""Saved tensors of offloaded weights: autograd keeps where they come from, and backward brings them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .offloaded import Visit
+
+
+def enter(visits: Iterable[Visit]) -> Any:
+    """Have autograd recall what it saves of the weights of ``visits``; what is returned is to be exited, if not None.
+
+    Nothing is done where nobody saves, where a backward runs already (a recomputation, which needs them soon), and
+    under saved-tensor hooks of someone else's, checkpointing among them: those decide themselves.
+    """
+    import torch
+
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    autograd = torch._C._autograd
+    if torch._C._current_graph_task_id() != -1 or autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    places = {}
+    for visit in visits:
+        for name, tensor in visit.tensors().items():
+            places[tensor.untyped_storage().data_ptr()] = (visit.hook, name)
+    if not places:
+        return None
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _pack(tensor, places), _unpack)
+    hooks.__enter__()
+    return hooks
+
+
+class _Kept:
+    """A tensor that is no offloaded weight, with the version that it had."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def __call__(self) -> Tensor:
+        if self.tensor._version != self.version:  # autograd does not look where there are hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.type()} {list(self.tensor.shape)} is at version {self.tensor._version}; "
+                f"expected version {self.version} instead."
+            )
+        return self.tensor
+
+
+class _Offloaded:
+    """A view of an offloaded weight."""
+
+    __slots__ = ("hook", "name", "value", "dtype", "layout", "device")
+
+    def __init__(self, tensor: Tensor, hook: Any, name: str) -> None:
+        self.hook, self.name = hook, name
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def __call__(self) -> Tensor:
+        import torch
+
+        value = self.hook.weights_map[self.name]
+        value = value.detach().as_subclass(torch.Tensor).to(self.device)
+        return value.contiguous().view(-1).view(self.dtype).as_strided(*self.layout)
+
+
+def _pack(tensor: Tensor, places: dict[int, tuple[Any, str]]) -> _Kept | _Offloaded:
+    import torch
+
+    # Sparse tensors have no storage of their own.
+    place = places.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
+    return _Kept(tensor) if place is None else _Offloaded(tensor, *place)
+
+
+def _unpack(saved: _Kept | _Offloaded) -> Tensor:
+    return saved()

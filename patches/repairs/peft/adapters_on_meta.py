@@ -1,0 +1,125 @@
+"""New adapters of an offloaded model land on the meta device: no values, no gradients, no adapter.
+
+peft puts a new adapter where the base weight is. A model that does not fit is loaded with a device map, accelerate
+offloads what does not fit to the CPU or the disk, and its weights are on meta between two forwards. So after
+``get_peft_model`` the adapters of those layers have lost the values that they were made with. The first backward
+dies with ``Function MmBackward0 returned an invalid gradient at index 1 - expected device meta but got cpu``; a
+forward, ``generate`` and ``merge_and_unload`` say nothing and answer without the adapter. Every kind of adapter, on
+plain and on quantized layers, in every release; those that are made from the base weight (DoRA, PiSSA, OLoRA)
+cannot even be made.
+
+The repair has the base layer where its forward has it, on the execution device, while an adapter is put on it:
+everything that peft then asks of the weight, its device as its values, is what it would be for a layer that is not
+offloaded, and what an initialization changes in it is offloaded changed. Kinds that read the base weight in a
+forward of their own (DoRA, BOFT, OFT, HRA and others) need it there as well: the layer that peft makes brings it
+for the whole of its forward, instead of the base layer for a part of it. It costs one look at each target, and
+bringing each offloaded weight once. A layer without an offload hook takes the same path as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from ..helpers import held, offloaded
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+
+@contextlib.contextmanager
+def with_weights(context: AbstractContextManager[None], model: Module, parent: Module, name: str) -> Iterator[None]:
+    """``context``, and inside it the weights of the module ``name`` of ``parent``, which gets an adapter there."""
+    target = getattr(parent, name)
+    if not offloaded.offloaded(target):
+        offloaded.refuse_if_brought_by_another(target, model)
+        with context:
+            yield
+        return
+    with offloaded.onloaded(target), context:
+        yield
+    held.hold(getattr(parent, name))
+
+
+def home(base_layer: Module, weight: torch.Tensor) -> torch.device:
+    """The device where ``weight`` is when ``base_layer`` runs."""
+    there = offloaded.execution_device(base_layer) if weight.is_meta else None
+    return weight.device if there is None else there
+
+
+def values(module: Module) -> torch.Tensor:
+    """The weight of ``module``, or what it is brought from."""
+    hook = offloaded.hook_of(module)
+    return module.weight if hook is None else hook.weights_map["weight"]
+
+
+def defect() -> Finding:
+    """LoRA on a linear layer that accelerate keeps in CPU memory."""
+    import torch
+    from accelerate import cpu_offload
+    from peft import LoraConfig, get_peft_model
+
+    model = cpu_offload(torch.nn.Sequential(torch.nn.Linear(4, 4)), execution_device=torch.device("cpu"))
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["0"]))
+    lost = [name for name, p in model.named_parameters() if "lora_" in name and p.is_meta]
+    try:
+        model(torch.ones(1, 4)).sum().backward()
+    except RuntimeError as error:
+        return Finding(True, f"{len(lost)} of 2 adapter weights on meta; backward: {error}")
+    return Finding(bool(lost), f"{len(lost)} of 2 adapter weights on meta")
+
+
+_TUNERS = "peft.tuners.tuners_utils"
+_ENTER = {
+    "find": "ctx()",
+    "replace": "_patches_with_weights(ctx(), model, parent, target_name)",
+    "names": {"_patches_with_weights": with_weights},
+}
+_HOME = {"find": "weight.device", "names": {"_patches_home": home}}
+
+PATCH = Patch(
+    id="peft-adapters-on-meta",
+    summary="adapters put on an offloaded model lose their values: training dies, inference ignores them silently",
+    links=("https://github.com/huggingface/peft/issues/1639",),
+    requires=("peft>=0.14", "accelerate>=0.26.1"),
+    tested_up_to="0.21.2",
+    edits=(
+        Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, when="peft<0.17"),
+        Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, count=2, when="peft>=0.17,<0.19"),
+        Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, count=3, when="peft>=0.19"),
+        Rewrite(f"{_TUNERS}:BaseTuner._inject_parameters", **_ENTER, when="peft>=0.17"),
+        Rewrite(
+            f"{_TUNERS}:BaseTunerLayer._move_adapter_to_device_of_base_layer",
+            replace="_patches_home(self.get_base_layer(), weight)",
+            **_HOME,
+            when="peft<0.19",
+        ),
+        Rewrite(
+            f"{_TUNERS}:BaseTunerLayer._get_base_layer_device_and_dtype",
+            replace="_patches_home(base_layer, weight)",
+            **_HOME,
+            when="peft>=0.19",
+        ),
+        # Two kinds look at base weights before or after they are put on.
+        Rewrite(
+            "peft.tuners.unilora.layer:UniLoraLayer.update_scaling",
+            find="base_layer.weight.device",
+            replace="_patches_home(base_layer, base_layer.weight)",
+            names={"_patches_home": home},
+            when="peft>=0.20",
+        ),
+        Rewrite(
+            "peft.tuners.frod.model:FrodModel._init_frod_projections",
+            find="module.weight",
+            replace="_patches_values(module)",
+            count=2,
+            names={"_patches_values": values},
+            when="peft>=0.20",
+        ),
+    ),
+    defect=defect,
+)
