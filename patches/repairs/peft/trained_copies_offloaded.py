@@ -1,0 +1,78 @@
+"""``modules_to_save`` on an offloaded module trains nothing: the copy that is to be trained is offloaded too.
+
+peft deep-copies a module that is to be trained whole (``modules_to_save``, and what ``LNTuningConfig`` targets), on
+meta between two forwards, together with accelerate's hook. So the copy is brought anew from the map for every
+forward and dropped after it: its parameters are other objects each time, gradients go with them, the optimizer holds
+one that stays on meta. Nothing is said; at the end the head that was to be trained is the one that was loaded, and
+``save_pretrained`` dies on meta tensors. The deep copy of the hook also copies the map, which holds the offloaded
+weights of the *whole* model. All releases of peft.
+
+The repair copies the values, while the module has them, and leaves the copy on the execution device with a hook that
+moves its inputs there. The original stays offloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+from ..helpers import offloaded
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def trainable_copy(module: Module) -> Module:
+    """A deep copy of ``module`` that stays on its device, if ``module`` or a part of it is offloaded."""
+    if not any(offloaded.hook_of(part, visited=True) for part in module.modules()):
+        return copy.deepcopy(module)
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    hooks = {name: part._hf_hook for name, part in module.named_modules() if hasattr(part, "_hf_hook")}
+    with offloaded.onloaded(module):
+        copied = copy.deepcopy(module, {id(hook): hook for hook in hooks.values()})
+    for name, hook in hooks.items():
+        own = offloaded.hook_of(module.get_submodule(name), visited=True) or hook
+        resident = AlignDevicesHook(getattr(own, "execution_device", None), skip_keys=getattr(own, "skip_keys", None))
+        add_hook_to_module(copied.get_submodule(name), resident)  # in place of the one that it shares
+    return copied
+
+
+def defect() -> Finding:
+    """Train a layer that accelerate keeps in CPU memory for a step."""
+    import torch
+    from accelerate import cpu_offload
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    cpu_offload(model[1], execution_device=torch.device("cpu"))
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"]))
+    saved = dict(model.base_model.model[1].modules_to_save["default"].named_parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    untrained = [name for name, p in saved.items() if p.is_meta or p.grad is None]
+    return Finding(bool(untrained), f"{len(untrained)} of {len(saved)} parameters to train get no gradient")
+
+
+PATCH = Patch(
+    id="peft-trained-copies-offloaded",
+    summary="modules_to_save on an offloaded module trains nothing, without a word",
+    links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py#L653",),
+    requires=("peft>=0.14", "accelerate>=0.26.1"),
+    tested_up_to="0.21.2",
+    edits=(
+        Rewrite(
+            "peft.utils.other:ModulesToSaveWrapper.update",
+            find="copy.deepcopy(self.original_module)",
+            replace="_patches_trainable_copy(self.original_module)",
+            names={"_patches_trainable_copy": trainable_copy},
+        ),
+        Rewrite(
+            "peft.tuners.ln_tuning.layer:LNTuningLayer.update_layer",
+            find="deepcopy(layer)",
+            replace="_patches_trainable_copy(layer)",
+            names={"_patches_trainable_copy": trainable_copy},
+        ),
+    ),
+    defect=defect,
+)
