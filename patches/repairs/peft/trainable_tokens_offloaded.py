@@ -1,0 +1,65 @@
+"""``trainable_token_indices`` on an offloaded embedding: no values to begin with, none in a forward.
+
+The layer that trains single tokens copies their rows from the base weight when it is made, and each of its forwards
+puts the trained rows into a copy of the whole. Offloaded, the base weight is on meta both times: ``get_peft_model``
+makes a parameter on meta, and the first forward dies with ``Cannot copy out of meta tensor; no data!``. The kind
+``TrainableTokensConfig`` is put on like any other adapter (``peft-adapters-on-meta``); ``LoraConfig`` and its
+like wrap the embedding another way, which this repairs. peft >= 0.15, where it came.
+
+The layer is made while the base weight is on the execution device, and brings it for the whole of each forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..helpers import held, offloaded
+from ...engine import Finding, Patch, SetAttribute
+
+
+def _make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not offloaded.offloaded(self):
+            return original(self, *args, **kwargs)
+        with offloaded.onloaded(self):
+            result = original(self, *args, **kwargs)
+        held.hold(self)
+        return result
+
+    return update_layer
+
+
+def defect() -> Finding:
+    """Train one token of an embedding that accelerate keeps in CPU memory."""
+    import torch
+    from accelerate import cpu_offload
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4))
+    cpu_offload(model[0], execution_device=torch.device("cpu"))
+    config = LoraConfig(r=2, target_modules=["1"], trainable_token_indices={"0": [1]})
+    try:
+        model = get_peft_model(model, config)
+        model(torch.arange(4)).sum().backward()
+    except (NotImplementedError, RuntimeError) as error:
+        return Finding(True, f"forward: {error}")
+    trained = model.base_model.model[0].token_adapter.trainable_tokens_delta["default"].grad
+    return Finding(trained is None, "the token is trained" if trained is not None else "no gradient")
+
+
+PATCH = Patch(
+    id="peft-trainable-tokens-offloaded",
+    summary="trainable_token_indices on an offloaded embedding dies in the first forward",
+    links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/trainable_tokens/layer.py",),
+    requires=("peft>=0.15", "accelerate>=0.26.1"),
+    tested_up_to="0.21.2",
+    edits=(
+        SetAttribute(
+            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer",
+            make=_make,
+            over="self._move_adapter_to_device_of_base_layer(adapter_name)",
+        ),
+    ),
+    defect=defect,
+)
