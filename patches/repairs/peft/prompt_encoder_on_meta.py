@@ -1,0 +1,60 @@
+"""Prompt and prefix tuning of an offloaded model put their encoder on the meta device.
+
+``PeftModel`` moves a new prompt encoder to the device of the model, which transformers takes from the first parameter:
+the embedding, as a rule. Where that is offloaded (``cpu_offload``, ``disk_offload``, a device map that has it on the
+CPU), it is meta between two forwards; the trainable values are gone when the encoder is made, and the first forward
+dies with ``Tensor on device cpu is not on the expected device meta!``. All releases.
+
+The encoder goes to the execution device of what is offloaded. Any other model's is asked for as before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..helpers import offloaded
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    import torch
+
+
+def device_of(model: Any) -> torch.device:
+    """The device of ``model``, or that of its forward if its first parameter is offloaded."""
+    device = model.device
+    if device.type != "meta":
+        return device
+    return next(filter(None, map(offloaded.execution_device, model.modules())), device)
+
+
+def defect() -> Finding:
+    """Prompt tuning of a tiny Llama in CPU memory."""
+    import torch
+    from accelerate import cpu_offload
+    from peft import PromptTuningConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size))
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    where = model.prompt_encoder["default"].embedding.weight.device
+    return Finding(where.type == "meta", f"the prompt is on {where}")
+
+
+PATCH = Patch(
+    id="peft-prompt-encoder-on-meta",
+    summary="prompt tuning of a model whose embedding is offloaded puts the prompt on meta, and dies",
+    links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py",),
+    requires=("peft>=0.14", "accelerate>=0.26.1", "transformers>=4.53"),
+    tested_up_to="0.21.2",
+    edits=(
+        Rewrite(
+            "peft.peft_model:PeftModel._setup_prompt_encoder",
+            find="self.device",
+            replace="_patches_device_of(self)",
+            names={"_patches_device_of": device_of},
+        ),
+    ),
+    defect=defect,
+)
