@@ -1,0 +1,80 @@
+"""Merging adapters into offloaded layers loses them, brings the whole model to the device at once, or dies.
+
+``merge_and_unload``, ``merge_adapter`` and ``unmerge_adapter`` bring an offloaded layer with ``onload_layer``, which
+is right for one case, a plain linear layer in a model that accelerate dispatched as a whole:
+- Layers that were offloaded one by one (``cpu_offload(layer)``) have two hooks in one, which is not looked into. On
+  a plain layer the merge is written to the meta device and gone with the next forward, silently; on a quantized
+  one it dies (``Cannot copy out of meta tensor; no data!``).
+- INT8 layers die in ``unmerge_adapter``: the row scales are left behind (``'NoneType' object has no attribute
+  'to'``).
+- A merge below the wrapped layer itself (``trainable_token_indices``) is not written back.
+- ``merge_and_unload`` asks for every module of the model, the outermost too, and gets all that is offloaded below
+  it at once: a model that does not fit, to the last byte, several times over.
+- Weights that lie on disk are in memory after the merge, and stay there.
+
+The repair brings what is offloaded below a layer of peft, and only there. After the merge it writes what has
+changed to where the hook brings it from: into the map in memory, or to a new file that the index of the map then
+leads to (in a folder that goes when the process ends; files that were there, perhaps the checkpoint itself, are
+never written to). The layer stays offloaded. A layer without an offload hook takes the same path as before.
+All releases of peft.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from ..helpers import offloaded
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def brought(layer: Module) -> AbstractContextManager[None]:
+    """What is offloaded below ``layer`` on its device, if ``layer`` is one that peft may merge."""
+    merges = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
+    return offloaded.onloaded(layer) if merges else nullcontext()
+
+
+def defect() -> Finding:
+    """Merge into a linear layer that accelerate keeps in CPU memory, against the adapter beside it."""
+    import torch
+    from accelerate import cpu_offload
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(8, 8)),
+        LoraConfig(r=2, target_modules=["0"], init_lora_weights=False),
+    )
+    cpu_offload(model.base_model.model[0].base_layer, execution_device=torch.device("cpu"))
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        expected = model(x)
+        error = float((model.merge_and_unload()(x) - expected).norm() / expected.norm())
+    return Finding(error > 1e-3, f"relative error of the merged model {error:.1e}")
+
+
+PATCH = Patch(
+    id="peft-merge-offloaded",
+    summary="merging into offloaded layers is lost silently, or dies, or brings the whole model to the device",
+    links=("https://github.com/huggingface/peft/pull/1190", "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py#L77"),
+    requires=("peft>=0.14", "accelerate>=0.26.1"),
+    tested_up_to="0.21.2",
+    edits=(
+        Rewrite(
+            "peft.tuners.tuners_utils:onload_layer",
+            find="offloaded_modules = []",
+            replace="""
+                if _patches_offloaded(layer):
+                    with _patches_brought(layer):
+                        yield
+                    return
+                offloaded_modules = []
+            """,
+            names={"_patches_offloaded": offloaded.offloaded, "_patches_brought": brought},
+        ),
+    ),
+    defect=defect,
+)
