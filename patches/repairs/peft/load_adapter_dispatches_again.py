@@ -1,0 +1,94 @@
+"""Loading an adapter into an offloaded model takes the model apart and dispatches it anew.
+
+``PeftModel.from_pretrained`` removes accelerate's hooks from a model whose device map names the CPU or the disk, and
+``load_adapter`` then infers a device map of its own, from the memory that it sees, and dispatches the whole with it:
+- What lay on disk has no hook in between, and the map that is inferred may well be one device: ``Cannot copy out of
+  meta tensor; no data!``.
+- What lay in CPU memory is on the device after it, if that has room at the moment: the user's map is forgotten.
+- Or the adapters are offloaded with the rest, so that nothing is trained.
+- A folder that accelerate wrote (``dispatch_model``, ``disk_offload``) has no ``safetensors_file``: ``KeyError``.
+- ``load_adapter`` alone, which the Trainer calls to resume and to load the best model, dispatches a model that has
+  its hooks already.
+All releases.
+
+The model stays as it is dispatched, and the adapters go where their layers run (``peft-adapters-on-meta``). Whoever
+passes a ``device_map`` or ``max_memory`` asks for a new one and gets it as before, as does a model without hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..helpers import offloaded
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def stays(model: Module, asked: Mapping[str, Any]) -> bool:
+    """Whether ``model`` is offloaded and nobody asks for another way."""
+    return not {"device_map", "max_memory"} & asked.keys() and offloaded.offloaded(model)
+
+
+def defect() -> Finding:
+    """Load an adapter into a linear layer on disk, and see where the layer is."""
+    import tempfile
+
+    import torch
+    from accelerate import dispatch_model
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+    with tempfile.TemporaryDirectory() as adapter, tempfile.TemporaryDirectory() as folder:
+        get_peft_model(model(), LoraConfig(r=2, target_modules=["1"])).save_pretrained(adapter)
+        base = dispatch_model(model(), {"0": "cpu", "1": "disk"}, offload_dir=folder)
+        try:
+            PeftModel.from_pretrained(base, adapter)
+        except (KeyError, AttributeError, NotImplementedError) as error:
+            return Finding(True, f"{type(error).__name__}: {error}")
+        resident = not offloaded.offloaded(base)
+    return Finding(resident, "what was offloaded is resident" if resident else "what was offloaded still is")
+
+
+_PEFT_MODEL = "peft.peft_model:PeftModel"
+_NAMES = {"_patches_stays": stays}
+
+PATCH = Patch(
+    id="peft-load-adapter-dispatches-again",
+    summary="loading an adapter dispatches an offloaded model anew: it dies, or is no longer offloaded",
+    links=("https://github.com/huggingface/peft/issues/2541",),
+    requires=("peft>=0.14", "accelerate>=0.26.1"),
+    tested_up_to="0.21.2",
+    edits=(
+        Rewrite(
+            f"{_PEFT_MODEL}.from_pretrained",
+            find='hasattr(model, "hf_device_map")',
+            replace='hasattr(model, "hf_device_map") and not _patches_stays(model, kwargs)',
+            names=_NAMES,
+        ),
+        Rewrite(
+            f"{_PEFT_MODEL}.from_pretrained",
+            find='getattr(model, "hf_device_map", None) is not None',
+            replace='getattr(model, "hf_device_map", None) is not None and not _patches_stays(model, kwargs)',
+            names=_NAMES,
+        ),
+        Rewrite(
+            f"{_PEFT_MODEL}.load_adapter",
+            find='getattr(self, "hf_device_map", None) is not None',
+            replace='getattr(self, "hf_device_map", None) is not None and not _patches_stays(self, kwargs)',
+            names=_NAMES,
+        ),
+        Rewrite(
+            "peft.mixed_model:PeftMixedModel.from_pretrained",
+            find='getattr(model, "hf_device_map", None) is not None',
+            replace='getattr(model, "hf_device_map", None) is not None and not _patches_stays(model, kwargs)',
+            names=_NAMES,
+        ),
+    ),
+    defect=defect,
+)
