@@ -5,7 +5,8 @@ meta between two forwards, together with accelerate's hook. So the copy is broug
 forward and dropped after it: its parameters are other objects each time, gradients go with them, the optimizer holds
 one that stays on meta. Nothing is said; at the end the head that was to be trained is the one that was loaded, and
 ``save_pretrained`` dies on meta tensors. The deep copy of the hook also copies the map, which holds the offloaded
-weights of the *whole* model. All releases of peft.
+weights of the *whole* model; and where a module has two hooks in one (``cpu_offload(layer)``) it dies, for
+accelerate's ``SequentialHook`` cannot be copied. All releases of peft.
 
 The repair copies the values, while the module has them, and leaves the copy on the execution device with a hook that
 moves its inputs there. The original stays offloaded.
@@ -45,8 +46,9 @@ def defect() -> Finding:
     from accelerate import cpu_offload
     from peft import LoraConfig, get_peft_model
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    cpu_offload(model[1], execution_device=torch.device("cpu"))
+    head = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    cpu_offload(head, execution_device=torch.device("cpu"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), head)
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"]))
     saved = dict(model.base_model.model[1].modules_to_save["default"].named_parameters())
     model(torch.ones(1, 4)).sum().backward()
