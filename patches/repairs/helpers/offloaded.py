@@ -134,3 +134,8 @@ def _same(old: Tensor | None, new: Tensor) -> bool:
         return False
     plain, other = (t.detach().as_subclass(torch.Tensor).contiguous().view(torch.uint8) for t in (old, new))
     return torch.equal(plain, other)
+
+
+def trains(model: Module) -> bool:
+    """Whether ``model`` is offloaded in part, and nothing that is to be trained is."""
+    return offloaded(model) and not any(p.is_meta and p.requires_grad for p in model.parameters())

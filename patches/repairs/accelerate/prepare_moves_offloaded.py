@@ -1,0 +1,58 @@
+"""An ``Accelerator`` moves a model that is offloaded by hooks alone, and dies of what is on meta.
+
+``prepare_model`` leaves a model where it is if it has a device map. ``cpu_offload``, ``disk_offload`` and a module
+offloaded by itself give it none: the model is moved to the device of the process, which dies at the first parameter
+that a hook has taken away (``Cannot copy out of meta tensor; no data!``). All releases of accelerate.
+
+A model that is offloaded, with nothing offloaded to train, stays where its hooks have it, where there is one process.
+In a distributed run it is moved and dies as before, and so does a model that is to be trained whole: its gradients
+would go with its weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..helpers import offloaded
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.nn import Module
+
+
+def stays(accelerator: Accelerator, model: Module) -> bool:
+    """Whether the hooks of ``model`` bring what is not on its device."""
+    return accelerator.distributed_type.value == "NO" and offloaded.trains(model)
+
+
+def defect() -> Finding:
+    """Train one of two linear layers; the other is in CPU memory."""
+    import torch
+    from accelerate import Accelerator, cpu_offload
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    cpu_offload(model[1].requires_grad_(False), execution_device=torch.device("cpu"))
+    try:
+        model = Accelerator(cpu=True).prepare_model(model)
+    except NotImplementedError as error:
+        return Finding(True, f"NotImplementedError: {error}")
+    return Finding(bool(model(torch.ones(1, 4)).isnan().any()), "prepared")
+
+
+PATCH = Patch(
+    id="accelerate-prepare-moves-offloaded",
+    summary="preparing a model that was offloaded without a device map moves it, and dies",
+    links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1880",),
+    requires=("accelerate>=0.26.1",),
+    tested_up_to="1.15.0",
+    edits=(
+        Rewrite(
+            "accelerate.accelerator:Accelerator.prepare_model",
+            find="device_placement and not self.verify_device_map(model)",
+            replace="device_placement and not self.verify_device_map(model) and not _patches_stays(self, model)",
+            names={"_patches_stays": stays},
+        ),
+    ),
+    defect=defect,
+)
