@@ -1,0 +1,71 @@
+"""The Trainer refuses adapters on a quantized model that is offloaded: an ``Accelerator`` does not prepare it.
+
+``prepare_model`` raises ``You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk
+offload`` for every quantized model with "disk" in its device map, and for "cpu" on XPU and before accelerate 1.0. It
+was right: adapters were on meta, and a backward through offloaded INT8 layers died. It is not any more, once
+``peft-adapters-on-meta``, ``bitsandbytes-int8-backward-live-state`` and ``bitsandbytes-params4bit-meta`` are in.
+
+The guard does not see "cpu" and "disk" where accelerate's hooks bring what is offloaded, none of the parameters to
+train is among that, and there is one process. Everywhere else it says what it said: without hooks, with trainable
+parameters that are offloaded, and in a distributed run, which offloading has no part in. The same line also stood in
+the way of a model whose device map has one device beside "cpu" and "disk": that device is now checked like any other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..helpers import offloaded
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def devices_of(model: Any, accelerator: Accelerator) -> set[Any]:
+    """The devices in the map of ``model`` that matter to ``accelerator``."""
+    devices = set(model.hf_device_map.values())
+    alone = accelerator.distributed_type.value == "NO"
+    return devices - {"cpu", "disk"} if alone and offloaded.trains(model) else devices
+
+
+def defect() -> Finding:
+    """LoRA on a tiny INT8 Llama that has its head on disk."""
+    import tempfile
+
+    import torch
+    from accelerate import Accelerator, dispatch_model
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size)).save_pretrained(base)
+        options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": "cpu"}}
+        model = AutoModelForCausalLM.from_pretrained(base, **options)
+        dispatch_model(model, {"model": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=folder, force_hooks=True)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        try:
+            Accelerator(cpu=True).prepare_model(model)
+        except ValueError as error:
+            return Finding(True, f"ValueError: {error}")
+    trained = all(p.device == torch.device("cpu") for p in model.parameters() if p.requires_grad)
+    return Finding(not trained, "prepared")
+
+
+PATCH = Patch(
+    id="accelerate-refuses-offloaded-training",
+    summary="the Trainer refuses adapters on a quantized model with layers on disk",
+    links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1871",),
+    requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1", "transformers>=4.53", "peft>=0.14"),
+    tested_up_to="1.15.0",
+    edits=(
+        Rewrite(
+            "accelerate.accelerator:Accelerator.prepare_model",
+            find="set(model.hf_device_map.values())",
+            replace="_patches_devices_of(model, self)",
+            names={"_patches_devices_of": devices_of},
+        ),
+    ),
+    defect=defect,
+)
