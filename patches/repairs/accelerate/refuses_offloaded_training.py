@@ -1,7 +1,7 @@
 """The Trainer refuses adapters on a quantized model that is offloaded: an ``Accelerator`` does not prepare it.
 
 ``prepare_model`` raises ``You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk
-offload`` for every quantized model with "disk" in its device map, and for "cpu" on XPU and before accelerate 1.0. It
+offload`` for every quantized model with "disk" in its device map, and for "cpu" on XPU. It
 was right: adapters were on meta, and a backward through offloaded INT8 layers died. It is not any more, once
 ``peft-adapters-on-meta``, ``bitsandbytes-int8-backward-live-state`` and ``bitsandbytes-params4bit-meta`` are in.
 
@@ -57,7 +57,7 @@ PATCH = Patch(
     id="accelerate-refuses-offloaded-training",
     summary="the Trainer refuses adapters on a quantized model with layers on disk",
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1871",),
-    requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1", "transformers>=4.53", "peft>=0.14"),
+    requires=("accelerate>=1.1", "bitsandbytes>=0.46.1", "transformers>=4.53", "peft>=0.14"),
     tested_up_to="1.15.0",
     edits=(
         Rewrite(
