@@ -1,0 +1,72 @@
+"""Loading a quantized checkpoint with layers on the CPU or the disk is refused with advice that does not help.
+
+``validate_environment`` of the bitsandbytes quantizers says ``you need to set llm_int8_enable_fp32_cpu_offload=True``.
+For a checkpoint that is quantized already, the configuration in its ``config.json`` takes the place of the one that the
+user passes, flag and all: whoever follows the advice reads it again, and again. All releases since 4.53.
+
+``from_pretrained`` reads no row scales and no quantization state for a layer on disk, so the refusal is right. It now
+says what does work, with the same result bit for bit: load whole, then ``dispatch_model``. A model that is quantized
+while it is loaded is asked for the flag as before, and gets what it documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...engine import Finding, Patch, SetAttribute
+
+_REMEDY = (
+    "This checkpoint is quantized already, and from_pretrained cannot send layers of such a checkpoint to the CPU or the "
+    'disk, whatever llm_int8_enable_fp32_cpu_offload says. Load it whole (device_map={"": "cpu"} needs no GPU memory), '
+    'then call accelerate.dispatch_model(model, device_map, offload_dir="...", force_hooks=True) with this device map.'
+)
+_FLAG = "self.quantization_config.llm_int8_enable_fp32_cpu_offload"
+_QUANTIZERS = ("quantizer_bnb_8bit:Bnb8BitHfQuantizer", "quantizer_bnb_4bit:Bnb4BitHfQuantizer")
+
+
+def _make(original: Callable[..., None]) -> Callable[..., None]:
+    def validate_environment(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except ValueError as error:
+            if not self.pre_quantized or "llm_int8_enable_fp32_cpu_offload" not in str(error):
+                raise
+            raise ValueError(_REMEDY) from None
+
+    return validate_environment
+
+
+def defect() -> Finding:
+    """Follow the advice that loading a quantized checkpoint gives."""
+    import tempfile
+
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as quantized:
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size)).save_pretrained(base)
+        config = BitsAndBytesConfig(load_in_8bit=True)
+        AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu").save_pretrained(quantized)
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_enable_fp32_cpu_offload=True)
+        try:
+            device_map = {"model": "disk", "lm_head": "cpu"}
+            AutoModelForCausalLM.from_pretrained(quantized, quantization_config=config, device_map=device_map)
+        except ValueError as error:
+            again = "you need to set `llm_int8_enable_fp32_cpu_offload=True`" in str(error)
+            return Finding(again, "asked for the flag that was given" if again else "told to dispatch after loading")
+    return Finding(False, "loaded")
+
+
+PATCH = Patch(
+    id="transformers-refuses-offloaded-checkpoint",
+    summary="loading a quantized checkpoint with layers on CPU or disk asks for a flag that was given",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py#L71",),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=0.26.1"),
+    tested_up_to="5.23.0",
+    edits=tuple(
+        SetAttribute(f"transformers.quantizers.{quantizer}.validate_environment", make=_make, over=_FLAG)
+        for quantizer in _QUANTIZERS
+    ),
+    defect=defect,
+)
