@@ -8,8 +8,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: demo demo-compile test test-all oldest verify torture bench bench-eager new-patch upstream gpu gpu-wheels newest pythons readme venv clean
 .NOTPARALLEL:
 
-demo: .venv/.demo  ## INT8 LoRA with half of the layers offloaded: without the plugin, then with it
-	$(PY) examples/int8_offload_lora.py
+demo: .venv/.demo  ## LoRA on a model with half of its layers on disk: without the plugin, then with it
+	$(PY) examples/offload_lora.py
 
 demo-compile: .venv/.demo .bnb/0.49.2  ## 4-bit QLoRA, compiled cold, on the last release that cannot do it alone
 	PYTHONPATH=.bnb/0.49.2 $(PY) examples/qlora_compile.py

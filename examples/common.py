@@ -65,9 +65,9 @@ def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-def run_without_plugin(base: Path) -> subprocess.CompletedProcess[str]:
+def run_without_plugin(base: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """This script again, for one step on the model in ``base``, in a process that has no plugin."""
-    command = [sys.executable, *sys.argv, "--attempt", str(base)]
+    command = [sys.executable, *sys.argv, *arguments, "--attempt", str(base)]
     return subprocess.run(command, env={**os.environ, "PATCHES_AUTOLOAD": "0"}, capture_output=True, text=True)
 
 

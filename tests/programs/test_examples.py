@@ -23,14 +23,23 @@ def run(name: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("checkpointing", [(), ("--reentrant",)], ids=["non-reentrant", "reentrant"])
-def test_int8_offload_lora(checkpointing):
+@pytest.mark.parametrize(
+    "kind, error, checkpointing",
+    [
+        ("bf16", "expected device meta but got cpu", ()),
+        ("int8", "Cannot access accelerator device", ("--reentrant",)),
+        ("nf4", "Cannot copy out of meta tensor", ()),
+    ],
+)
+def test_offload_lora(kind, error, checkpointing):
     small = ("--steps", "6", "--layers", "2", "--hidden", "64", "--batch", "2")
-    said = run("int8_offload_lora.py", *small, *checkpointing)
+    said = run("offload_lora.py", "--kind", kind, *small, *checkpointing)
     without, _, with_plugin = said.partition("With the plugin:")
-    assert "AttributeError: 'NoneType' object has no attribute 'unsqueeze'" in without
+    assert error in without
     assert "gradients of 28 LoRA tensors, offloaded against not: largest difference 0.0" in with_plugin
-    assert "bitsandbytes-int8-backward-live-state:" in with_plugin
+    assert "loaded again, offloaded against not: largest difference 0.0" in with_plugin
+    assert "merged, offloaded against not: largest difference 0.0" in with_plugin
+    assert "peft-adapters-on-meta:" in with_plugin
 
 
 def test_qlora_compile():
