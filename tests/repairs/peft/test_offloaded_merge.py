@@ -1,0 +1,72 @@
+"""Merging into offloaded layers and out of them again: the answers of the whole model, and no file of the user's changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import patches
+from tests.repairs.peft.offloading import IDS, KINDS, logits, lora, offloaded, ways, whole
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+ALL = [(kind, way) for kind in KINDS for way in ways(kind)]
+
+
+@pytest.mark.parametrize("kind, way", ALL)
+def test_merge_and_unload(kind, way, base, device):
+    checkpoint = (base / "model.safetensors").read_bytes()
+    with patches.applied():
+        got, expected = lora(offloaded(base, kind, way, device)), lora(whole(base, kind, device))
+        away = {name for name, p in got.base_model.model.named_parameters() if p.is_meta}
+        got, expected = got.merge_and_unload(), expected.merge_and_unload()
+        for _ in range(2):  # the second forward brings the weights anew
+            assert torch.equal(logits(got), logits(expected))
+        still = {name for name, p in got.named_parameters() if p.is_meta}
+    assert still == {name.replace(".base_layer", "") for name in away}
+    assert (base / "model.safetensors").read_bytes() == checkpoint
+
+
+@pytest.mark.parametrize("kind, way", ALL)
+def test_merged_and_unmerged(kind, way, base, device):
+    """``merge_adapter``, a forward without adapters, which takes them out, ``merge_adapter`` again, ``unmerge_adapter``."""
+    with patches.applied():
+        answers = []
+        for model in (lora(offloaded(base, kind, way, device)), lora(whole(base, kind, device))):
+            seen = [logits(model)]
+            model.merge_adapter()
+            seen.append(logits(model))
+            with model.disable_adapter():
+                seen.append(logits(model))
+            model.merge_adapter()
+            model.unmerge_adapter()
+            answers.append([*seen, logits(model)])
+        assert all(map(torch.equal, *answers))
+        assert not torch.equal(answers[0][0], answers[0][2]), "the adapter changes nothing"
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_a_copy_that_was_merged_leaves_the_original(use_dora, base, device):
+    import copy
+
+    with patches.applied():
+        model = lora(offloaded(base, "plain", "from_pretrained", device), target_modules=["q_proj"], use_dora=use_dora)
+        before, copied = logits(model), copy.deepcopy(model)
+        assert torch.equal(logits(copied), before)
+        copied.merge_and_unload()
+        assert torch.equal(logits(model), before)
+        with model.disable_adapter():
+            assert torch.equal(logits(model), logits(whole(base, "plain", device)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate(kind, base, device):
+    with patches.applied():
+        models = lora(offloaded(base, kind, "disk_offload", device)), lora(whole(base, kind, device))
+        got, expected = (
+            model.eval().generate(input_ids=IDS.to(device), max_new_tokens=4, do_sample=False) for model in models
+        )
+        assert torch.equal(got, expected)
