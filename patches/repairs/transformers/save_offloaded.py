@@ -1,0 +1,75 @@
+"""``save_pretrained`` of an offloaded model dies: of an INT8 one always, of any that has no device map.
+
+A parameter that is on meta is looked up in the map of its hook while it is written, if the model has a device map. The
+row scales of an offloaded INT8 layer are neither parameter nor buffer, and the look-up dies before that:
+``AttributeError: `q_proj.SCB` is neither a parameter, buffer, nor extra state``. ``cpu_offload``, ``disk_offload`` and
+a layer offloaded by itself leave no device map: ``Cannot copy out of meta tensor; no data!``. transformers 5.
+
+In these cases the state dict that is saved is put together module by module, each brought from where it is offloaded
+and taken to CPU memory, which has to hold all of them. A model that is saved today is saved as before, a shard at a
+time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..helpers import offloaded
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def state_dict_of(model: Any) -> dict[str, Tensor]:
+    """The state dict of ``model``; with values where transformers would not find them."""
+    state = model.state_dict()
+    away = {name for name, tensor in state.items() if tensor.is_meta}
+    if not away or not (any(name.endswith(".SCB") for name in away) or not hasattr(model, "hf_device_map")):
+        return state
+    for name, module in model.named_modules():
+        if offloaded.hook_of(module) is None:
+            continue
+        prefix = f"{name}." if name else ""
+        with offloaded.onloaded(module):
+            state.update((key, value.to("cpu")) for key, value in module.state_dict(prefix=prefix).items() if key in away)
+    return state
+
+
+def defect() -> Finding:
+    """Save a tiny Llama that is in CPU memory as a whole, and load it again."""
+    import tempfile
+
+    import torch
+    from accelerate import cpu_offload
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size))
+    head = model.lm_head.weight.detach().clone()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.save_pretrained(folder)
+        except NotImplementedError as error:
+            return Finding(True, f"NotImplementedError: {error}")
+        same = torch.equal(LlamaForCausalLM.from_pretrained(folder).lm_head.weight, head)
+    return Finding(not same, "saved and loaded" if same else "other values were saved")
+
+
+PATCH = Patch(
+    id="transformers-save-offloaded",
+    summary="save_pretrained dies on offloaded INT8 models, and on what is offloaded without a device map",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3492",),
+    requires=("transformers>=5", "accelerate>=0.26.1"),
+    tested_up_to="5.23.0",
+    edits=(
+        Rewrite(
+            "transformers.modeling_utils:PreTrainedModel.save_pretrained",
+            find="model_to_save.state_dict()",
+            replace="_patches_state_dict_of(model_to_save)",
+            names={"_patches_state_dict_of": state_dict_of},
+        ),
+    ),
+    defect=defect,
+)
