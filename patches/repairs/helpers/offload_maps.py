@@ -44,9 +44,47 @@ def _put(hook: Any, name: str, tensor: Tensor) -> None:
     elif key in getattr(weights, "state_dict", ()):
         weights.state_dict[key] = tensor
     elif key in getattr(weights, "index", ()):
-        weights.index[key] = _on_disk(weights, key, tensor)
+        names = _same_place(weights, key)
+        _refuse_tied(weights, key, names)
+        weights.index.update(dict.fromkeys(names, _on_disk(weights, key, tensor)))
     else:  # a map of someone else's: what it says of the other tensors stays
         hook.weights_map = {**{n: hook.weights_map[n] for n in hook.weights_map}, name: tensor}
+
+
+def _same_place(loader: Any, key: str) -> list[str]:
+    """The names that the index of ``loader`` leads to the tensor of ``key``: tied weights of a checkpoint."""
+    entry = loader.index[key]
+    if "safetensors_file" not in entry or "weight_name" not in entry:
+        return [key]
+    return [name for name, other in loader.index.items() if other == entry]
+
+
+def _refuse_tied(loader: Any, key: str, known: list[str]) -> None:
+    """Raise if ``key`` was tied to a weight that accelerate wrote to a file of its own: nothing else tells that."""
+    import torch
+
+    entry, start = loader.index[key], _first_bytes(loader, key)
+    for name, other in loader.index.items():
+        if name not in known and other == entry and start is not None and _first_bytes(loader, name) == start:
+            if torch.equal(loader[name], loader[key]):
+                raise _tied(key, name)
+
+
+def _first_bytes(loader: Any, key: str) -> bytes | None:
+    """How the file that accelerate wrote for ``key`` begins: enough to see in a moment that two weights differ."""
+    try:
+        with open(os.path.join(loader.save_folder or "", f"{key}.dat"), "rb") as file:
+            return file.read(256)
+    except OSError:  # it lies in a checkpoint, or was changed already
+        return None
+
+
+def _tied(key: str, other: str) -> ValueError:
+    return ValueError(
+        f"{key!r} cannot be changed where it is offloaded: {other!r} has the same values in a file of its own on the "
+        "disk, so that the two are tied weights, or were, and would not be any more. Merge into the whole model before it "
+        "is offloaded, or offload with from_pretrained(device_map=...) or cpu_offload, which keep weights tied."
+    )
 
 
 def _on_disk(loader: Any, key: str, tensor: Tensor) -> dict[str, Any]:

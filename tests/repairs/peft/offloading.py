@@ -14,13 +14,13 @@ CHECKPOINTING = {"none": None, "non-reentrant": False, "reentrant": True}
 IDS = torch.arange(20).reshape(2, 10)
 
 
-def save_base(folder: Path) -> Path:
+def save_base(folder: Path, **options: Any) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.06, use_cache=False,
+        num_key_value_heads=2, initializer_range=0.06, use_cache=False, **options,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -50,17 +50,20 @@ def device_map(device: str) -> dict[str, str]:
     return {**map_, "model.layers.1": "disk", "lm_head": "cpu"}
 
 
-def offloaded(base: Path, kind: str, way: str, device: str = "cpu") -> Any:
-    """The same, offloaded by one of ``WAYS``, or ``from_pretrained`` with a device map (plain models)."""
+def offloaded(base: Path, kind: str, way: str, device: str = "cpu", elsewhere: dict[str, str] | None = None) -> Any:
+    """The same, offloaded by one of ``WAYS``, or ``from_pretrained`` with a device map (plain models).
+
+    What ``elsewhere`` names is not where ``device_map`` has it.
+    """
     import accelerate
     from transformers import AutoModelForCausalLM
 
-    folder = tempfile.mkdtemp(dir=base.parent)
+    folder, map_ = tempfile.mkdtemp(dir=base.parent), {**device_map(device), **(elsewhere or {})}
     if way == "from_pretrained":
-        return AutoModelForCausalLM.from_pretrained(base, device_map=device_map(device), offload_folder=folder)
+        return AutoModelForCausalLM.from_pretrained(base, device_map=map_, offload_folder=folder)
     model, execution = whole(base, kind, device), torch.device(device)
     if way == "dispatch_model":
-        accelerate.dispatch_model(model, device_map(device), main_device=device, offload_dir=folder, force_hooks=True)
+        accelerate.dispatch_model(model, map_, main_device=device, offload_dir=folder, force_hooks=True)
     elif way == "cpu_offload":
         accelerate.cpu_offload(model, execution_device=execution)
     elif way == "disk_offload":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import patches
-from tests.repairs.peft.offloading import IDS, KINDS, logits, lora, offloaded, ways, whole
+from tests.repairs.peft.offloading import IDS, KINDS, logits, lora, offloaded, save_base, ways, whole
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -70,3 +68,20 @@ def test_generate(kind, base, device):
             model.eval().generate(input_ids=IDS.to(device), max_new_tokens=4, do_sample=False) for model in models
         )
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "cpu_offload", "disk_offload"])
+def test_tied_weights(way, tmp_path, device):
+    """They stay tied; where a file each says nothing of that, one is not changed without the other."""
+    from transformers import LlamaForCausalLM
+
+    base = save_base(tmp_path / "base", tie_word_embeddings=True)
+    options = {"target_modules": ["q_proj", "embed_tokens"]}
+    with patches.applied():
+        got = lora(offloaded(base, "plain", way, device, {"model.embed_tokens": "disk", "lm_head": "disk"}), **options)
+        expected = lora(LlamaForCausalLM.from_pretrained(base).to(device), **options)
+        if way == "disk_offload":
+            with pytest.raises(ValueError, match="the two are tied weights"):
+                got.merge_and_unload()
+        else:
+            assert torch.equal(logits(got.merge_and_unload()), logits(expected.merge_and_unload()))
