@@ -2,11 +2,11 @@
 
     python examples/offload_lora.py [--kind bf16 int8 nf4] [--steps 20] [--reentrant] [--device cuda]
 
-A Llama lies on disk, as a checkpoint from the Hub would. ``from_pretrained`` gets a device map that sends the second
-half of its layers to the disk, the head to CPU memory where there is an accelerator; peft adds LoRA, a loop trains it
-with gradient checkpointing, the adapter is saved, loaded into a model offloaded likewise, and merged. ``from_pretrained``
-leaves what is offloaded unquantized, so that INT8 and 4-bit models are loaded whole and then sent to the disk with
-``accelerate.dispatch_model``; the rest is the same.
+A Llama lies on disk, as a checkpoint from the Hub would. ``from_pretrained`` gets a device map that sends the
+second half of its layers to the disk, the head to CPU memory where there is an accelerator; peft adds LoRA, a loop
+trains it with gradient checkpointing, the adapter is saved, loaded into a model offloaded likewise, and merged.
+``from_pretrained`` leaves what is offloaded unquantized, so that INT8 and 4-bit models are loaded whole and then
+sent to the disk with ``accelerate.dispatch_model``; the rest is the same.
 
 Without the plugin the first backward dies. The script shows that first, in a process of its own; then it does all of
 the above with the plugin, and compares each result with that of the same model when nothing is offloaded.
@@ -64,7 +64,8 @@ def without_plugin(base: Path, kind: str) -> None:
         return
     lines = done.stderr.strip().splitlines()
     frames = [line.strip() for line in lines if line.strip().startswith("File ")]
-    print(f"  {kind}: training dies in the first step:\n    {frames[-1] if frames else ''}\n    {lines[-1]}", flush=True)
+    frame = frames[-1] if frames else ""
+    print(f"  {kind}: training dies in the first step:\n    {frame}\n    {lines[-1]}", flush=True)
 
 
 def with_plugin(base: Path, kind: str, args: argparse.Namespace) -> bool:
@@ -97,7 +98,8 @@ def with_plugin(base: Path, kind: str, args: argparse.Namespace) -> bool:
 
 def whole(folder: Path, kind: str, args: argparse.Namespace) -> PreTrainedModel:
     """The model from disk, frozen, with gradient checkpointing on, all of it on the device."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": args.device}, **KINDS[kind])
+    options = {"dtype": torch.bfloat16, "device_map": {"": args.device}, **KINDS[kind]}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
     return prepared(model, kind, args)
 
 
@@ -109,9 +111,11 @@ def offloaded(folder: Path, kind: str, args: argparse.Namespace) -> PreTrainedMo
             folder, dtype=torch.bfloat16, device_map=device_map(args), offload_folder=away
         )
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": "cpu"}, **KINDS[kind])
+        options = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}, **KINDS[kind]}
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        away = tempfile.mkdtemp(dir=folder.parent)
         model = dispatch_model(
-            model, device_map(args), main_device=args.device, offload_dir=tempfile.mkdtemp(dir=folder.parent), force_hooks=True
+            model, device_map(args), main_device=args.device, offload_dir=away, force_hooks=True
         )
     return prepared(model, kind, args)
 

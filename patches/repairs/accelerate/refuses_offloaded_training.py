@@ -43,7 +43,8 @@ def defect() -> Finding:
         LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size)).save_pretrained(base)
         options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": "cpu"}}
         model = AutoModelForCausalLM.from_pretrained(base, **options)
-        dispatch_model(model, {"model": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=folder, force_hooks=True)
+        device_map = {"model": "cpu", "lm_head": "disk"}
+        dispatch_model(model, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
         try:
             Accelerator(cpu=True).prepare_model(model)

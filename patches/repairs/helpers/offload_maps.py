@@ -82,8 +82,8 @@ def _first_bytes(loader: Any, key: str) -> bytes | None:
 def _tied(key: str, other: str) -> ValueError:
     return ValueError(
         f"{key!r} cannot be changed where it is offloaded: {other!r} has the same values in a file of its own on the "
-        "disk, so that the two are tied weights, or were, and would not be any more. Merge into the whole model before it "
-        "is offloaded, or offload with from_pretrained(device_map=...) or cpu_offload, which keep weights tied."
+        "disk, so that the two are tied weights, or were, and would not be any more. Merge into the whole model before "
+        "it is offloaded, or offload with from_pretrained(device_map=...) or cpu_offload, which keep weights tied."
     )
 
 

@@ -52,7 +52,7 @@ def refuse_if_brought_by_another(target: Module, model: Module) -> None:
         hook = hook_of(module)
         if hook is not None and hook.place_submodules and any(part is target for part in module.modules()):
             raise ValueError(
-                f"{name or type(model).__name__!r} brings the offloaded weights of all modules inside it by their names "
+                f"{name or type(model).__name__!r} brings the offloaded weights of all modules inside it by name "
                 "(accelerate's preload_module_classes), so that no adapter can be put on one of them. Offload the "
                 "model without preload_module_classes."
             )

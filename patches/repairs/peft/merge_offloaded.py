@@ -59,7 +59,10 @@ def defect() -> Finding:
 PATCH = Patch(
     id="peft-merge-offloaded",
     summary="merging into offloaded layers is lost silently, or dies, or brings the whole model to the device",
-    links=("https://github.com/huggingface/peft/pull/1190", "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py#L77"),
+    links=(
+        "https://github.com/huggingface/peft/pull/1190",
+        "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py#L77",
+    ),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
     edits=(

@@ -47,7 +47,8 @@ def defect() -> Finding:
     with tempfile.TemporaryDirectory() as adapter, tempfile.TemporaryDirectory() as folder:
         get_peft_model(model(), config).save_pretrained(adapter)
         base = model()
-        base.hf_device_map = {"model.embed_tokens": "disk", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+        resident = dict.fromkeys(("model.layers", "model.norm", "lm_head"), "cpu")
+        base.hf_device_map = {"model.embed_tokens": "disk", **resident}
         disk_offload(base.model.embed_tokens, folder, execution_device=torch.device("cpu"))
         try:
             base.load_adapter(adapter)

@@ -17,9 +17,9 @@ from typing import Any
 from ...engine import Finding, Patch, SetAttribute
 
 _REMEDY = (
-    "This checkpoint is quantized already, and from_pretrained cannot send layers of such a checkpoint to the CPU or the "
-    'disk, whatever llm_int8_enable_fp32_cpu_offload says. Load it whole (device_map={"": "cpu"} needs no GPU memory), '
-    'then call accelerate.dispatch_model(model, device_map, offload_dir="...", force_hooks=True) with this device map.'
+    "This checkpoint is quantized already, and from_pretrained cannot send layers of such a checkpoint to the CPU or "
+    'the disk, whatever llm_int8_enable_fp32_cpu_offload says. Load it whole (device_map={"": "cpu"} needs no GPU '
+    'memory), then call accelerate.dispatch_model(model, device_map, offload_dir="...", force_hooks=True) with this device map.'
 )
 _FLAG = "self.quantization_config.llm_int8_enable_fp32_cpu_offload"
 _QUANTIZERS = ("quantizer_bnb_8bit:Bnb8BitHfQuantizer", "quantizer_bnb_4bit:Bnb4BitHfQuantizer")
@@ -47,7 +47,8 @@ def defect() -> Finding:
     with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as quantized:
         LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size)).save_pretrained(base)
         config = BitsAndBytesConfig(load_in_8bit=True)
-        AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu").save_pretrained(quantized)
+        model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu")
+        model.save_pretrained(quantized)
         config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_enable_fp32_cpu_offload=True)
         try:
             device_map = {"model": "disk", "lm_head": "cpu"}
@@ -61,7 +62,9 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-refuses-offloaded-checkpoint",
     summary="loading a quantized checkpoint with layers on CPU or disk asks for a flag that was given",
-    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py#L71",),
+    links=(
+        "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py",
+    ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=0.26.1"),
     tested_up_to="5.23.0",
     edits=tuple(

@@ -32,7 +32,8 @@ def state_dict_of(model: Any) -> dict[str, Tensor]:
             continue
         prefix = f"{name}." if name else ""
         with offloaded.onloaded(module):
-            state.update((key, value.to("cpu")) for key, value in module.state_dict(prefix=prefix).items() if key in away)
+            brought = module.state_dict(prefix=prefix)
+            state.update((name, tensor.to("cpu")) for name, tensor in brought.items() if name in away)
     return state
 
 
