@@ -40,6 +40,7 @@ Upstream: #1804 (the kernel), #2078
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
 
 _FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
+_PACKED_WEIGHTS = __name__.partition(".repairs.")[0] + ".repairs.helpers.operators.packed_weights"
 _TILE = 32  # output rows in a tile of the packed layout
 
 
@@ -70,9 +72,9 @@ def canonical_state(layer: Linear4bit) -> QuantState | None:
     # Layers that were pickled by an older release have no such attribute.
     has_kernel = vars(layer).get("support_avx512bf16_for_cpu", False)
     if layer.training and has_kernel and not torch.compiler.is_compiling() and state is not None:
-        from ...helpers.operators import packed_weights
-
-        if state.absmax.is_cpu:
+        # Looked up, not imported: each training forward comes by, and most programs never pack a weight.
+        packed_weights = sys.modules.get(_PACKED_WEIGHTS)
+        if packed_weights is not None and packed_weights.alive and state.absmax.is_cpu:
             packed_weights.release(weight)
     return state
 

@@ -34,6 +34,10 @@ _HAS_MATRIX_UNITS = getattr(torch.cpu, "_is_amx_tile_supported", bool)()  # from
 _FEW, _FEW_FOR_LARGE = (16, 48) if _HAS_MATRIX_UNITS else (64, 128)
 
 
+alive: weakref.WeakSet[Packed] = weakref.WeakSet()
+"""Every copy that there is."""
+
+
 class Packed:
     """A packed copy: codes (uint8, ``(N, K / 2)``) and scales (bf16, ``(K / blocksize, N)``)."""
 
@@ -41,6 +45,7 @@ class Packed:
 
     def __init__(self, codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int) -> None:
         self.codes, self.scales, self.book, self.shape, self.blocksize = codes, scales, book, shape, blocksize
+        alive.add(self)
         self._native = native_kernel.bind(codes, scales, book, shape, blocksize)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
