@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .engine.plan import NOT_FORGOTTEN
-from .engine.registry import unknown
+from .engine.patch import unknown
 from .engine.report import Report, Status
 
 log = logging.getLogger("bnb_patches")

@@ -208,6 +208,22 @@ assert all(s == "applied" for s, _ in states.values()), states
     )
 
 
+def test_applied_where_torch_alone_is_imported_it_imports_nothing_and_follows(fresh):
+    """Some edits are in torch, for a defect of another package: they wait for that one too."""
+    fresh(
+        SNAPSHOT
+        + """
+import sys, torch
+before = set(sys.modules)
+patches.apply()
+assert not {name for name in set(sys.modules) - before if name.partition(".")[0] in {p.package for p in here}}
+load()
+states = {r.id: (str(r.status), r.reason) for r in patches.report() if r.id in {p.id for p in here}}
+assert all(s == "applied" for s, _ in states.values()), states
+"""
+    )
+
+
 def test_names_copied_before_see_the_rewrite_and_a_wrapper_put_on_after_survives(fresh):
     """For every rewritten function: an alias taken before, and a third party that wraps the name after."""
     fresh(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,3 +89,10 @@ class Patch:
         from packaging.requirements import Requirement
 
         return Requirement(self.requires[0]).name
+
+
+def unknown(patch_id: str, known: Iterable[str]) -> str:
+    """The message for an id that does not exist."""
+    near = difflib.get_close_matches(str(patch_id), list(known), n=3, cutoff=0.4)
+    hint = f"the nearest: {', '.join(near)}" if near else "`python -m patches list` shows all"
+    return f"no patch is named {patch_id!r}; {hint}"

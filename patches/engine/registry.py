@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,7 @@ from weakref import ref
 from . import gate, holders, imports, needs, reading
 from .edits import Edit
 from .locate import Conflict, Replaced
-from .patch import Feature, Patch
+from .patch import Feature, Patch, unknown
 from .plan import Draft, Refused
 from .report import Report, Status
 from .state import Duty, Outcome, State
@@ -254,10 +253,14 @@ class Registry:
 
     def _await_imports(self) -> None:
         """Be called when a module arrives that a waiting patch is waiting for."""
-        for patch_id in self._store.read().waiting:
-            for name in needs.awaited(self.patches[patch_id]) - self._hooked:
-                imports.after_import(name, partial(self._arrived, name))
-                self._hooked.add(name)
+        waiting = self._store.read().waiting
+        awaited = {patch_id: needs.awaited(self.patches[patch_id]) for patch_id in waiting}
+        for name in set().union(*awaited.values()) - self._hooked:
+            imports.after_import(name, partial(self._arrived, name))
+            self._hooked.add(name)
+        # What arrived after the plan was made, and before anybody was asked to tell.
+        if late := {patch_id: waiting[patch_id] for patch_id, names in awaited.items() if not names}:
+            self._change(partial(self._plan_apply, late, frozenset()))
 
     def _arrived(self, name: str) -> None:
         """An awaited module is imported. Nothing of ours raises into that import."""
@@ -290,10 +293,3 @@ def _outcome(error: Exception) -> Outcome:
         return Outcome(Status.CONFLICT, str(error))
     said = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
     return Outcome(Status.FAILED, f"{said}; nothing of it was changed")
-
-
-def unknown(patch_id: str, known: Iterable[str]) -> str:
-    """The message for an id that does not exist."""
-    near = difflib.get_close_matches(str(patch_id), list(known), n=3, cutoff=0.4)
-    hint = f"the nearest: {', '.join(near)}" if near else "`python -m patches list` shows all"
-    return f"no patch is named {patch_id!r}; {hint}"

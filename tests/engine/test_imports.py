@@ -36,6 +36,37 @@ def test_a_patch_waits_for_the_last_of_its_modules(write_module, registry):
     assert (one.f(1), two.f(1)) == (3, 4)
 
 
+def test_what_arrives_while_another_goes_in_is_not_missed(write_module, registry):
+    """Applying one patch imports the module that another waits for, after that other was looked at."""
+    write_module("early", BODY), write_module("meanwhile", BODY)
+    import early
+
+    def damage():
+        import meanwhile  # noqa: F401
+
+        return ()
+
+    r = registry((Rewrite("early:f", "x + 1", "x + 2"),), (Rewrite("meanwhile:f", "x + 1", "x + 3"),), damage=damage)
+    report = r.apply()
+    assert {result.status for result in report} == {Status.APPLIED}
+    import meanwhile
+
+    assert (early.f(1), meanwhile.f(1)) == (3, 4)
+
+
+def test_a_patch_waits_for_the_package_that_it_repairs(write_module, registry):
+    """An edit in torch for a defect of another package: without that one there is nothing to repair."""
+    write_module("below", BODY), write_module("above", "__version__ = '1.0'\n")
+    import below
+
+    r = registry((Rewrite("below:f", "x + 1", "x + 2"),), requires=("above",))
+    r.apply()
+    assert below.f(1) == 2
+    import above  # noqa: F401
+
+    assert below.f(1) == 3 and r.report()["a"].status is Status.APPLIED
+
+
 def test_reverted_before_the_import_it_stays_out(write_module, registry):
     write_module("later2", BODY)
     r = registry((Rewrite("later2:f", "x + 1", "x + 2"),))
