@@ -20,7 +20,7 @@ SITE = ROOT / ".gpu" / "site"
 STEPS = {
     "suite": ("-m", "pytest", "-q", "-n", "4", "--dist", "worksteal"),
     "verify": ("-m", "patches", "verify"),
-    "demo": ("examples/int8_offload_lora.py",),
+    "demo": ("examples/offload_lora.py",),
     "benchmarks": ("-m", "benchmarks", "--rounds", "5"),
 }
 
