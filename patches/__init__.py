@@ -23,6 +23,7 @@ from .repairs.helpers import compiled_code, live_objects
 
 if TYPE_CHECKING:
     from .features.compile_options import CompileOptions
+    from .features.inspection import Inspection
     from .features.verify import Verification
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "apply",
     "check_ranks",
     "compile_options",
+    "inspect",
     "report",
     "revert",
     "verify",
@@ -75,6 +77,30 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     from .features.verify import verify
 
     return verify(*ids, jobs=jobs, progress=progress)
+
+
+def inspect(model: Any, optimizer: Any = None) -> Inspection:
+    """What a live model is made of, what of it trains, and what will go wrong, as one table.
+
+    It changes nothing, reads no tensor's contents, imports nothing, and needs no patch applied. ``print()`` shows
+    the table and below it each problem with what to do; in a notebook it is a table. ``.problems`` are those that
+    no applied patch has repaired; also ``.to_dict()`` and ``.to_json()``.
+
+    Parameters
+    ----------
+    model:
+        Any ``torch.nn.Module``: of transformers, wrapped by peft, dispatched by accelerate, compiled, or plain.
+    optimizer:
+        Its ``torch.optim.Optimizer``. After ``zero_grad()`` it alone knows which parameters got no gradient.
+
+    Raises
+    ------
+    TypeError
+        They are something else.
+    """
+    from .features.inspection import inspect
+
+    return inspect(model, optimizer)
 
 
 def compile_options(

@@ -1,0 +1,102 @@
+"""What can be said of a tensor without touching what it holds, and where accelerate keeps it between calls."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def library(module: str, name: str) -> Any:
+    """``name`` of ``module``, if that is imported already; nothing is imported for this."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def of_class(thing: object, module: str, *names: str) -> bool:
+    """Whether it is an instance of one of the classes ``names`` that ``module`` defines, imported or not."""
+    return any(c.__name__ in names and c.__module__ == module for c in type(thing).__mro__)
+
+
+def size(tensor: Any) -> int:
+    """Its bytes in this process: of a shard what is here, of a quantized tensor of torchao its parts."""
+    if parts := _parts(tensor):
+        return sum(map(size, parts))
+    return int(tensor.numel()) * int(tensor.element_size())
+
+
+def stored(tensor: Any) -> str:
+    """The dtype of what is in memory: of a quantized tensor of torchao that of its largest part."""
+    parts = _parts(tensor)
+    return stored(max(parts, key=size)) if parts else dtype(tensor)
+
+
+def _parts(tensor: Any) -> list[Any]:
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    found = [getattr(tensor, name) for name in flatten(tensor)[0]] if flatten is not None else []
+    return [part for part in found if hasattr(part, "element_size")]  # a DTensor names its mesh too
+
+
+def total(tensors: Iterable[Any], seen: set[int]) -> int:
+    """The bytes of those that are not ``seen``; they are then."""
+    new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
+    seen.update(new)
+    return sum(map(size, new.values()))
+
+
+def readable(number: int) -> str:
+    """Bytes in the unit in which they are short."""
+    size, unit = float(number), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def dtypes(tensors: Iterable[Any]) -> dict[str, int]:
+    return dict(Counter(map(stored, tensors)))
+
+
+def devices(tensors: Iterable[Any]) -> dict[str, int]:
+    return dict(Counter(str(tensor.device) for tensor in tensors))
+
+
+# -- accelerate's hooks --------------------------------------------------------------------------
+
+
+def offloading(module: Any) -> list[Any]:
+    """The hooks on it that take its weights away after each call."""
+    hook = vars(module).get("_hf_hook")
+    hooks = getattr(hook, "hooks", [hook])  # a SequentialHook holds several
+    return [each for each in hooks if getattr(each, "offload", False) is True]
+
+
+def execution_device(hook: Any) -> str:
+    device = getattr(hook, "execution_device", None)
+    return f"device {device}" if isinstance(device, int) else str(device)
+
+
+def home(hook: Any, name: str) -> str:
+    """Where ``hook`` keeps the tensor ``name`` of its module between calls; empty if it does not.
+
+    A weight on the disk is found by its name in the index, and not read.
+    """
+    weights: Any = getattr(hook, "weights_map", None)
+    while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
+        weights, name = weights.dataset, f"{weights.prefix}{name}"
+    if hasattr(weights, "index") and hasattr(weights, "state_dict"):
+        if name not in weights.state_dict:
+            return "disk" if name in weights.index else ""
+        weights = weights.state_dict
+    if not isinstance(weights, dict) or name not in weights:
+        return ""
+    return _device(weights, name)
+
+
+def _device(weights: Mapping[str, Any], name: str) -> str:
+    return str(getattr(weights[name], "device", "cpu"))
