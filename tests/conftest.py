@@ -12,16 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from tests import device as simulated
 from tests import processor
 
 os.environ["PATCHES_AUTOLOAD"] = "0"  # a test says itself what is applied
 os.environ["PYTHONPATH"] = processor.path_for_children()
 processor.pretend(os.environ.setdefault(processor.VARIABLE, "plain"))
 
+if simulated.kind():
+    simulated.pretend(simulated.kind())
+
 import patches  # noqa: E402
 
 
 def _devices() -> list[str]:
+    if simulated.kind():
+        return [simulated.kind()]
     try:
         import torch
     except ImportError:
@@ -31,7 +37,7 @@ def _devices() -> list[str]:
 
 @pytest.fixture(params=_devices())
 def device(request: pytest.FixtureRequest) -> str:
-    """Each device that quantized layers run on here: "cpu", and "cuda" where there is one."""
+    """Each device that quantized layers run on here: "cpu", and "cuda" where there is one; or the simulated one."""
     return request.param
 
 

@@ -12,10 +12,10 @@ import patches
 ID = "bitsandbytes-int8-plain-weight"
 
 
-def linear(bias: bool = True, **options) -> bnb.nn.Linear8bitLt:
+def linear(bias: bool = True, device: str = "cpu", **options) -> bnb.nn.Linear8bitLt:
     torch.manual_seed(0)
     options = {"has_fp16_weights": False, **options}
-    return bnb.nn.Linear8bitLt(64, 32, bias=bias, **options).to("cpu")
+    return bnb.nn.Linear8bitLt(64, 32, bias=bias, **options).to(device)
 
 
 def test_a_tied_head_computes_as_nn_linear_and_leaves_the_embedding_alone():
@@ -82,7 +82,7 @@ def test_codes_that_never_had_scales_are_an_error_that_names_the_layer():
 
 def test_sound_layers_stay_bit_identical(device):
     def outputs() -> list[torch.Tensor]:
-        layer, x = linear().to(device), torch.ones(4, 64, device=device)
+        layer, x = linear(device=device), torch.ones(4, 64, device=device)
         return [layer(x).detach(), layer.eval()(x).detach(), *layer.state_dict().values()]
 
     before = outputs()

@@ -1,0 +1,66 @@
+"""Runs the cases, each group in a fresh process that has the simulated device: see :mod:`tests.device`.
+
+The device must be there before torch is imported, and it stays, so that no other test can share its process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import device as simulated
+from tests.device import build
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ("device",)
+SUITE = (
+    "accelerate", "bitsandbytes/both/test_bias_written_in_forward.py",
+    *(f"bitsandbytes/four_bit/test_params4bit_{name}.py" for name in ("chunk", "copies", "meta", "pickle")),
+    *(f"bitsandbytes/four_bit/test_linear4bit_{name}.py" for name in ("load_state_dict", "meta_moves")),
+    *(f"bitsandbytes/int8/test_{name}.py" for name in ("backward_live_state", "copies", "plain_weight")),
+    "bitsandbytes/int8/test_requantized_codes.py",
+)  # fmt: skip
+"""Tests that take the ``device`` fixture, less those that compile: Inductor cannot write for this device."""
+
+
+def cases(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/device/cases_{name}.py" for name in names)
+
+
+GROUPS = {
+    "cuda-layers": ("cuda", *cases(*LAYERS)),
+    "cuda-suite": ("cuda", "-k", "cuda", *(f"tests/repairs/{name}" for name in SUITE)),
+    "sim-layers": ("sim", *cases(*LAYERS)),
+}
+"""The form of the device, and the arguments of pytest. Models ask for "cuda" by name nearly everywhere."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """The device, built if it is not yet: 20 s of a processor, once for all releases."""
+    try:
+        build.library()
+    except build.CannotBuild as reason:
+        pytest.skip(str(reason))
+
+
+def test_every_case_is_in_a_group():
+    files = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/device/cases_*.py")}
+    assert files == {name for group in GROUPS.values() for name in group if "cases_" in name}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_on_the_simulated_device(group):
+    kind, *arguments = GROUPS[group]
+    options = ("-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environ[simulated.VARIABLE] = kind
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=540)
+    if done.returncode:
+        run = f"{simulated.VARIABLE}={kind} {' '.join(command)}"
+        pytest.fail(f"{run}\n{done.stdout[-20000:]}\n{done.stderr}", pytrace=False)
