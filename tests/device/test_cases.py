@@ -17,6 +17,7 @@ from tests.device import build
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("device", "moves", "offload", "memory")
+MODELS = ("models",)
 SUITE = (
     "accelerate", "bitsandbytes/both/test_bias_written_in_forward.py",
     *(f"bitsandbytes/four_bit/test_params4bit_{name}.py" for name in ("chunk", "copies", "meta", "pickle")),
@@ -33,6 +34,7 @@ def cases(*names: str) -> tuple[str, ...]:
 
 GROUPS = {
     "cuda-layers": ("cuda", *cases(*LAYERS)),
+    "cuda-models": ("cuda", *cases(*MODELS)),
     "cuda-suite": ("cuda", "-k", "cuda", *(f"tests/repairs/{name}" for name in SUITE)),
     "sim-layers": ("sim", *cases(*LAYERS)),
 }
