@@ -16,7 +16,7 @@ from tests import device as simulated
 from tests.device import build
 
 ROOT = Path(__file__).parents[2]
-LAYERS = ("device", "moves", "offload", "memory")
+LAYERS = ("device", "moves", "offload", "memory", "faults")
 MODELS = ("models", "settled")
 SUITE = (
     "accelerate", "bitsandbytes/both/test_bias_written_in_forward.py",

@@ -3,8 +3,8 @@
 With ``has_fp16_weights=True``, forward quantizes the weight anew unless ``weight.grad`` exists, which
 it takes to mean that gradients are being accumulated. ``zero_grad(set_to_none=False)`` leaves zeros
 there, so that every later step runs on the codes of the first one; and an eval forward uses those of
-the last training forward, from before the optimizer's step. Both silently. All releases; only from
-0.48 can such a layer be trained on a CPU.
+the last training forward, from before the optimizer's step. Both silently. All releases; before 0.48
+such a layer can be trained on an accelerator only.
 
 The repair quantizes in every training forward (the same weight gives the same codes, so what was
 right stays bit-identical), and in eval whenever the weight is another than in the last eval forward.
@@ -52,11 +52,12 @@ def defect() -> Finding:
     import bitsandbytes as bnb
     import torch
 
-    if not satisfied("bitsandbytes>=0.48"):
-        raise CannotShow("before 0.48, no CPU kernel trains such a weight")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not satisfied("bitsandbytes>=0.48"):
+        raise CannotShow("before 0.48 no CPU kernel trains such a weight, and there is no CUDA device")
     torch.manual_seed(0)
-    layer = bnb.nn.Linear8bitLt(64, 64, bias=False).to("cpu")
-    x = torch.randn(8, 64)
+    layer = bnb.nn.Linear8bitLt(64, 64, bias=False).to(device)
+    x = torch.randn(8, 64, device=device)
     layer(x).sum().backward()
     with torch.no_grad():
         layer.weight.normal_()
@@ -74,11 +75,17 @@ PATCH = Patch(
     id="bitsandbytes-int8-stale-codes",
     summary="has_fp16_weights=True keeps computing with old codes after zero_grad(set_to_none=False)",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
-    requires=("bitsandbytes>=0.48",),
+    requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
         Rewrite("bitsandbytes.autograd._functions:MatMul8bitLt.forward", _EXPRESSION, _CALL, names=_NAMES),
-        Rewrite("bitsandbytes.autograd._functions:MatMul8bitFp.forward", _EXPRESSION, _CALL, names=_NAMES),
+        Rewrite(
+            "bitsandbytes.autograd._functions:MatMul8bitFp.forward",
+            _EXPRESSION,
+            _CALL,
+            names=_NAMES,
+            when="bitsandbytes>=0.48",
+        ),
     ),
     defect=defect,
 )
