@@ -24,14 +24,21 @@ OLDEST = (
 )  # fmt: skip
 """The oldest that work with torch 2.13 on a CPU, found by running, and what transformers 4.53 needs beside it."""
 ANYWHERE = (
-    "engine", "features/test_compile_options.py", "features/test_verify_processes.py", "harm/test_rule.py",
-    "repairs/torchao", "test_benchmarks.py", "test_drift.py", "test_readme.py", "test_shim.py",
+    "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
+    "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_drift.py",
+    "test_gpu_tools.py", "test_layout.py", "test_new_patch.py", "test_readme.py", "test_shim.py", "test_upstream_tool.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
 ONCE = ("harm/test_aot_cache.py",)
 """Slow, and about torch: run with one release, which has less to do otherwise."""
-PROGRAMS = ("features/test_ranks.py", *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "trainer", "trainer_ranks")))
-"""Whole programs in several processes, the slowest: run with the first and the last release; `tests_all` runs all."""
+PROGRAMS = (
+    "device", "features/test_ranks.py",
+    *(f"features/test_inspection{name}.py" for name in ("", "_only_looks", "_training", "_weights")),
+    *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "trainer", "trainer_ranks")),
+    *(f"repairs/peft/test_offloaded_{name}.py" for name in ("loading", "memory", "merge", "trainer", "training")),
+    *(f"repairs/transformers/test_{name}.py" for name in ("refuses_offloaded_checkpoint", "save_offloaded")),
+)  # fmt: skip
+"""Whole programs, the slowest: run with the first and the last release; `tests_all` runs all."""
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
 WITHOUT_TORCH = (
