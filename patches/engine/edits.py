@@ -18,7 +18,7 @@ class Rewrite:
 
     The function stays the same object, so every alias, bound method, hooked module and compiled
     graph sees the change, a traceback still points at the right line of the right file, and undo
-    is exact.
+    is exact. One that several patches declare alike is made once, and stays while one of them is in.
 
     Parameters
     ----------

@@ -123,7 +123,9 @@ def matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[Match]:
     claimed: dict[int, Rewrite] = {}
     matches = []
     places = _places(function)
-    for edit in edits:
+    for number, edit in enumerate(edits):
+        if edit in edits[:number]:  # made already, for another patch
+            continue
         found = _runs(places, list(_pattern(edit.find, edit.replace)[0]))
         if len(found) != edit.count:
             raise Conflict(

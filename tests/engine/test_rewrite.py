@@ -124,6 +124,23 @@ def test_two_edits_on_the_same_nodes_are_a_conflict(toy, registry):
     assert toy.plain(2) == 2, "the first holds, the second changed nothing"
 
 
+def test_an_edit_that_two_patches_declare_is_made_once_and_stays_for_the_second(toy, registry):
+    def shared():
+        return Rewrite("toy:plain", "x + k", "_patches_sum(x, k)", names={"_patches_sum": max})
+
+    r = registry((shared(), Rewrite("toy:plain", "y * 2", "y * 3")), (shared(),))
+    original = toy.plain.__code__
+    assert [x.status for x in r.apply()] == [Status.APPLIED, Status.APPLIED]
+    assert toy.plain(5) == 15
+    r.revert("a")
+    assert toy.plain(5) == 10
+    r.apply("a")
+    r.revert("b")
+    assert toy.plain(5) == 15
+    r.revert()
+    assert toy.plain.__code__ is original
+
+
 def test_edits_that_have_only_an_operator_in_common_do_not_overlap():
     function = ast.parse("def f(a, b):\n    c = a + b\n    return c * (b + a)").body[0]
     edits = [Rewrite("m:f", "a + b", "a"), Rewrite("m:f", "b + a", "b")]
