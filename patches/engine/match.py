@@ -124,8 +124,8 @@ def matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[Match]:
     matches = []
     places = _places(function)
     for number, edit in enumerate(edits):
-        if edit in edits[:number]:  # made already, for another patch
-            continue
+        if any((e.find, e.replace, e.count) == (edit.find, edit.replace, edit.count) for e in edits[:number]):
+            continue  # made already, for another patch
         found = _runs(places, list(_pattern(edit.find, edit.replace)[0]))
         if len(found) != edit.count:
             raise Conflict(

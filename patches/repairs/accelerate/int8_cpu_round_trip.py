@@ -9,7 +9,8 @@ bus for nothing, and a weight whose scales are handed over separately dies on
 
 accelerate up to 1.15. The repair takes that branch only for a weight that is still to be quantized
 where there is a device to do so; everything else takes the branch of every other device, as
-``torch.device("cpu")`` always did.
+``torch.device("cpu")`` always did. bitsandbytes before 0.48 does not survive that one: it spoils codes that are
+moved, so that their repair is part of this one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +66,7 @@ PATCH = Patch(
             'device == "cpu" and param_cls.__name__ == "Int8Params" and _patches_needs_accelerator(new_value)',
             names={"_patches_needs_accelerator": _needs_accelerator},
         ),
+        *KEEP_CODES_BEFORE_048,  # that branch moves codes, too
     ),
     defect=defect,
 )

@@ -9,6 +9,8 @@ itself, so that it loads without this package, and has the codes once, not twice
 parameters with ``weights_only=True``, its default, which refuses the name of a class; so a file of ``torch.save``
 stays what it was, and the layer gives its weight the class when a whole module is loaded.
 
+With its class, a weight is moved by ``Int8Params.to`` again, which before 0.48 spoils codes: that is repaired with it.
+
 A piece of rows takes their scales along. A piece of columns stays a plain tensor, as before: the kernels of a
 GPU would take its codes for those of whole rows. So do pieces of weights that are not quantized, which autograd
 must be able to follow, and what is cut inside a compiled graph. ``torch.chunk`` is no Python function, and stays
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
+from ...helpers.int8_moves import KEEP_CODES_BEFORE_048
 from ...helpers.parameters import is_read_by_default, like, make_cut, make_setstate, with_class
 
 if TYPE_CHECKING:
@@ -97,6 +100,7 @@ PATCH = Patch(
             )
             for layer in ("Linear8bitLt", "Embedding8bit")
         ),
+        *KEEP_CODES_BEFORE_048,  # what comes back is moved
     ),
     defect=defect,
 )

@@ -9,6 +9,7 @@ a plain ``Parameter`` without scales, and the same error follows, or ``no attrib
 
 The repair looks where the scales are, and makes an assigned int8 weight an ``Int8Params`` again.
 What is still refused: int8 codes into a weight that was never quantized, without ``assign=True``.
+The next ``.to()`` would spoil the codes of such a weight before 0.48, so that this is repaired with it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers.int8_moves import KEEP_CODES_BEFORE_048
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +67,7 @@ PATCH = Patch(
         Rewrite(_TARGET, "self.weight.SCB", _CALL, count=3, names=_NAMES, when="bitsandbytes<0.50"),
         Rewrite(_TARGET, 'getattr(self.weight, "SCB", None)', _CALL, names=_NAMES, when="bitsandbytes>=0.50"),
         Rewrite(_TARGET, "self.weight.SCB", _CALL, when="bitsandbytes>=0.50"),
+        *KEEP_CODES_BEFORE_048,  # what was assigned is moved
     ),
     defect=defect,
 )
