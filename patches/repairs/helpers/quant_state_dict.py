@@ -44,11 +44,28 @@ def read(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor,
     try:
         _check_sizes(layer, group, facts)
         plain = {key: tensor.detach().as_subclass(torch.Tensor) for key, tensor in group.items()}
-        taken = {key: tensor.to(device, copy=not assign) for key, tensor in plain.items()}
+        nested = "nested_absmax" in group
+        taken = {key: _as_saved(key, plain[key], nested).to(device, copy=not assign) for key in plain}
         codes = taken.pop("")
         return codes, QuantState.from_dict(taken, device=device)
     except (KeyError, TypeError, AssertionError) as error:
         raise ValueError(f"'weight.{packed[0]}' cannot be read: {error!r}") from error
+
+
+def _as_saved(key: str, tensor: torch.Tensor, nested: bool) -> torch.Tensor:
+    """The entry ``key`` in the dtype that kernels read it as, whatever it was cast to since (they do not look)."""
+    import torch
+
+    if not key or key.startswith("quant_state."):
+        return tensor
+    if key == "absmax" and nested:
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"{_name(key)} is {tensor.dtype}, but doubly quantized it is codes, torch.uint8")
+    elif not tensor.is_floating_point():
+        raise ValueError(f"{_name(key)} is {tensor.dtype}, and no floating point")
+    else:
+        return tensor.float()
+    return tensor
 
 
 def _refuse(words: str, keys: set[str]) -> None:

@@ -17,6 +17,9 @@ same object, and blocksize, quant type, storage dtype and nesting become those t
 that names it, whether strict or not, for codes mean nothing under foreign statistics; the layer, bias
 included, is then left as it was.
 
+Statistics that were cast since they were saved (a file made smaller) are float32 again, as far as that goes: the
+kernels read them as float32 whatever they are.
+
 Codes alone are what ``dict(model.named_parameters())`` gives. They are loaded where their statistics are
 known: they are the layer's own, bit for bit, or they are a ``Params4bit`` that carries them.
 
