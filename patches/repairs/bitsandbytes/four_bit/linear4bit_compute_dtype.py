@@ -8,10 +8,14 @@ does so even where the user gave a ``compute_dtype``. As forward writes attribut
 (``HOP: Non-nullified side effect``).
 
 The repair decides anew in each forward, as the first one did, and writes nothing: without
-``compute_dtype`` the product is computed in the input's own dtype. On 0.46.1, which keeps no record of
-what the user gave, float32 and bfloat16 inputs are computed in their own dtype too, as in a first
-forward there; float16 ones in the ``compute_dtype``. What the user set from 0.47.0 on stays as it is.
-A layer that only ever sees one dtype gives bit for bit what it gave.
+``compute_dtype`` the product is computed in the input's own dtype. What the user set from 0.47.0 on stays as
+it is. A layer that only ever sees one dtype gives bit for bit what it gave.
+
+0.46.1 obeys a ``compute_dtype`` only where the first input is of that dtype, or neither float32 nor bfloat16: it
+then computes all later ones in it, as the user asked, and still does. After another float32 input it computes
+all in float32, which degrades none, and still does. After another bfloat16 one, float32 inputs are computed in
+float32, bfloat16 ones in bfloat16, and the rest as was asked. What came first is noted on the layer in the first
+eager forward.
 
 A layer that had settled on a dtype before ``apply()`` keeps it: it looks like one where the user did.
 """
@@ -24,15 +28,39 @@ from ....engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
+    from bitsandbytes.nn import Linear4bit
 
 FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
 
 
-def dtype_of_product(given: torch.dtype, x: torch.Tensor) -> torch.dtype:
-    """What a first forward on 0.46.1 computes ``x`` in, where the layer's ``compute_dtype`` is ``given``."""
+_FIRST = "_patches_first_dtype"
+
+
+def _settles(layer: Linear4bit, x: torch.Tensor) -> bool:
+    """Whether ``x``, the first input of a layer on 0.46.1, leaves it with the ``compute_dtype`` that it was given.
+
+    For float16 the layer may then warn of slow kernels, once.
+    """
     import torch
 
-    return x.dtype if x.dtype in (torch.float32, torch.bfloat16) else given
+    if torch.compiler.is_compiling() or _FIRST in vars(layer):
+        return False
+    if x.dtype is layer.compute_dtype or x.dtype not in (torch.float32, torch.bfloat16):
+        return True
+    if layer.compute_dtype is not None:
+        setattr(layer, _FIRST, x.dtype)
+    return False
+
+
+def _dtype_of_product(layer: Linear4bit, x: torch.Tensor) -> torch.dtype:
+    """What 0.46.1 computes ``x`` in, for a layer that has a ``compute_dtype``."""
+    import torch
+
+    if layer.compute_type_is_set:
+        return layer.compute_dtype
+    if getattr(layer, _FIRST, None) is torch.float32:
+        return torch.float32
+    return x.dtype if x.dtype in (torch.float32, torch.bfloat16) else layer.compute_dtype
 
 
 def defect() -> Finding:
@@ -61,12 +89,20 @@ PATCH = Patch(
             FORWARD,
             find="not self.compute_type_is_set",
             replace="not self.compute_type_is_set and x.dtype == torch.float16 and not torch.compiler.is_compiling()",
+            when="bitsandbytes>=0.47",
+        ),
+        Rewrite(
+            FORWARD,
+            find="not self.compute_type_is_set",
+            replace="not self.compute_type_is_set and _patches_settles(self, x)",
+            names={"_patches_settles": _settles},
+            when="bitsandbytes<0.47",
         ),
         Rewrite(
             FORWARD,
             find="x.to(self.compute_dtype)",
-            replace="x.to(_patches_dtype_of_product(self.compute_dtype, x))",
-            names={"_patches_dtype_of_product": dtype_of_product},
+            replace="x.to(_patches_dtype_of_product(self, x))",
+            names={"_patches_dtype_of_product": _dtype_of_product},
             when="bitsandbytes<0.47",
         ),
         # the bias follows the input, not the attribute that it was cast to
