@@ -15,8 +15,11 @@ import torch
 from bitsandbytes.nn import Embedding8bit, EmbeddingNF4, Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
 import patches
+from patches.engine.gate import satisfied
 
 FOUR, EIGHT = "bitsandbytes-params4bit-pickle", "bitsandbytes-int8-copies"
+INT8_BY_CLASS = satisfied("bitsandbytes>=0.47")
+"""Before, whoever loads such a pickle without the plugin and moves the weight spoils it."""
 
 
 def four_bit(quantized: bool = True) -> Linear4bit:
@@ -126,13 +129,15 @@ def test_the_class_comes_back_where_the_file_may_name_it_or_holds_the_layer(outc
 @pytest.mark.parametrize("make", [four_bit, int8])
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle(make, protocol):
-    """A protocol that ``torch.load`` refuses by default may name the class of a bare parameter."""
+    """A protocol that ``torch.load`` refuses by default may name the class of a bare parameter; not on 0.46.1."""
     layer = make()
     with patches.applied(FOUR, EIGHT):
         weight = pickle.loads(pickle.dumps(layer.weight, protocol))
         whole = pickle.loads(pickle.dumps(layer, protocol))
     assert type(whole.weight) is type(layer.weight)
-    assert type(weight) is (type(layer.weight) if make is four_bit or protocol >= 4 else torch.nn.Parameter)
+    assert type(weight) is (
+        type(layer.weight) if make is four_bit or (protocol >= 4 and INT8_BY_CLASS) else torch.nn.Parameter
+    )
     assert torch.equal(weight.data, layer.weight.data) and torch.equal(whole.weight.data, layer.weight.data)
     x = torch.randn(3, 64)
     assert torch.equal(whole(x), layer(x))
@@ -214,7 +219,8 @@ def test_subclasses_with_a_constructor_of_their_own(make, how):
     weight = make()
     with patches.applied(FOUR, EIGHT):
         made = how(weight)
-    assert type(made) is type(weight) and torch.equal(made.data, weight.data)
+    kept = how is copy.copy or INT8_BY_CLASS or isinstance(weight, Params4bit)
+    assert type(made) is (type(weight) if kept else torch.nn.Parameter) and torch.equal(made.data, weight.data)
     if not (how is copy.copy and isinstance(weight, Params4bit)):  # there bitsandbytes copies what it knows of
         assert made.tag == "mine"
     for name in ("SCB", "CB"):

@@ -133,6 +133,16 @@ def a_pickled_layer(q: Quantized):
     yield q.right(pickle.loads(data)(q.x))
 
 
+@files(bias=True)
+def a_pickled_layer_then_moved(q: Quantized):
+    """The same, moved to the device that it is on, twice."""
+    data = pickle.dumps(q.layer)
+    yield HANDOVER
+    loaded = pickle.loads(data).to(q.device)
+    yield q.right(loaded(q.x))
+    yield q.right(loaded.to(q.device)(q.x))
+
+
 @files()
 def a_pickled_parameter(q: Quantized):
     """The parameter alone, whose codes are read."""

@@ -10,6 +10,8 @@ parameters with ``weights_only=True``, its default, which refuses the name of a 
 stays what it was, and the layer gives its weight the class when a whole module is loaded.
 
 With its class, a weight is moved by ``Int8Params.to`` again, which before 0.48 spoils codes: that is repaired with it.
+But not for who loads the pickle without this package, on a CPU with 0.46.1. So there a pickle is what ``torch.save``
+writes, and a parameter that is pickled by itself, outside of its layer, comes back a plain one, as before.
 
 A piece of rows takes their scales along. A piece of columns stays a plain tensor, as before: the kernels of a
 GPU would take its codes for those of whole rows. So do pieces of weights that are not quantized, which autograd
@@ -41,6 +43,13 @@ def _reduce_ex(self: Int8Params, protocol: int) -> tuple[Any, ...]:
     return reduced if is_read_by_default(protocol) else with_class(reduced, self)
 
 
+def _copy(self: Int8Params) -> Int8Params:
+    from bitsandbytes.nn import Int8Params
+
+    rebuild, arguments, *_ = with_class(super(Int8Params, self).__reduce_ex__(4), self)
+    return rebuild(*arguments)
+
+
 def _pieces(whole: Int8Params, parts: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
     """``parts``, what torch made of ``whole``, with the scales of their rows."""
     import torch
@@ -57,24 +66,25 @@ def defect() -> Finding:
     import copy
     import io
     import pickle
+    from functools import partial
 
     import bitsandbytes as bnb
     import torch
 
-    def saved_in_its_layer(param: Any) -> Any:
+    def in_its_layer(write: Callable[..., None], read: Callable[[Any], Any], param: Any) -> Any:
         file = io.BytesIO()
         layer = bnb.nn.Linear8bitLt(64, 16, bias=False, has_fp16_weights=False)
         layer.weight = param
-        torch.save(layer, file)
+        write(layer, file)
         file.seek(0)
-        return torch.load(file, weights_only=False).weight
+        return read(file).weight
 
     torch.manual_seed(0)
     weight = bnb.nn.Int8Params(torch.randn(16, 64), requires_grad=False).to("cpu")
     ways: dict[str, Callable[[Any], Any]] = {
         "copy.copy": copy.copy,
-        "pickle": lambda p: pickle.loads(pickle.dumps(p)),
-        "torch.save": saved_in_its_layer,
+        "pickle": partial(in_its_layer, pickle.dump, pickle.load),
+        "torch.save": partial(in_its_layer, torch.save, partial(torch.load, weights_only=False)),
         "weight.chunk": lambda p: p.chunk(2)[0],
         "torch.split": lambda p: torch.split(p, 4)[0],
     }
@@ -92,7 +102,8 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(f"{_PARAM}.__reduce_ex__", value=_reduce_ex),
+        SetAttribute(f"{_PARAM}.__reduce_ex__", value=_reduce_ex, when="bitsandbytes>=0.47"),
+        SetAttribute(f"{_PARAM}.__copy__", value=_copy, when="bitsandbytes<0.47"),
         *(SetAttribute(f"{_PARAM}.{name}", make=make_cut("Int8Params", name, _pieces)) for name in ("chunk", "split")),
         *(
             SetAttribute(
