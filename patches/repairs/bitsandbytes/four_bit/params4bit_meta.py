@@ -14,6 +14,8 @@ A state that is still there must not be believed of anything else. accelerate ca
 dtype of the weight on meta; of a layer that was offloaded before it was quantized these are the weights
 themselves, and as uint8 they are neither weights nor codes. They have the shape of the weight, which codes
 never have: that is an error now. Weights that were not cast are quantized, under the state as without it.
+Nor are those of a weight that an eval forward has repacked (0.49 and later, where ``bitsandbytes-cpu-repack`` is not
+in): they fit the packed codes alone, and accelerate brings the others, so they go to meta, and the error stays.
 What a user has written into the weight of a layer, ``weight.data = dequantized``, is moved as before.
 """
 
@@ -27,12 +29,13 @@ from ...helpers import live_objects
 
 if TYPE_CHECKING:
     import torch
+    from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
 
-def _moves_with(device: torch.device | None) -> bool:
-    """Whether the statistics follow a weight to ``device``."""
-    return device is None or device.type != "meta"
+def _moves_with(device: torch.device | None, state: QuantState) -> bool:
+    """Whether the statistics follow a weight to ``device``. Those of a repacked one fit no codes but its own."""
+    return device is None or device.type != "meta" or vars(state).get("packing_format_for_cpu", False)
 
 
 def _holds_codes(weight: Params4bit) -> bool:
@@ -98,7 +101,7 @@ PATCH = Patch(
         Rewrite(
             _TO,
             find="self.quant_state is not None",
-            replace="self.quant_state is not None and _patches_moves_with(device)",
+            replace="self.quant_state is not None and _patches_moves_with(device, self.quant_state)",
             names={"_patches_moves_with": _moves_with},
         ),
         Rewrite(
