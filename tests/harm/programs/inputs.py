@@ -9,7 +9,6 @@ from ..catalogue import program
 from ..checks import close, same
 from ..layers import BOTH, COLUMNS, INT8, NF4, ROWS, Quantized
 
-WRONG_SCALES = "processors with AVX512 take the wrong scales where a block ends inside of a row"
 ODD = "(?i)divisible|even|shape|size|blocksize|multiple"
 
 
@@ -146,7 +145,7 @@ def rows_that_fill_no_tile(q: Quantized):
             yield q.right(q.layer.train(train)(q.x))
 
 
-@program(kinds=NF4, columns=96, packs="too", may_raise=ODD, unrepaired=dict.fromkeys(NF4, WRONG_SCALES))
+@program(kinds=NF4, columns=96, packs="too", may_raise=ODD)
 def columns_that_fill_no_block(q: Quantized):
     """96 input features: a block of 64 ends in the middle of a row. A gradient for them."""
     x = q.inputs(grad=True)
@@ -156,14 +155,14 @@ def columns_that_fill_no_block(q: Quantized):
     yield q.gradient(x)
 
 
-@program(kinds=NF4, columns=96, packs="too", may_raise=ODD, unrepaired=dict.fromkeys(NF4, WRONG_SCALES))
+@program(kinds=NF4, columns=96, packs="too", may_raise=ODD)
 def columns_that_fill_no_block_in_eval(q: Quantized):
     """The same in eval, where a processor with AVX512-BF16 refuses them."""
     with torch.no_grad():
         yield q.right(q.layer.eval()(q.x))
 
 
-@program(kinds=NF4, columns=80, packs="too", may_raise=ODD, unrepaired=dict.fromkeys(NF4, WRONG_SCALES))
+@program(kinds=NF4, columns=80, packs="too", may_raise=ODD)
 def columns_of_a_vision_model(q: Quantized):
     """80 input features, dequantized for a merge."""
     yield close(dequantize_4bit(q.layer.weight.data, q.layer.weight.quant_state), q.weight, 1e-6)
