@@ -128,7 +128,7 @@ def never_quantized(q: Quantized, columns: int = COLUMNS, train: bool = True):
     cpu_offload(layer, execution_device=q.device)
     with torch.no_grad():
         for _ in range(2):
-            yield close(layer(x), x @ expected.T, 0.2)
+            yield close(layer(x), x @ expected.T, 0.2, q.rounding)
 
 
 SHAPES = "(?i)meta|quantiz|shape|size"
