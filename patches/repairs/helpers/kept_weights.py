@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from . import offloaded
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
@@ -27,12 +29,11 @@ _brought: dict[int, weakref.ref[Tensor]] = {}
 
 def notice(layer: Module) -> None:
     """Called in the forward of ``layer``: if its weight was brought by a hook, remember that it was."""
-    hook = vars(layer).get("_hf_hook")
-    if hook is None or not any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,))):
+    if vars(layer).get("_hf_hook") is None:
         return
     import torch
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or offloaded.hook_of(layer, visited=True) is None:
         return
     weight = layer.weight
     key = id(weight)
