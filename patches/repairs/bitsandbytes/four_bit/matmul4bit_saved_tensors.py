@@ -130,8 +130,8 @@ PATCH = Patch(
     edits=(
         Rewrite(
             "bitsandbytes.nn.modules:Linear4bit.forward",
-            "fix_4bit_weight_quant_state_from_module(self)",
-            "fix_4bit_weight_quant_state_from_module(self)\n_patches_notice(self)",
+            "inp_dtype = x.dtype",
+            "inp_dtype = x.dtype\n_patches_notice(self)",
             names={"_patches_notice": kept_weights.notice},
         ),
         Rewrite(
