@@ -5,16 +5,17 @@ has one column, as packed codes do. Two kinds of users put a plain 16- or 32-bit
 
 - transformers ties ``lm_head`` to the embedding, and ``llm_int8_skip_modules`` replaces the default list that had
   ``lm_head`` in it: the head becomes a ``Linear4bit`` whose weight is that of the embedding;
-- a checkpoint with some layers left in 16 bits names them in its list of skipped modules, as transformers 4 called them.
-  Where they go by another name today, they become ``Linear4bit`` and get the plain weight of the checkpoint.
+- a checkpoint with some layers left in 16 bits names them in its list of skipped modules, as transformers 4 called
+  them. Where they go by another name today, they become ``Linear4bit`` and get the plain weight of the checkpoint.
 
 All releases. ``Linear8bitLt`` had the same, see ``bitsandbytes-int8-plain-weight``.
 
-The repair computes such a layer as ``nn.Linear``, in the dtype of the input, and leaves weight and layer as they are,
-so that a tied embedding stays what it is and learns from both. A plain weight is one of floating point, of two bytes or
-more, whose shape is ``(out_features, in_features)``. Packed codes never are, also not those in floating point storage
-(FSDP): they have a quarter of the bytes at most. What is neither, and a ``Params4bit`` that nobody quantized, is refused
-as before. Whoever has a quantization state, which is every healthy layer, pays for looking it up: 0.1 us a call.
+The repair computes such a layer as ``nn.Linear``, in the dtype of the input, and leaves weight and layer as they
+are, so that a tied embedding stays what it is and learns from both. A plain weight is one of floating point, of
+two bytes or more, whose shape is ``(out_features, in_features)``. Packed codes never are, also not those in
+floating point storage (FSDP): they have a quarter of the bytes at most. What is neither, and a ``Params4bit`` that
+nobody quantized, is refused as before. Whoever has a quantization state, which is every healthy layer, pays for
+looking it up: 0.1 us a call.
 
 Upstream: https://github.com/huggingface/transformers/issues/45674, https://github.com/unslothai/unsloth/issues/4208
 """

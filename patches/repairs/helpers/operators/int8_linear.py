@@ -21,7 +21,8 @@ def _int8_linear(
     rows = x.reshape(-1, x.shape[-1])
     CA, SCA, outliers = F.int8_vectorwise_quant(rows.to(torch.float16), threshold=threshold)
     output, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(rows, CA, CB, SCA, SCB, outliers, bias)
-    return output.reshape(*x.shape[:-1], CB.shape[0])
+    # Not as a view: with backend="eager" autograd gets to see this very tensor, and lets nobody write into one.
+    return output.reshape(*x.shape[:-1], CB.shape[0]).detach()
 
 
 def _int8_linear_fake(x, CB, SCB, bias, threshold):
