@@ -42,6 +42,8 @@ def test_merged_and_unmerged(kind, way, base, device):
             model.merge_adapter()
             model.unmerge_adapter()
             answers.append([*seen, logits(model)])
+            with model.disable_adapter():
+                assert torch.equal(logits(model), seen[2])
         assert all(map(torch.equal, *answers))
         assert not torch.equal(answers[0][0], answers[0][2]), "the adapter changes nothing"
 
@@ -85,3 +87,22 @@ def test_tied_weights(way, tmp_path, device):
                 got.merge_and_unload()
         else:
             assert torch.equal(logits(got.merge_and_unload()), logits(expected.merge_and_unload()))
+
+
+@pytest.mark.parametrize("kind, way", [pair for pair in ALL if pair[0] != "plain"])
+def test_unmerged_is_the_base(kind, way, base, device):
+    """Bit for bit, over cycles in which the adapter moves; what is kept meanwhile is freed."""
+    with patches.applied(), torch.no_grad():
+        expected = logits(whole(base, kind, device))
+        model = lora(offloaded(base, kind, way, device))
+        for scale in (1.0, 1e-3, 1e-5):  # of the smallest only the statistics feel something
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.mul_(scale)
+            model.merge_adapter()
+            logits(model)
+            assert any("_patches_before_merge" in vars(module) for module in model.modules())
+            model.unmerge_adapter()
+            assert not any("_patches_before_merge" in vars(module) for module in model.modules())
+            with model.disable_adapter():
+                assert torch.equal(logits(model), expected)

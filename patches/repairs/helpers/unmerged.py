@@ -1,0 +1,169 @@
+"""What a quantized layer held before an adapter was merged into it, to be put back in place of a difference.
+
+The record is a dict of tensors and plain values on the layer of peft that merges: no parameter and no buffer, so no
+state dict has it, and no class of ours, so that a pickle of a merged model can be read without us. It holds one
+packed copy of the weight, on the CPU. Beside it stands a digest of the contents that the merge left behind. If the
+base has others by then, because someone loaded or wrote to it, what was kept is no answer to an unmerge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from . import int8_scales
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+
+_KEPT = "_patches_before_merge"
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
+    """The quantized base of ``layer`` as it is, if the adapters ``names`` are the first to be merged into it."""
+    if not names:
+        return None
+    base = layer.get_base_layer()
+    if layer.merged:
+        if not _is_what_was_merged(layer, base):
+            vars(layer).pop(_KEPT, None)
+        return None
+    return _record(base)
+
+
+def note(layer: Any, before: dict[str, Any] | None) -> None:
+    """An adapter was merged into the base of ``layer``, which had been ``before`` if this was the first one."""
+    if before is not None:
+        vars(layer)[_KEPT] = before
+    kept = vars(layer).get(_KEPT)
+    if kept is None:
+        return
+    base = layer.get_base_layer()
+    kept["bias changed"] = kept["bias"] is not None and _digest(kept["bias"]) != _digest(base.bias)
+    kept["merged"] = _contents(base, kept["bias changed"])
+
+
+def put_back(layer: Any) -> bool:
+    """Take all adapters out of the base of ``layer`` by what it was before; False if that is not known."""
+    kept = vars(layer).get(_KEPT)
+    if kept is None:
+        return False
+    base = layer.get_base_layer()
+    if not _is_what_was_merged(layer, base) or not set(layer.merged_adapters) <= layer._get_available_adapters():
+        del vars(layer)[_KEPT]  # peft takes out what it can; a merged adapter that was deleted stays in
+        return False
+    _restore(base, kept)
+    for name in layer.merged_adapters:  # peft's DoRA keeps the norm that it merged with for the unmerge
+        getattr(layer, "_caches", {}).pop(f"{name}-weight_norm", None)
+    layer.merged_adapters.clear()
+    del vars(layer)[_KEPT]
+    return True
+
+
+def _record(base: Any) -> dict[str, Any] | None:
+    import torch
+
+    tensors = _quantized(base)
+    if tensors is None:
+        return None
+    weight, bias = base.weight, getattr(base, "bias", None)
+    own = {name: value for name, value in vars(weight).items() if not name.startswith("_") and name != "data"}
+    if "SCB" in own:
+        own |= {"CB": None, "SCB": tensors[1]}
+    return {
+        "class": type(weight),
+        "codes": tensors[0].to("cpu"),  # on a CPU no copy: a merge puts another parameter in the place of this one
+        "requires_grad": weight.requires_grad,
+        "attributes": {name: _moved(value, torch.device("cpu")) for name, value in own.items() if name != "module"},
+        "knows module": own.get("module") is not None,
+        "bias": None if bias is None else bias.detach().clone().to("cpu"),
+    }
+
+
+def _restore(base: Any, kept: dict[str, Any]) -> None:
+    import torch
+
+    device = base.weight.device
+    attributes = {name: _moved(value, device) for name, value in kept["attributes"].items()}
+    codes = kept["codes"].to(device)
+    weight = torch.Tensor._make_subclass(kept["class"], codes, kept["requires_grad"])
+    if "SCB" in attributes:
+        attributes["CB"] = weight.data
+    else:
+        attributes["module"] = base if kept["knows module"] else None
+    vars(weight).update(attributes)
+    base.weight = weight
+    if "SCB" in attributes:
+        base.state.reset_grads()
+    elif kept["knows module"]:
+        base.quant_state = weight.quant_state
+    if kept["bias changed"]:
+        base.bias.data = kept["bias"].to(device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``: a tensor, or a quantization state, of which it is a new one."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device)
+    if type(value).__name__ != "QuantState":
+        return value
+    new = object.__new__(type(value))
+    vars(new).update((name, _moved(part, device)) for name, part in vars(value).items())
+    return new
+
+
+def _quantized(base: Any) -> list[Tensor] | None:
+    """The codes and all statistics of the weight of ``base``; None if it is not quantized, or they are not there."""
+    import torch
+    from bitsandbytes.nn import Int8Params, Params4bit
+
+    weight = getattr(base, "weight", None)
+    if isinstance(weight, Params4bit):
+        state = weight.quant_state
+        found = None if state is None else list(_statistics(state))
+    elif isinstance(weight, Int8Params) and weight.dtype == torch.int8:
+        scale = int8_scales.find_scale(base)
+        found = None if scale is None else [scale]
+    else:
+        return None
+    if found is None or any(t.is_meta for t in (weight, *found)):
+        return None
+    return [t.detach().as_subclass(torch.Tensor) for t in (weight, *found)]
+
+
+def _statistics(state: Any) -> Iterator[Tensor]:
+    import torch
+
+    for value in vars(state).values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) is type(state):
+            yield from _statistics(value)
+
+
+def _is_what_was_merged(layer: Module, base: Module) -> bool:
+    kept = vars(layer).get(_KEPT)
+    return kept is not None and kept["merged"] == _contents(base, kept["bias changed"])
+
+
+def _contents(base: Any, with_bias: bool) -> list[int] | None:
+    """A digest of each tensor of ``base`` that a merge changes."""
+    tensors = _quantized(base)
+    return tensors and [_digest(t) for t in (*tensors, *([base.bias] if with_bias else ()))]
+
+
+def _digest(tensor: Tensor) -> int:
+    """A number that other bits, or the same at other places, do not have but by chance; the same on every device."""
+    import torch
+
+    bits = tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
+    whole = bits.numel() // 8 * 8
+    words = torch.cat([bits[:whole].clone().view(torch.int64), bits[whole:].to(torch.int64)])
+    mixed = (words ^ (words >> 31)) * _ODD
+    places = torch.arange(1, words.numel() + 1, device=words.device) * _ODD
+    return int(((mixed ^ (mixed >> 29)) * (places | 1)).sum())

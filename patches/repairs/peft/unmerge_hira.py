@@ -1,0 +1,25 @@
+"""Merging HiRA into a quantized layer and taking it out again changes the layer for good.
+
+HiRA has its own copy of what ``unmerge_lora.py`` tells of, with the same loss: peft since 0.20.
+Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
+"""
+
+from __future__ import annotations
+
+from ..helpers import merging
+from ...engine import Finding, Patch
+
+
+def defect() -> Finding:
+    return merging.defect("HiraConfig", r=4, init_weights=False)
+
+
+PATCH = Patch(
+    id="peft-unmerge-hira",
+    summary="merging HiRA and taking it out again changes quantized layers for good, silently",
+    links=merging.LINKS,
+    requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    edits=tuple(merging.edits("hira.bnb", *merging.IN_BNB)),
+    defect=defect,
+)

@@ -1,0 +1,26 @@
+"""Merging OFT into a quantized layer and taking it out again changes the layer for good.
+
+OFT has its own copy of what ``unmerge_lora.py`` tells of, with the same loss: peft 0.16 to 0.19. 0.20 cannot put
+OFT on quantized layers (a TypeError), and from 0.21 on they merge as ``unmerge_through_backend.py`` says.
+Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
+"""
+
+from __future__ import annotations
+
+from ..helpers import merging
+from ...engine import Finding, Patch
+
+
+def defect() -> Finding:
+    return merging.defect("OFTConfig", r=0, oft_block_size=16, init_weights=False)
+
+
+PATCH = Patch(
+    id="peft-unmerge-oft",
+    summary="merging OFT and taking it out again changes quantized layers for good, silently",
+    links=merging.LINKS,
+    requires=("peft>=0.16,<0.20", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.19.1",
+    edits=tuple(merging.edits("oft.bnb", *merging.IN_BNB)),
+    defect=defect,
+)

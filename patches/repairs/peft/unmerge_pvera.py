@@ -1,0 +1,27 @@
+"""Merging PVeRA into a quantized layer and taking it out again changes the layer for good.
+
+PVeRA has its own copy of what ``unmerge_lora.py`` tells of, with the same loss: peft since 0.19.
+Into 4-bit layers it does not even quantize: floats stay where codes are read (an error on a CPU), and
+``bitsandbytes-params4bit-meta`` repairs that. So INT8 is what ``defect()`` merges into.
+Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
+"""
+
+from __future__ import annotations
+
+from ..helpers import merging
+from ...engine import Finding, Patch
+
+
+def defect() -> Finding:
+    return merging.defect("PveraConfig", int8=True, r=4, init_weights=False)
+
+
+PATCH = Patch(
+    id="peft-unmerge-pvera",
+    summary="merging PVeRA and taking it out again changes quantized layers for good, silently",
+    links=merging.LINKS,
+    requires=("peft>=0.19", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    edits=tuple(merging.edits("pvera.bnb", *merging.IN_BNB)),
+    defect=defect,
+)

@@ -1,0 +1,26 @@
+"""Merging RoAd into a quantized layer and taking it out again changes the layer for good.
+
+RoAd has its own copy of what ``unmerge_lora.py`` tells of, with the same loss: peft since 0.18. It turns the bias
+as well, whose own bits come back too.
+Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
+"""
+
+from __future__ import annotations
+
+from ..helpers import merging
+from ...engine import Finding, Patch
+
+
+def defect() -> Finding:
+    return merging.defect("RoadConfig", group_size=16, init_weights=False)
+
+
+PATCH = Patch(
+    id="peft-unmerge-road",
+    summary="merging RoAd and taking it out again changes quantized layers for good, silently",
+    links=merging.LINKS,
+    requires=("peft>=0.18", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    edits=tuple(merging.edits("road.bnb", *merging.IN_BNB)),
+    defect=defect,
+)

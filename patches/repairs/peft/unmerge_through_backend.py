@@ -1,0 +1,33 @@
+"""Merging VeRA, OFT, BOFT, MiSS or SHiRA into a quantized layer and taking it out again changes the layer for good.
+
+Since 0.20 these layers of peft are the same for plain and quantized bases, and read and write the latter through a
+``QuantizationBackend``, which dequantizes and quantizes; OFT since 0.21. So each merge and each unmerge rounds, as
+``unmerge_lora.py`` tells. Upstream: trl #3466, #6688 (for LoRA). The repair is the same; a base that is not quantized
+by bitsandbytes is merged into as before.
+"""
+
+from __future__ import annotations
+
+from ..helpers import merging
+from ...engine import Finding, Patch
+
+
+def defect() -> Finding:
+    return merging.defect("VeraConfig", r=4, init_weights=False)
+
+
+PATCH = Patch(
+    id="peft-unmerge-through-backend",
+    summary="merging VeRA, OFT, BOFT, MiSS or SHiRA and taking it out changes quantized layers for good, silently",
+    links=merging.LINKS,
+    requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    edits=(
+        *merging.edits("vera.layer", "Linear"),
+        *merging.edits("oft.layer", "Linear", when="peft>=0.21"),
+        *merging.edits("boft.layer", "Linear"),
+        *merging.edits("miss.layer", "MissLinear"),
+        *merging.edits("shira.layer", "Linear"),
+    ),
+    defect=defect,
+)
