@@ -23,7 +23,7 @@ SUITE = (
     *(f"bitsandbytes/four_bit/test_params4bit_{name}.py" for name in ("chunk", "copies", "meta", "pickle")),
     *(f"bitsandbytes/four_bit/test_linear4bit_{name}.py" for name in ("load_state_dict", "meta_moves")),
     *(f"bitsandbytes/int8/test_{name}.py" for name in ("backward_live_state", "copies", "plain_weight")),
-    "bitsandbytes/int8/test_requantized_codes.py",
+    "bitsandbytes/four_bit/test_params4bit_meta_copies.py", "bitsandbytes/int8/test_requantized_codes.py",
 )  # fmt: skip
 """Tests that take the ``device`` fixture, less those that compile: Inductor cannot write for this device."""
 

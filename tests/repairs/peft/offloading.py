@@ -101,8 +101,9 @@ def step(model: Any) -> dict[str, torch.Tensor]:
 
 
 def logits(model: Any) -> torch.Tensor:
+    """On the CPU: a model that moves its inputs gives its outputs back where they came from."""
     with torch.no_grad():
-        return model.eval()(input_ids=IDS.to(_device(model))).logits
+        return model.eval()(input_ids=IDS.to(_device(model))).logits.cpu()
 
 
 def _device(model: Any) -> torch.device:

@@ -1,0 +1,65 @@
+"""An offloaded 4-bit model cannot be copied.
+
+Between two forwards accelerate leaves the weights of an offloaded layer on meta. ``copy.deepcopy`` and ``copy.copy``
+of a ``Params4bit`` make an empty weight on the CPU and then set its data, and torch refuses to set data on meta there:
+``Attempted to call variable.set_data(tensor), but variable and tensor have incompatible tensor type``. Who takes a
+deep copy of a model (peft of a module to save, an average of weights, a reference model for DPO) dies there; plain
+and INT8 models are copied. So does a copy of a model made under ``torch.device("meta")``. All releases.
+
+The repair makes the empty weight on meta if the original is there. The copy of a model has copies of accelerate's
+hooks and of what they keep in memory, as that of a plain model has; what is on disk is read from the same files.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ....engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Params4bit
+
+
+def _empty(original: Params4bit) -> Params4bit:
+    """A weight of the class of ``original`` that can be given its data."""
+    import torch
+
+    cls = type(original)
+    if not original.is_meta:
+        return cls.__new__(cls)
+    return torch.Tensor._make_subclass(cls, torch.empty(0, device="meta"))
+
+
+def defect() -> Finding:
+    """Copy a layer that accelerate keeps in CPU memory."""
+    import copy
+
+    import torch
+    from accelerate import cpu_offload
+    from bitsandbytes.nn import Linear4bit
+
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    cpu_offload(layer, execution_device=torch.device("cpu"))
+    try:
+        copied = copy.deepcopy(layer)
+    except RuntimeError as error:
+        return Finding(True, f"deepcopy: {error}")
+    return Finding(type(copied.weight) is not type(layer.weight), f"deepcopy: {type(copied.weight).__name__}")
+
+
+_PARAMETER = "bitsandbytes.nn.modules:Params4bit"
+_EMPTY = {"find": "type(self).__new__(type(self))", "replace": "_patches_empty(self)"}
+
+PATCH = Patch(
+    id="bitsandbytes-params4bit-meta-copies",
+    summary="copy and deepcopy of a 4-bit model die if a part of it is offloaded or on meta",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L341",),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    edits=tuple(
+        Rewrite(f"{_PARAMETER}.{name}", **_EMPTY, names={"_patches_empty": _empty})
+        for name in ("__deepcopy__", "__copy__")
+    ),
+    defect=defect,
+)
