@@ -1,0 +1,111 @@
+"""``model.dequantize()`` of a model that is offloaded in part dies.
+
+Each quantized layer is replaced by a plain one with its dequantized weight. An offloaded weight is on meta: what comes
+out is on meta, and the layer with accelerate's new hook dies in ``Cannot copy out of meta tensor; no data!``. Layers
+that were offloaded one by one have two hooks in one, which cannot be made again: ``SequentialHook.__init__() got an
+unexpected keyword argument 'hooks'``. Who merges adapters into an offloaded model to save it dequantized meets it.
+transformers 5.
+
+The repair replaces the offloaded layers first, one at a time: the weight is brought to its device, dequantized as that
+of any other layer, written to where the hook brings it from (a new file, if that is the disk) and offloaded again. The
+hook goes with it. So the model stays offloaded, and takes as much memory or disk as plain weights do. Layers whose
+weights are brought by a module around them are refused before anything is changed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import offload_maps, offloaded
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Linear, Module
+
+
+def dequantize_offloaded(model: Module, quantized: type, dtype: torch.dtype | None) -> bool:
+    """Replace the layers of the class ``quantized`` that are offloaded; whether there were any."""
+    away = {name: m for name, m in model.named_modules() if isinstance(m, quantized) and m.weight.is_meta}
+    for name, module in away.items():
+        if offloaded.hook_of(module) is None:
+            raise ValueError(
+                f"{name!r} has its weight on meta and no hook that brings it, so that it cannot be dequantized. If the "
+                "model is offloaded with preload_module_classes, offload it without; or dequantize the whole model "
+                "before it is offloaded."
+            )
+    for name, module in away.items():
+        model.set_submodule(name, _plain(module, dtype))
+    return bool(away)
+
+
+def _plain(module: Any, dtype: torch.dtype | None) -> Linear:
+    """The plain layer for ``module``, offloaded by its hook; ``module`` is left on meta without one."""
+    import torch
+    from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    part = offloaded.hook_of(module)
+    visit = offloaded.Visit(module, part)
+    try:
+        weight = dequantize_bnb_weight(module.weight, getattr(module, "state", None))
+        plain = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        plain.weight = torch.nn.Parameter(weight if dtype is None else weight.to(dtype))
+        plain.bias = module.bias
+        plain.train(module.training)
+        offload_maps.write(part, "weight", plain.weight)
+    finally:
+        visit.end()
+    hook, original_devices = vars(module).pop("_hf_hook"), part.original_devices
+    remove_hook_from_module(module)
+    add_hook_to_module(plain, hook)
+    part.original_devices = original_devices  # where its weights go if the hook is taken away
+    return plain
+
+
+def defect() -> Finding:
+    """Dequantize a tiny Llama whose layers are in CPU memory."""
+    import tempfile
+
+    import torch
+    from accelerate import cpu_offload
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(folder)
+        how = BitsAndBytesConfig(load_in_8bit=True)
+        load = {"quantization_config": how, "device_map": "cpu", "dtype": torch.float32}
+        expected = LlamaForCausalLM.from_pretrained(folder, **load).dequantize()
+        model = LlamaForCausalLM.from_pretrained(folder, **load)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    ids = torch.arange(4)[None]
+    try:
+        error = (model.dequantize()(ids).logits - expected(ids).logits).norm().item()
+    except NotImplementedError as raised:
+        return Finding(True, f"NotImplementedError: {str(raised).split(';')[0]}")
+    return Finding(not error == 0, f"logits differ from those of the whole model by {error:.1e}")
+
+
+_SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py"
+
+PATCH = Patch(
+    id="transformers-dequantize-offloaded",
+    summary="dequantize() of a model that is offloaded in part dies",
+    links=(f"{_SOURCE}#L287",),
+    requires=("transformers>=5", "accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    edits=(
+        Rewrite(
+            "transformers.integrations.bitsandbytes:dequantize_and_replace",
+            find="target_cls = bnb.nn.Linear8bitLt if quant_method == 'llm_int8' else bnb.nn.Linear4bit",
+            replace="""
+                target_cls = bnb.nn.Linear8bitLt if quant_method == 'llm_int8' else bnb.nn.Linear4bit
+                has_been_replaced = _patches_dequantize_offloaded(model, target_cls, dtype)
+            """,
+            names={"_patches_dequantize_offloaded": dequantize_offloaded},
+        ),
+    ),
+    defect=defect,
+)
