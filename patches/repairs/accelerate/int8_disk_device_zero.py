@@ -1,0 +1,86 @@
+"""``load_and_quantize_model`` with INT8 layers on disk needs a GPU.
+
+What the device map sends to disk is quantized on device 0 and then written. Without an accelerator that dies: ``Cannot
+access accelerator device when none is available``. The layers that are not offloaded are quantized where they are,
+on a CPU too. accelerate up to 1.15, with all releases of bitsandbytes that quantize on a CPU.
+
+The repair quantizes on the CPU where there is nothing else. With an accelerator nothing changes. What is written is the
+plain tensor of codes: in bitsandbytes 0.46 ``weight.cpu()``, which the writer calls, quantizes codes that are on the
+CPU already, and their scales are written after it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...engine import CannotShow, Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _device() -> int | torch.device:
+    """The first accelerator, as accelerate names it, or the CPU if there is none."""
+    import torch
+
+    return 0 if torch.accelerator.is_available() else torch.device("cpu")
+
+
+def defect() -> Finding:
+    """Load two layers, the second to disk, and see what is there."""
+    import tempfile
+
+    import torch
+    from accelerate import init_empty_weights
+    from accelerate.utils import BnbQuantizationConfig, OffloadedWeightsLoader, load_and_quantize_model
+    from safetensors.torch import save_file
+
+    if torch.accelerator.is_available():
+        raise CannotShow("there is an accelerator to quantize on")
+    torch.manual_seed(0)
+    saved = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    with init_empty_weights():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    how = BnbQuantizationConfig(load_in_8bit=True, skip_modules=["0"], torch_dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(saved.state_dict(), f"{folder}/model.safetensors")
+        try:
+            load_and_quantize_model(
+                model, how, f"{folder}/model.safetensors", {"0": "cpu", "1": "disk"}, offload_folder=folder
+            )
+        except RuntimeError as error:
+            return Finding(True, f"while loading: {error}")
+        codes, scales = (OffloadedWeightsLoader(save_folder=folder)[f"1.{name}"] for name in ("weight", "SCB"))
+    off = (codes * scales[:, None] / 127 - saved[1].weight.detach()).abs().max() / scales.max()
+    return Finding(not off < 0.01, f"what is on disk is the weight, to {float(off):.1e} of its largest value")
+
+
+_TARGET = "accelerate.utils.bnb:quantize_and_offload_8bit"
+
+PATCH = Patch(
+    id="accelerate-int8-disk-device-zero",
+    summary="load_and_quantize_model with INT8 layers on disk needs a GPU to quantize them",
+    links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/bnb.py#L445",),
+    requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
+    tested_up_to="1.15.0",
+    edits=(
+        Rewrite(
+            _TARGET,
+            find="set_module_tensor_to_device(model, param_name, 0, dtype=new_dtype, value=param)",
+            replace=(
+                "set_module_tensor_to_device(model, param_name, _patches_device(), dtype=new_dtype, value=param)"
+            ),
+            names={"_patches_device": _device},
+        ),
+        Rewrite(
+            _TARGET,
+            find="offload_weight(module._parameters[tensor_name], param_name, offload_folder, index=offload_index)",
+            replace="""
+                offload_weight(
+                    module._parameters[tensor_name].data, param_name, offload_folder, index=offload_index
+                )
+            """,
+        ),
+    ),
+    defect=defect,
+)
