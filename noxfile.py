@@ -35,7 +35,9 @@ PROGRAMS = (
     "device", "features/test_ranks.py",
     *(f"features/test_inspection{name}.py" for name in ("", "_only_looks", "_training", "_weights")),
     *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "trainer", "trainer_ranks")),
-    *(f"repairs/peft/test_offloaded_{name}.py" for name in ("loading", "memory", "merge", "trainer", "training")),
+    "repairs/accelerate/test_load_and_quantize.py",
+    *(f"repairs/peft/test_offloaded_{name}.py" for name in ("copies", "dequantize", "loading", "memory", "merge")),
+    *(f"repairs/peft/test_offloaded_{name}.py" for name in ("trainer", "training")),
     *(f"repairs/transformers/test_{name}.py" for name in ("refuses_offloaded_checkpoint", "save_offloaded")),
 )  # fmt: skip
 """Whole programs, the slowest: run with the first and the last release; `tests_all` runs all."""
