@@ -22,8 +22,8 @@ FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
     ("4", "plain"): (
         "4-bit layers hold a plain weight in floating point (a tied head, an old skip list): their forward fails",
         "Add their names to llm_int8_skip_modules and load again, or put an nn.Linear in their place.",
-        "",
-        "",
+        "bitsandbytes-linear4bit-plain-weight",
+        REPAIRS,
     ),
     ("8", "plain"): (
         "INT8 layers hold a plain weight (a tied head): 'Parameter' object has no attribute 'CB'",
