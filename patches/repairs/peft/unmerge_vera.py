@@ -10,10 +10,13 @@ Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 from __future__ import annotations
 
 from ..helpers import merging
-from ...engine import Finding, Patch
+from ...engine import CannotShow, Finding, Patch
+from ...engine.gate import satisfied
 
 
 def defect() -> Finding:
+    if satisfied("peft>=0.20"):
+        raise CannotShow("from peft 0.20 on VeRA does not merge here: see peft-unmerge-through-backend")
     return merging.defect("VeraConfig", int8=True, r=4, init_weights=False)
 
 
