@@ -21,6 +21,7 @@ processor.pretend(os.environ.setdefault(processor.VARIABLE, "plain"))
 
 if simulated.kind():
     simulated.pretend(simulated.kind())
+_ENVIRON = dict(os.environ)  # what libraries set later, Inductor among them, is not for other processes
 
 import patches  # noqa: E402
 
@@ -54,7 +55,7 @@ def fresh() -> Callable[..., str]:
     """Run Python source in a fresh process and return what it printed; its failure fails the test."""
 
     def run(source: str, *arguments: str, timeout: float = 600, cwd: Path | None = None, **environ: str) -> str:
-        env = {**os.environ, **environ}
+        env = {**_ENVIRON, **environ}
         command = [sys.executable, "-c", textwrap.dedent(source), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=timeout)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -9,10 +9,13 @@ Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 from __future__ import annotations
 
 from ..helpers import merging
-from ...engine import Finding, Patch
+from ...engine import CannotShow, Finding, Patch
+from ...engine.gate import satisfied
 
 
 def defect() -> Finding:
+    if not satisfied("bitsandbytes>=0.48"):
+        raise CannotShow("before bitsandbytes 0.48 a move quantizes INT8 codes again: that is wrong before RandLoRA is")
     return merging.defect("RandLoraConfig", int8=True, r=4, init_weights=False)
 
 
@@ -20,7 +23,7 @@ PATCH = Patch(
     id="peft-unmerge-randlora",
     summary="merging RandLoRA and taking it out again changes quantized layers for good, silently",
     links=merging.LINKS,
-    requires=("peft>=0.16", "bitsandbytes>=0.46.1"),
+    requires=("peft>=0.16", "bitsandbytes>=0.48"),
     tested_up_to="0.21.2",
     edits=tuple(merging.edits("randlora.bnb", *merging.IN_BNB)),
     defect=defect,
