@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
 
 
-_FIRST = "_patches_first_dtype"
+_BFLOAT16 = "_patches_bfloat16_came_first"
+_FLOAT32 = "_patches_float32_came_first"
 
 
 def _settles(layer: Linear4bit, x: torch.Tensor) -> bool:
@@ -43,24 +44,29 @@ def _settles(layer: Linear4bit, x: torch.Tensor) -> bool:
     """
     import torch
 
-    if torch.compiler.is_compiling() or _FIRST in vars(layer):
+    if _BFLOAT16 in vars(layer) or _FLOAT32 in vars(layer):
         return False
     if x.dtype is layer.compute_dtype or x.dtype not in (torch.float32, torch.bfloat16):
         return True
     if layer.compute_dtype is not None:
-        setattr(layer, _FIRST, x.dtype)
+        setattr(layer, _FLOAT32 if x.dtype is torch.float32 else _BFLOAT16, True)
     return False
 
 
 def _dtype_of_product(layer: Linear4bit, x: torch.Tensor) -> torch.dtype:
-    """What 0.46.1 computes ``x`` in, for a layer that has a ``compute_dtype``."""
+    """What 0.46.1 computes ``x`` in, for a layer that has a ``compute_dtype``.
+
+    Asks for no more than ``x`` needs: compiled before the first eager call, a layer that sees one dtype must not
+    be compiled again after it because of a note that changes nothing.
+    """
     import torch
 
-    if layer.compute_type_is_set:
-        return layer.compute_dtype
-    if getattr(layer, _FIRST, None) is torch.float32:
+    given = layer.compute_dtype
+    if x.dtype is torch.float32:
+        return given if x.dtype is not given and layer.compute_type_is_set else torch.float32
+    if hasattr(layer, _FLOAT32):
         return torch.float32
-    return x.dtype if x.dtype in (torch.float32, torch.bfloat16) else layer.compute_dtype
+    return torch.bfloat16 if x.dtype is torch.bfloat16 and x.dtype is not given and not layer.compute_type_is_set else given
 
 
 def defect() -> Finding:
@@ -88,13 +94,13 @@ PATCH = Patch(
         Rewrite(
             FORWARD,
             find="not self.compute_type_is_set",
-            replace="not self.compute_type_is_set and x.dtype == torch.float16 and not torch.compiler.is_compiling()",
+            replace="not torch.compiler.is_compiling() and not self.compute_type_is_set and x.dtype == torch.float16",
             when="bitsandbytes>=0.47",
         ),
         Rewrite(
             FORWARD,
             find="not self.compute_type_is_set",
-            replace="not self.compute_type_is_set and _patches_settles(self, x)",
+            replace="not torch.compiler.is_compiling() and not self.compute_type_is_set and _patches_settles(self, x)",
             names={"_patches_settles": _settles},
             when="bitsandbytes<0.47",
         ),

@@ -116,6 +116,20 @@ def test_first_call_compiles_to_one_graph_equal_to_eager(dtype, compute):
         assert same(run(step, dtype), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("compute", [None, *DTYPES], ids=str)
+def test_an_eager_call_after_the_compiled_one_compiles_nothing_again(dtype, compute):
+    """A Trainer evaluates eagerly between compiled steps; 0.46.1 notes what came first."""
+    made = layer(compute, dtype, bias=False)
+    with patches.applied(ID, "bitsandbytes-matmul4bit-dtype-write"):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        step = torch.compile(made, fullgraph=True, backend="aot_eager")
+        first, eager, second = run(step, dtype), run(made, dtype), run(step, dtype)
+    assert same(first, eager) and same(first, second)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_the_warning_of_slow_float16_comes_as_before(caplog):
     def told():
         made, x = layer(), torch.randn(3, 64).half()
