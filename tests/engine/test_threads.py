@@ -195,6 +195,36 @@ assert (toys.f0, toys.f1) == tuple(functions[:2])
     fresh(WATCHDOG + TOYS + script, str(tmp_path))
 
 
+def test_a_submodule_that_is_awaited_is_imported_while_another_thread_imports_its_package(fresh, tmp_path):
+    """Python calls finders under the global import lock: one that imports the package there waits for ever."""
+    script = """
+import sys, threading
+from pathlib import Path
+folder = Path(sys.argv[1]) / "package"
+folder.mkdir()
+(folder / "__init__.py").write_text("import __main__; __main__.begun.set(); __main__.searched.wait(); import json.tool")
+(folder / "part.py").write_text("")
+sys.path.insert(0, sys.argv[1])
+from patches.engine import imports
+
+class Searched:
+    def find_spec(self, name, path=None, target=None):
+        if name == "package.part":
+            searched.set()
+
+begun, searched, told = threading.Event(), threading.Event(), []
+sys.meta_path.insert(0, Searched())
+imports.after_import("package.part", lambda: told.append(sys.modules["package.part"]))
+whole = threading.Thread(target=__import__, args=("package",))
+whole.start()
+begun.wait()
+__import__("package.part")
+whole.join()
+assert told == [sys.modules["package.part"]], "once, when the package was whole too"
+"""
+    fresh(WATCHDOG + script, str(tmp_path))
+
+
 def test_verbs_in_32_threads_beside_the_first_imports_of_the_stack(fresh):
     """As a server does that loads models in threads: everybody ends, and what is in is whole."""
     pytest.importorskip("torch", reason="the stack cannot be imported without torch")
@@ -226,8 +256,8 @@ def imports(*names):
         errors.append(f"import {name}: {error!r}")
 
 importing = [threading.Thread(target=imports, args=names) for names in (
-    ("bitsandbytes", "peft"), ("bitsandbytes.nn.modules", "bitsandbytes"), ("bitsandbytes.functional",),
-)]  # transformers and torch._inductor cannot be imported first in two threads, without the plugin either
+    ("bitsandbytes", "peft"), ("bitsandbytes", "bitsandbytes.nn.modules"), ("peft",),
+)]  # nor submodules of bitsandbytes, transformers and torch._inductor: without the plugin they deadlock as well
 threads = [threading.Thread(target=verbs, args=(seed,), daemon=True) for seed in range(28)]
 [t.start() for t in (*threads, *importing)]
 [t.join() for t in importing]
