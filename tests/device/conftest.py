@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,13 +32,6 @@ def by_the_name_of_cuda() -> None:
     """The code under test asks for "cuda" by name."""
     if KIND != "cuda":
         pytest.skip('for a device that is not called "cuda" upstream has no such path')
-
-
-@pytest.fixture(autouse=True, scope="session")
-def little_garbage() -> None:
-    """Memory is counted after a collection, which need not look through all that was imported."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ The same examples in every run. ``HARM_EXAMPLES=2000`` looks at that many, new o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +20,7 @@ from .reach import here
 from .rule import Trace, fault
 from .runner import plugin, run
 from .sequences import OPERATIONS, sequence
-from .verdicts import NONE, little_to_walk
+from .verdicts import NONE
 
 KINDS = (*NF4, "int8")
 MORE = int(os.environ.get("HARM_EXAMPLES", "0"))
@@ -29,7 +29,7 @@ EXAMPLES = settings(
     derandomize=not MORE,
     database=None,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 
 
@@ -57,10 +57,9 @@ def single() -> dict[tuple[str, str], list[str]]:
     """The faults of each operation on each kind of layer: by itself, after a training step, after an evaluation."""
     cells = [(kind, name) for kind in KINDS for name in OPERATIONS]
     cases = {cell: [case(cell[0], [*before, cell[1]]) for before in PREFIXES] for cell in cells}
-    with little_to_walk():
-        unpatched = {cell: [run(each, (NONE, NONE)) for each in cases[cell]] for cell in cells}
-        with plugin(EVERYTHING[0]):
-            patched = {cell: [run(each, EVERYTHING) for each in cases[cell]] for cell in cells}
+    unpatched = {cell: [run(each, (NONE, NONE)) for each in cases[cell]] for cell in cells}
+    with plugin(EVERYTHING[0]):
+        patched = {cell: [run(each, EVERYTHING) for each in cases[cell]] for cell in cells}
     return {cell: list(map(told, unpatched[cell], patched[cell])) for cell in cells}
 
 
@@ -72,15 +71,9 @@ def test_one_operation(kind: str, name: str, single: dict[tuple[str, str], list[
     assert not any(single[kind, name]), "\n".join(single[kind, name])
 
 
-@pytest.fixture
-def walks() -> Iterator[None]:
-    with little_to_walk():
-        yield
-
-
 @EXAMPLES
 @given(data=st.data(), kind=st.sampled_from(KINDS))
-def test_sequences(walks: None, data: st.DataObject, kind: str) -> None:
+def test_sequences(data: st.DataObject, kind: str) -> None:
     """Several, one after the other; those that are known to be faulty by themselves are left out."""
     good = [name for name in OPERATIONS if not known(kind, name)]
     names = data.draw(st.lists(st.sampled_from(good), min_size=2, max_size=8), label="operations")

@@ -5,10 +5,9 @@ Patches go in and out for a whole group of programs, not for each: that is what 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .catalogue import Case
@@ -41,20 +40,10 @@ class Verdicts:
 
     def of(self, case: Case) -> Judged:
         if case.id not in self._judged:
-            with little_to_walk():
-                self._judged |= _judge(self._groups[_group(case)])
+            gc.collect()
+            gc.freeze()  # what is alive is kept out of the walks by which patches look for damage: they take the time
+            self._judged |= _judge(self._groups[_group(case)])
         return self._judged[case.id]
-
-
-@contextlib.contextmanager
-def little_to_walk() -> Iterator[None]:
-    """What is alive already is kept out of the walks by which patches look for damage: they are what takes time."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _group(case: Case) -> str:
