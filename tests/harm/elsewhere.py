@@ -41,12 +41,13 @@ def call(function: str, *arguments: Any) -> Any:
     return result
 
 
-def run_exported(path: str, *inputs: Any) -> Any:
-    """The output of the exported program in the file ``path``."""
+def run_exported(path: str, inputs: list[Any]) -> list[Any]:
+    """The output of the exported program in the file ``path`` for each of ``inputs``."""
     import torch
 
+    module = torch.export.load(path).module()
     with torch.no_grad():
-        return torch.export.load(path).module()(*inputs).detach().clone()
+        return [module(x).detach().clone() for x in inputs]
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:

@@ -9,23 +9,12 @@ import pytest
 import torch
 
 import patches
+from tests.harm import elsewhere
 
 bnb = pytest.importorskip("bitsandbytes")
 
-LOADED = """
-import sys, torch, bitsandbytes
-from pathlib import Path
-for file in sorted(Path(sys.argv[1]).glob("*.in")):  # a program that could not be saved leaves a broken .pt2
-    inputs = torch.load(file)
-    module = torch.export.load(file.with_suffix(".pt2")).module()
-    with torch.no_grad():
-        torch.save([module(x) for x in inputs], file.with_suffix(".out"))
-assert not [name for name in sys.modules if "repairs.helpers.operators" in name]
-"""
-
-
 class Programs:
-    """Programs that are saved here, and what they are to return in a fresh process in which no patch is applied."""
+    """Programs that are saved here, and what they are to return in a process without the plugin."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.expected = folder, {}
@@ -34,13 +23,11 @@ class Programs:
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
         assert not [node for graph in graphs for node in graph.nodes if "bnb_patches" in str(node.target)]
         torch.export.save(program, self.folder / f"{name}.pt2")
-        torch.save(inputs, self.folder / f"{name}.in")
-        self.expected[name] = expected
+        self.expected[name] = inputs, expected
 
-    def check(self, fresh) -> None:
-        fresh(LOADED, str(self.folder))
-        for name, expected in self.expected.items():
-            got = torch.load(self.folder / f"{name}.out")
+    def check(self) -> None:
+        for name, (inputs, expected) in self.expected.items():
+            got = elsewhere.call("run_exported", str(self.folder / f"{name}.pt2"), inputs)
             assert len(got) == len(expected) and all(map(torch.equal, got, expected)), name
 
 
@@ -67,7 +54,7 @@ def model_of(training: bool, threshold: float, seed: int = 0) -> torch.nn.Module
     return torch.nn.Sequential(*layers).to("cpu").requires_grad_(False).train(training)
 
 
-def test_int8_programs_are_right_where_they_are_loaded(fresh, tmp_path):
+def test_int8_programs_are_right_where_they_are_loaded(tmp_path):
     programs, examples = Programs(tmp_path), inputs()
     expected = {cell: [model_of(*cell)(x) for x in examples] for cell in itertools.product((False, True), (0.0, 6.0))}
     with patches.applied():
@@ -81,7 +68,7 @@ def test_int8_programs_are_right_where_they_are_loaded(fresh, tmp_path):
             programs.save("-".join(map(str, cell)), program, examples, right)
             assert returns(program, examples, right), cell
             assert all(map(torch.equal, [model(x) for x in examples], right)), "the model that was exported"
-    programs.check(fresh)
+    programs.check()
     assert len(programs.expected) == 16
 
 
@@ -94,7 +81,7 @@ ALONE = [
 ]
 
 
-def test_no_int8_patch_alone_makes_a_program_worse(fresh, tmp_path):
+def test_no_int8_patch_alone_makes_a_program_worse(tmp_path):
     """Unpatched, a strict export in eval is right here and cannot be saved, and one that is not strict is an error."""
     programs, examples = Programs(tmp_path), inputs()[:1]
     found = set()
@@ -118,7 +105,7 @@ def test_no_int8_patch_alone_makes_a_program_worse(fresh, tmp_path):
                 assert "found a fake tensor" in str(error) or "has no attribute 'CB'" in str(error)
                 outcome = "refused"
         found.add((training, strict, outcome))
-    programs.check(fresh)
+    programs.check()
     assert found <= {
         (False, True, "right here"), (False, True, "saved"), (False, False, "refused"), (False, False, "saved"),
         (True, True, "right here"), (True, True, "saved"), (True, False, "refused"), (True, False, "saved"),
@@ -127,7 +114,7 @@ def test_no_int8_patch_alone_makes_a_program_worse(fresh, tmp_path):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_4_bit_programs_hold_no_operator_of_ours(nested, fresh, tmp_path):
+def test_4_bit_programs_hold_no_operator_of_ours(nested, tmp_path):
     programs, examples = Programs(tmp_path), inputs()
 
     def layer_of(training: bool) -> torch.nn.Module:
@@ -142,7 +129,7 @@ def test_4_bit_programs_hold_no_operator_of_ours(nested, fresh, tmp_path):
             program = torch.export.export(layer_of(training), (x,), strict=True)
             assert returns(program, examples, right)
             programs.save(f"{'train' if training else 'eval'}-{grad}", program, examples, right)
-    programs.check(fresh)
+    programs.check()
 
 
 def test_the_hook_of_the_embedding_is_exported_as_it_is_without_the_patch():

@@ -54,7 +54,7 @@ def things() -> dict[str, Any]:
 READ = """
 import json, sys, torch, bitsandbytes, patches
 from pathlib import Path
-if sys.argv[2] == "patched":
+if sys.argv[1] == "patched":
     patches.apply()
 
 def weight(thing):
@@ -72,23 +72,25 @@ def read(path, **how):
     statistics = getattr(w, "quant_state", None) is not None or getattr(w, "SCB", None) is not None
     return [type(w).__name__, statistics, w.requires_grad]
 
-print(json.dumps({p.stem: [read(p), read(p, weights_only=False)] for p in sorted(Path(sys.argv[1]).glob("*.pt"))}))
+folders = map(Path, sys.argv[2:])
+print(json.dumps([{p.stem: [read(p), read(p, weights_only=False)] for p in sorted(f.glob("*.pt"))} for f in folders]))
 """
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, fresh: Callable[..., str]) -> dict[tuple[str, str], dict]:
     """By how it was written and how it was read: of each file, what it gave by default and with weights_only=False."""
-    found = {}
-    for writer in ("unpatched", "patched"):
-        folder: Path = tmp_path_factory.mktemp(writer)
+    folders: dict[str, Path] = {writer: tmp_path_factory.mktemp(writer) for writer in ("unpatched", "patched")}
+    for writer, folder in folders.items():
         if writer == "patched":
             patches.apply()
         for name, thing in things().items():
             torch.save(thing, folder / f"{name}.pt")
         patches.revert()
-        for reader in ("unpatched", "patched"):
-            found[writer, reader] = json.loads(fresh(READ, str(folder), reader).splitlines()[-1])
+    found = {}
+    for reader in folders:
+        read = json.loads(fresh(READ, reader, *map(str, folders.values())).splitlines()[-1])
+        found |= {(writer, reader): outcome for writer, outcome in zip(folders, read, strict=True)}
     return found
 
 

@@ -39,7 +39,8 @@ def carry(q: Quantized, exported: torch.export.ExportedProgram):
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model.pt2")
         torch.export.save(exported, path)
-        yield q.right(elsewhere.call("run_exported", path, q.x))
+        (out,) = elsewhere.call("run_exported", path, [q.x])
+        yield q.right(out)
 
 
 def exports(**options: Any):
