@@ -11,24 +11,15 @@ from pathlib import Path
 import pytest
 
 from patches.engine import gate
+from tests.programs.models import save_llama
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory, fresh):
-    """Two tiny Llamas of one shape and other weights, saved by transformers."""
+def models(tmp_path_factory) -> Path:
+    """Two Llamas of one shape and other weights: the name of the second ends in "-other"."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    fresh(
-        """
-        import sys, torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-        config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
-        for seed, name in enumerate(("", "-other")):
-            torch.manual_seed(seed)
-            LlamaForCausalLM(config).save_pretrained(sys.argv[1] + name)
-        """,
-        str(folder),
-    )
+    save_llama(folder, seed=0)
+    save_llama(folder.with_name("llama-other"), seed=1)
     return folder
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from patches.engine import gate
 from tests.processor import ROOT
+from tests.programs.models import save_qwen2
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -28,25 +29,8 @@ mixed_precision: 'no'
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory, fresh) -> Path:
-    """A tiny Qwen2 (it has biases), saved by transformers."""
-    folder = tmp_path_factory.mktemp("models") / "qwen2"
-    fresh(
-        """
-        import sys, torch
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-        torch.manual_seed(0)
-        config = Qwen2Config(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.1)
-        model.save_pretrained(sys.argv[1])
-        """,
-        str(folder),
-    )
-    return folder
+def model(tmp_path_factory) -> Path:
+    return save_qwen2(tmp_path_factory.mktemp("models") / "qwen2", layers=2)
 
 
 @pytest.fixture(scope="module")

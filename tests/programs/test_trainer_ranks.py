@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.processor import ROOT
+from tests.programs.models import save_qwen2
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -30,20 +31,7 @@ BITS = pytest.mark.parametrize("bits", ["4", "8"], ids=["4bit", "int8"])
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A tiny Qwen2 (it has biases), saved by transformers."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "qwen2"
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
-                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder)
-    return folder
+    return save_qwen2(tmp_path_factory.mktemp("models") / "qwen2", layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Worker of tests/test_trainer.py, started by ``accelerate launch``: ``train.py OUT MODEL BITS [CHECKPOINT]``.
+"""Worker of test_trainer.py, started by ``accelerate launch``: ``train.py OUT MODEL BITS [CHECKPOINT]``.
 
 QLoRA (or INT8 LoRA) with the Trainer as users write it: compiled, checkpointed, with dropout, evaluated
 and saved on the way; resumed if CHECKPOINT is given. Afterwards the adapters are merged, saved and

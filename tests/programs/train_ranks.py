@@ -1,4 +1,4 @@
-"""Worker of tests/test_trainer_ranks.py, one process a rank: ``ranks.py OUT MODEL BATCH [--compile] [--resume FORMER]``.
+"""Worker of test_trainer_ranks.py, one a rank: ``train_ranks.py OUT MODEL BATCH [--compile] [--resume FORMER]``.
 
 4-bit and INT8 LoRA with the Trainer as users write it, ``BATCH`` rows a rank; ``--compile`` compiles the 4-bit one.
 Resumed from step 2 of the launch that wrote the folder ``FORMER``, if it is given. Writes ``OUT/<rank>.json``.
