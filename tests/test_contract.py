@@ -26,7 +26,7 @@ HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
 """Those for the installed releases."""
 
 SNAPSHOT = """
-import importlib, sys
+import gc, importlib, sys
 import patches
 from patches import REGISTRY
 from patches.engine import gate
@@ -40,6 +40,7 @@ targets = sorted({module_of(e) for p in here for e in REGISTRY.edits(p)})
 def load():
     for name in targets:
         importlib.import_module(name)
+    gc.collect(), gc.freeze()  # else each verb walks over all of it
 
 def snapshot():
     '''Raw ``__dict__`` entries and code objects, by identity, of every module of every target package.'''
@@ -132,12 +133,10 @@ def test_present_absent_present_where_4_bit_weights_are_repacked(fresh):
     assert not [row["id"] for row in rows if row["verdict"] != "ok"], "each of them shows its defect there too"
 
 
-def test_all_apply_together_twice_and_revert_exactly(fresh):
-    out = fresh(
-        SNAPSHOT
-        + """
-load()
-before, _keep = snapshot()
+# What is done to a process that has imported every target, by what is asked: what is out again leaves no trace. Each
+# but the last, whose wrappers stay, puts all back, so that one process does them in turn.
+EXACTLY = {
+    "all applied together, twice, and reverted": """
 report = patches.apply()
 states = {r.id: (str(r.status), r.reason) for r in report if r.id in {p.id for p in here}}
 assert all(s == "applied" for s, _ in states.values()), states
@@ -151,35 +150,18 @@ patches.revert()
 after, _keep3 = snapshot()
 assert changed(before, after) == [], changed(before, after)
 assert not REGISTRY._store.read().slots
-print(len(here))
-"""
-    )
-    assert int(out.split()[-1]) == len(HERE)
-
-
-def test_each_alone_applies_and_reverts_exactly(fresh):
-    fresh(
-        SNAPSHOT
-        + """
-load()
-before, _keep = snapshot()
+assert len(here) == int(sys.argv[2])
+""",
+    "each alone applied and reverted": """
 for patch in here:
     with patches.applied(patch.id):
         pass
     after, _keep1 = snapshot()
     assert changed(before, after) == [], (patch.id, changed(before, after))
-"""
-    )
-
-
-def test_taken_out_in_any_order_the_rest_stays(fresh):
-    """Several patches share functions: each can leave first, and the last one puts the original back."""
-    fresh(
-        SNAPSHOT
-        + """
+""",
+    # several patches share functions: each can leave first, and the last one puts the original back
+    "taken out in any order, and the rest stays": """
 import random
-load()
-before, _keep = snapshot()
 for seed in range(3):
     patches.apply(strict=True)
     order = [p.id for p in here]
@@ -190,8 +172,55 @@ for seed in range(3):
         assert left == set(order[i + 1:]), (name, set(order[i + 1:]) ^ left)
     after, _keep1 = snapshot()
     assert changed(before, after) == [], changed(before, after)
+""",
+    # for every rewritten function: an alias taken before, and a third party that wraps the name after
+    "names copied before see the rewrite, and a wrapper put on after survives": """
+from patches.engine.edits import Rewrite
+from patches.engine.targets import owner_of
+sites = {e.target: e for p in here for e in REGISTRY.edits(p) if isinstance(e, Rewrite)}
+aliases = {t: next(s.function for s, _ in slots_of(e) if hasattr(s, "function")) for t, e in sites.items()}
+codes = {t: f.__code__ for t, f in aliases.items()}
+patches.apply(strict=True)
+assert all(aliases[t].__code__ is not codes[t] for t in sites), "an alias taken before sees the change"
+wrappers = {}
+for t in [t for t in sites if not t.endswith(".fake")]:  # a shape function has no name to wrap
+    owner, name = owner_of(t)
+    raw = vars(owner)[name]
+    wrappers[t] = staticmethod(lambda *a, **k: None) if isinstance(raw, staticmethod) else (lambda *a, **k: None)
+    setattr(owner, name, wrappers[t])
+patches.revert()
+for t in wrappers:
+    owner, name = owner_of(t)
+    assert vars(owner)[name] is wrappers[t], "the third party's wrapper is still there"
+assert all(aliases[t].__code__ is codes[t] for t in sites), "and what it wrapped is the original again"
+""",
+}
+
+IN_TURN = """
+import json, traceback
+load()
+before, _keep = snapshot()
+wrong = {}
+for name, script in json.loads(sys.argv[1]).items():
+    try:
+        now, _kept = snapshot()
+        assert changed(before, now) == [], "what was done before this left something"
+        exec(script, dict(globals()))
+    except Exception:
+        wrong[name] = traceback.format_exc()
+print(json.dumps(wrong))
 """
-    )
+
+
+@pytest.fixture(scope="module")
+def wrong(fresh) -> dict[str, str]:
+    """What of ``EXACTLY`` failed, and where. To import every target takes longer than all of it."""
+    return json.loads(fresh(SNAPSHOT + IN_TURN, json.dumps(EXACTLY), str(len(HERE))).splitlines()[-1])
+
+
+@pytest.mark.parametrize("what", EXACTLY)
+def test_exactly(what, wrong):
+    assert what not in wrong, wrong[what]
 
 
 def test_applied_before_the_import_it_follows_the_import(fresh):
@@ -220,34 +249,6 @@ assert not {name for name in set(sys.modules) - before if name.partition(".")[0]
 load()
 states = {r.id: (str(r.status), r.reason) for r in patches.report() if r.id in {p.id for p in here}}
 assert all(s == "applied" for s, _ in states.values()), states
-"""
-    )
-
-
-def test_names_copied_before_see_the_rewrite_and_a_wrapper_put_on_after_survives(fresh):
-    """For every rewritten function: an alias taken before, and a third party that wraps the name after."""
-    fresh(
-        SNAPSHOT
-        + """
-from patches.engine.edits import Rewrite
-from patches.engine.targets import owner_of
-load()
-sites = {e.target: e for p in here for e in REGISTRY.edits(p) if isinstance(e, Rewrite)}
-aliases = {t: next(s.function for s, _ in slots_of(e) if hasattr(s, "function")) for t, e in sites.items()}
-codes = {t: f.__code__ for t, f in aliases.items()}
-patches.apply(strict=True)
-assert all(aliases[t].__code__ is not codes[t] for t in sites), "an alias taken before sees the change"
-wrappers = {}
-for t in [t for t in sites if not t.endswith(".fake")]:  # a shape function has no name to wrap
-    owner, name = owner_of(t)
-    raw = vars(owner)[name]
-    wrappers[t] = staticmethod(lambda *a, **k: None) if isinstance(raw, staticmethod) else (lambda *a, **k: None)
-    setattr(owner, name, wrappers[t])
-patches.revert()
-for t in wrappers:
-    owner, name = owner_of(t)
-    assert vars(owner)[name] is wrappers[t], "the third party's wrapper is still there"
-assert all(aliases[t].__code__ is codes[t] for t in sites), "and what it wrapped is the original again"
 """
     )
 
