@@ -164,17 +164,6 @@ def test_copied_or_saved_and_loaded_between(kind, way, device):
 
 
 @torch.no_grad()
-def test_state_dict_saved_and_loaded_between(kind, device):
-    model = adapted(kind, "lora", device)
-    own = bits(model)
-    model.merge_adapter()
-    saved = copy.deepcopy(model.state_dict())
-    model.load_state_dict(saved)
-    model.unmerge_adapter()
-    assert same(bits(model), own)
-
-
-@torch.no_grad()
 def test_adapter_saved_and_loaded_between(kind, tmp_path, device):
     model = adapted(kind, "lora", device)
     own = bits(model)
@@ -187,12 +176,19 @@ def test_adapter_saved_and_loaded_between(kind, tmp_path, device):
     assert same(bits(model), own)
 
 
+BETWEEN = {
+    "its own state dict loaded": lambda model, device: model.load_state_dict(copy.deepcopy(model.state_dict())),
+    "moved": lambda model, device: model.to("cpu").to(device),
+}
+
+
 @torch.no_grad()
-def test_moved_between(kind, device):
+@pytest.mark.parametrize("happens", BETWEEN.values(), ids=BETWEEN)
+def test_between_merge_and_unmerge(kind, happens, device):
     model = adapted(kind, "lora", device)
     own = bits(model)
     model.merge_adapter()
-    model.to("cpu").to(device)
+    happens(model, device)
     model.unmerge_adapter()
     assert same(bits(model), own)
 
