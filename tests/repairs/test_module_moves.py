@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bitsandbytes.nn import Embedding4bit, Embedding8bit, Int8Params, Linear4bit, Linear8bitLt, Params4bit
+from bitsandbytes.nn import Embedding4bit, Embedding8bit, Int8Params, Linear4bit, Linear8bitLt
 
 import patches
+from tests.repairs.tagged import Tagged4, Tagged8
 
 FOUR, EIGHT = "bitsandbytes-linear4bit-meta-moves", "bitsandbytes-int8-meta-moves"
 STATISTICS = "bitsandbytes-params4bit-meta"
-
-
-class Tagged4(Params4bit):
-    def __new__(cls, tag, data):
-        self = Params4bit.__new__(cls, data, requires_grad=False, quant_type="nf4")
-        self.tag = tag
-        return self
-
-
-class Tagged8(Int8Params):
-    def __new__(cls, tag, data):
-        self = Int8Params.__new__(cls, data, requires_grad=False)
-        self.tag = tag
-        return self
 
 
 LAYERS = [(Linear4bit, Tagged4), (Embedding4bit, Tagged4), (Linear8bitLt, Tagged8), (Embedding8bit, Tagged8)]

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import patches
 from patches.engine.gate import satisfied
 from patches.repairs.helpers.own_codes import are_own
+from tests.repairs.tagged import Tagged4
 
 FOUR = ("bitsandbytes-linear4bit-load-state-dict",)
 EIGHT = tuple(f"bitsandbytes-int8-{name}" for name in ("codes-without-scales", "load-state-dict", "plain-weight"))
@@ -109,12 +110,12 @@ def test_a_model_takes_no_others(form, strict, make, ids):
 
 @strictly
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-@pytest.mark.parametrize("fresh", [False, True], ids=["onto quantized", "onto fresh"])
-def test_4_bit_parameters_that_carry_their_statistics(fresh, assign, strict):
+@pytest.mark.parametrize("onto_fresh", [False, True], ids=["onto quantized", "onto fresh"])
+def test_4_bit_parameters_that_carry_their_statistics(onto_fresh, assign, strict):
     """Of another model: copied with what they carry; assigned, they are the weights."""
     other = four_bit(1, nested=False)
     model = four_bit(0)
-    if fresh:
+    if onto_fresh:
         options = {"compute_dtype": torch.float32, "quant_type": "nf4"}
         model = torch.nn.Sequential(*(Linear4bit(64, 64, **options) for _ in range(2)))
     with patches.applied(*FOUR):
@@ -122,7 +123,7 @@ def test_4_bit_parameters_that_carry_their_statistics(fresh, assign, strict):
         assert torch.equal(model(X), other(X))
         for mine, theirs in zip(model, other):
             assert mine.quant_state is mine.weight.quant_state
-            assert (mine.weight is theirs.weight) is (assign and not fresh)
+            assert (mine.weight is theirs.weight) is (assign and not onto_fresh)
             assert (mine.weight.data_ptr() == theirs.weight.data_ptr()) is assign
         saved = model.state_dict()
     assert all(torch.equal(saved[key], tensor) for key, tensor in other.state_dict().items())
@@ -138,20 +139,13 @@ def test_a_layer_that_alone_knows_its_statistics_keeps_them():
         assert layer.weight is weight and torch.equal(layer(X), expected)
 
 
-class Tagged(Params4bit):
-    def __new__(cls, tag, data):
-        self = Params4bit.__new__(cls, data, requires_grad=False, quant_type="nf4")
-        self.tag = tag
-        return self
-
-
 def test_a_subclass_with_a_constructor_of_its_own_is_loaded_on_meta():
     saved = four_bit()[0]
     layer = Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4", device="meta")
-    layer.weight = Tagged("mine", layer.weight.data)
+    layer.weight = Tagged4("mine", layer.weight.data)
     with patches.applied(*FOUR):
         layer.load_state_dict(saved.state_dict(), assign=True)
-        assert type(layer.weight) is Tagged and layer.weight.tag == "mine" and torch.equal(layer(X), saved(X))
+        assert type(layer.weight) is Tagged4 and layer.weight.tag == "mine" and torch.equal(layer(X), saved(X))
 
 
 @strictly

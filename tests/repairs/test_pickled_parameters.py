@@ -16,6 +16,7 @@ from bitsandbytes.nn import Embedding8bit, EmbeddingNF4, Int8Params, Linear4bit,
 
 import patches
 from patches.engine.gate import satisfied
+from tests.repairs.tagged import Tagged8
 
 FOUR, EIGHT = "bitsandbytes-params4bit-pickle", "bitsandbytes-int8-copies"
 INT8_BY_CLASS = satisfied("bitsandbytes>=0.47")
@@ -187,13 +188,6 @@ def test_files_of_0_1_0(make, patched, monkeypatch):
 class Tagged4(Params4bit):
     def __new__(cls, data=None, *, tag="none", **options):
         self = Params4bit.__new__(cls, data, **options)
-        self.tag = tag
-        return self
-
-
-class Tagged8(Int8Params):
-    def __new__(cls, tag, data):
-        self = Int8Params.__new__(cls, data, requires_grad=False)
         self.tag = tag
         return self
 
