@@ -117,23 +117,30 @@ def onloaded(root: Module) -> Iterator[None]:
     """All that is offloaded below ``root`` on its execution device; what is changed meanwhile is offloaded changed."""
     found = visits(root)
     try:
-        before = [{name: t.detach().clone() for name, t in visit.tensors().items()} for visit in found]
+        before = [{name: [part.clone() for part in _parts(t)] for name, t in v.tensors().items()} for v in found]
         yield
         for visit, old in zip(found, before):
-            if any(not _same(old.get(name), tensor) for name, tensor in visit.tensors().items()):
+            if any(not _same(old.get(name, []), _parts(tensor)) for name, tensor in visit.tensors().items()):
                 visit.keep()
     finally:
         end(found)
 
 
-def _same(old: Tensor | None, new: Tensor) -> bool:
-    """Whether the bits are the same: of the values, and of the row scales of an INT8 weight."""
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """What ``tensor`` holds: its values, and the row scales of an INT8 weight."""
     import torch
 
-    if old is None or old.dtype != new.dtype or old.shape != new.shape or old.device != new.device:
+    scales = getattr(tensor, "SCB", None)
+    return [t.detach().as_subclass(torch.Tensor) for t in (tensor, scales) if t is not None]
+
+
+def _same(old: list[Tensor], new: list[Tensor]) -> bool:
+    """Whether the bits are."""
+    import torch
+
+    if [(t.dtype, t.shape, t.device) for t in old] != [(t.dtype, t.shape, t.device) for t in new]:
         return False
-    plain, other = (t.detach().as_subclass(torch.Tensor).contiguous().view(torch.uint8) for t in (old, new))
-    return torch.equal(plain, other)
+    return all(torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in pair)) for pair in zip(old, new))
 
 
 def trains(model: Module) -> bool:

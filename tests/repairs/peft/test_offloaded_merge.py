@@ -62,6 +62,22 @@ def test_a_copy_that_was_merged_leaves_the_original(use_dora, base, device):
             assert torch.equal(logits(model), logits(whole(base, "plain", device)))
 
 
+@pytest.mark.parametrize("way", ways("int8"))
+def test_a_merge_that_changes_no_code(way, base, device):
+    """A magnitude of DoRA alone scales whole rows: all of it is in the row scales of INT8."""
+    with patches.applied(), torch.no_grad():
+        models = [
+            lora(model, target_modules=["down_proj"], use_dora=True, init_lora_weights=True)
+            for model in (offloaded(base, "int8", way, device), whole(base, "int8", device))
+        ]
+        for model in models:
+            for name, p in model.named_parameters():
+                if "magnitude" in name:
+                    p.mul_(2)
+        got, expected = (logits(model.merge_and_unload()) for model in models)
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate(kind, base, device):
     with patches.applied():
