@@ -64,10 +64,11 @@ class Visit:
     def __init__(self, module: Module, hook: Any) -> None:
         self.module, self.hook = module, hook
         hook.pre_forward(module)
+        weight = getattr(module, "weight", None)  # may be a plain one: that of the embedding that a head is tied to
+        if type(module).__name__ == "Linear8bitLt" and hasattr(weight, "SCB") and weight.SCB is None:
+            weight.SCB = int8_scales.find_scale(module)
         hook._patches_visited = True
         hook.offload = False  # so that a forward of the module neither brings them again nor takes them away
-        if type(module).__name__ == "Linear8bitLt" and module.weight.SCB is None:
-            module.weight.SCB = int8_scales.find_scale(module)
 
     def tensors(self) -> dict[str, Tensor]:
         """What the hook moves, by its names there."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import patches
-from tests.repairs.peft.offloading import IDS, KINDS, logits, lora, offloaded, save_base, ways, whole
+from tests.repairs.peft.offloading import IDS, KINDS, logits, lora, offloaded, quantization, save_base, ways, whole
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -103,6 +103,22 @@ def test_tied_weights(way, tmp_path, device):
                 got.merge_and_unload()
         else:
             assert torch.equal(logits(got.merge_and_unload()), logits(expected.merge_and_unload()))
+
+
+def test_a_plain_weight_in_an_int8_head(tmp_path, device):
+    """Not in the list of skipped modules, the head is quantized, and tied to an embedding that is not."""
+    import accelerate
+    from transformers import AutoModelForCausalLM
+
+    base = save_base(tmp_path / "base", tie_word_embeddings=True)
+    options = quantization("int8", llm_int8_skip_modules=["none"])
+    with patches.applied():
+        got, expected = (AutoModelForCausalLM.from_pretrained(base, device_map={"": device}, **options) for _ in range(2))
+        assert type(got.lm_head).__name__ == "Linear8bitLt" and type(got.lm_head.weight) is torch.nn.Parameter
+        accelerate.cpu_offload(got, execution_device=torch.device(device))
+        got, expected = (lora(model, target_modules=["lm_head"]) for model in (got, expected))
+        assert torch.equal(logits(got), logits(expected))
+        assert got.base_model.model.lm_head.base_layer.weight.is_meta
 
 
 @pytest.mark.parametrize("kind, way", [pair for pair in ALL if pair[0] != "plain"])
