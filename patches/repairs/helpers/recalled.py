@@ -41,7 +41,9 @@ class _Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
+        # The result of an operation would hold the node that holds it here, for ever if there is no backward.
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version = tensor._version
 
     def __call__(self) -> Tensor:
         if self.tensor._version != self.version:  # autograd does not look where there are hooks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -62,3 +64,23 @@ def test_counted_bytes(kind, checkpointing, base, device):
         loss.backward()
         assert watch.live() == 0
         assert watch.peak <= block, f"{watch.peak} bytes at once in backward, a block has {block}"
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["whole", "offloaded"])
+def test_a_forward_without_backward_leaves_nothing(offload, device):
+    """BOFT saves results of its own operations for backward, of which autograd holds none beside their nodes."""
+    import accelerate
+    import peft
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8)).to(device)
+    with patches.applied():
+        if offload:
+            accelerate.cpu_offload(model, execution_device=torch.device(device))
+        model = peft.get_peft_model(model, peft.BOFTConfig(boft_block_size=4, target_modules=["0"]))
+        counts = []
+        for _ in range(3):
+            model(torch.ones(1, 8, device=device))
+            gc.collect()
+            counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    assert counts[1:] == counts[:1] * 2
