@@ -114,17 +114,24 @@ def end(visits: list[Visit]) -> None:
 
 
 @contextlib.contextmanager
-def onloaded(root: Module) -> Iterator[None]:
-    """All that is offloaded below ``root`` on its execution device; what is changed meanwhile is offloaded changed."""
+def visited(root: Module) -> Iterator[list[Visit]]:
+    """All that is offloaded below ``root`` on its execution device, to be read."""
     found = visits(root)
     try:
+        yield found
+    finally:
+        end(found)
+
+
+@contextlib.contextmanager
+def onloaded(root: Module) -> Iterator[None]:
+    """The same, to be changed: what is changed meanwhile is offloaded changed."""
+    with visited(root) as found:
         before = [{name: [part.clone() for part in _parts(t)] for name, t in v.tensors().items()} for v in found]
         yield
         for visit, old in zip(found, before):
             if any(not _same(old.get(name, []), _parts(tensor)) for name, tensor in visit.tensors().items()):
                 visit.keep()
-    finally:
-        end(found)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -31,7 +31,7 @@ def trainable_copy(module: Module) -> Module:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     hooks = {name: part._hf_hook for name, part in module.named_modules() if hasattr(part, "_hf_hook")}
-    with offloaded.onloaded(module):
+    with offloaded.visited(module):
         copied = copy.deepcopy(module, {id(hook): hook for hook in hooks.values()})
     for name, hook in hooks.items():
         own = offloaded.hook_of(module.get_submodule(name), visited=True) or hook

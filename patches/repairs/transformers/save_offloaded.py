@@ -31,7 +31,7 @@ def state_dict_of(model: Any) -> dict[str, Tensor]:
         if offloaded.hook_of(module) is None:
             continue
         prefix = f"{name}." if name else ""
-        with offloaded.onloaded(module):
+        with offloaded.visited(module):
             brought = module.state_dict(prefix=prefix)
             state.update((name, tensor.to("cpu")) for name, tensor in brought.items() if name in away)
     return state
