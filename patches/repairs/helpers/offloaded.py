@@ -39,6 +39,11 @@ def execution_device(module: Module) -> torch.device | None:
     return None if hook is None or hook.execution_device is None else torch.device(hook.execution_device)
 
 
+def first_execution_device(model: Module) -> torch.device | None:
+    """Where the forward of the first module in ``model`` runs that is offloaded; None if there is none."""
+    return next(filter(None, map(execution_device, model.modules())), None)
+
+
 def offloaded(module: Module) -> bool:
     """Whether something in ``module`` is offloaded now. Cheap where accelerate has no hook."""
     return any(hook_of(part) is not None for part in module.modules())

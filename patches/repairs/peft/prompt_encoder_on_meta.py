@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 def device_of(model: Any) -> torch.device:
     """The device of ``model``, or that of its forward if its first parameter is offloaded."""
-    device = model.device
-    if device.type != "meta":
-        return device
-    return next(filter(None, map(offloaded.execution_device, model.modules())), device)
+    there = offloaded.first_execution_device(model) if model.device.type == "meta" else None
+    return model.device if there is None else there
 
 
 def defect() -> Finding:

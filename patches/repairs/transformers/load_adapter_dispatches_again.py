@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 def device_of(model: Any) -> str | int | torch.device:
     """Where the file of an adapter is read to."""
-    if offloaded.offloaded(model):
-        return next(filter(None, map(offloaded.execution_device, model.modules())))
+    there = offloaded.first_execution_device(model)
+    if there is not None:
+        return there
     return model.device if not hasattr(model, "hf_device_map") else list(model.hf_device_map.values())[0]
 
 

@@ -25,9 +25,10 @@ def where(model: Any) -> dict[str, torch.device]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    if not offloaded.offloaded(model):
+    there = offloaded.first_execution_device(model)
+    if there is None:
         return getattr(model, "hf_device_map", {"": model.device})
-    found = {"": next(filter(None, map(offloaded.execution_device, model.modules())))}
+    found = {"": there}
     for name, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             found.update((name, p.device) for p in module.parameters() if not p.is_meta)
