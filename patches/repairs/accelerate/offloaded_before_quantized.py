@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
+from ..helpers import hooks
 from ..helpers.parameters import like
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def _kept_weights(module: Module, name: str, old: Any) -> Tensor | None:
     state = getattr(old, "quant_state", None)
     if state is None or getattr(module, "quant_state", None) is not None:
         return None
-    hook = getattr(module, "_hf_hook", None)
-    for part in getattr(hook, "hooks", (hook,)):
+    for part in hooks.on(module):
         kept = (getattr(part, "weights_map", None) or {}).get(name)
         if kept is not None and kept.is_floating_point() and kept.shape == state.shape:
             return kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import live_objects
+from . import hooks, live_objects
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +35,7 @@ def find_scale(layer: Any) -> Tensor | None:
 
 def _offloaded(layer: Module) -> Iterator[Tensor | None]:
     """Scales that accelerate's hooks hold for ``layer``: an entry of their own, or on the offloaded weight."""
-    hook = getattr(layer, "_hf_hook", None)
-    for part in getattr(hook, "hooks", (hook,)):
+    for part in hooks.on(layer):
         weights = getattr(part, "weights_map", None)
         if weights is None:
             continue

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import int8_scales, offload_maps
+from . import hooks, int8_scales, offload_maps
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 
 def hook_of(module: Module, visited: bool = False) -> Any:
-    """The hook that offloads the weights of ``module``, or None; accelerate may have put several into one.
+    """The hook that offloads the weights of ``module``, or None.
 
     With ``visited``, also if they are on their device at the moment, because of a :class:`Visit`.
     """
-    hook = getattr(module, "_hf_hook", None)
-    for part in getattr(hook, "hooks", (hook,)):
+    for part in hooks.on(module):
         if getattr(part, "offload", False) or (visited and getattr(part, "_patches_visited", False)):
             return part if hasattr(part, "weights_map") else None
     return None

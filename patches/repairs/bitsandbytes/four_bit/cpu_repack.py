@@ -45,7 +45,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...helpers import block_scales, live_objects
+from ...helpers import block_scales, live_objects, offloaded
 from ....engine import CannotShow, Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
@@ -110,13 +110,7 @@ def product_for(layer: Linear4bit, x: torch.Tensor, state: QuantState | None) ->
 
     if type(x) is not torch.Tensor or linear_4bit_packed.is_watched():
         return product_by_blocks
-    return linear_4bit_packed.kernel_for(x, layer.weight, state, _is_offloaded(layer))
-
-
-def _is_offloaded(layer: Linear4bit) -> bool:
-    """Whether accelerate brings the weight for each forward."""
-    hook = vars(layer).get("_hf_hook")
-    return any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ())))
+    return linear_4bit_packed.kernel_for(x, layer.weight, state, offloaded.hook_of(layer) is not None)
 
 
 def _is_exporting() -> bool:
