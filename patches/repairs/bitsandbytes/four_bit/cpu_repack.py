@@ -28,8 +28,8 @@ shapes, forwards whose bias wants a gradient, and calls that a tracer, a transfo
 What it costs: a decoding model holds its 4-bit weights twice (about 0.53 byte more a weight), and looking at
 them takes 10 us a call (512 x 512) to 250 (4096 x 11008) on a busy machine, about as much as is saved by calling
 the kernel directly while weights are small: with one row and one thread 0.75 to 1.04 of the unpatched time
-(``python -m benchmarks.cpu_repack``). It does not shrink with more threads, as the product does. Where the width is no multiple
-of the block size it takes what the canonical way takes; unpatched that raises.
+(``python -m benchmarks.cpu_repack``). It does not shrink with more threads, as the product does. Where the width is
+no multiple of the block size it takes what the canonical way takes; unpatched that raises.
 
 A weight that was repacked before the patch was applied, or loaded from a pickle of one, is unpacked by
 its next forward or ``state_dict()``. Its codes come back exactly, its scales as the kernel used them,
@@ -45,7 +45,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...helpers import block_scales, live_objects, offloaded
+from ...helpers import block_scales, live_objects, offloaded, tracing
 from ....engine import CannotShow, Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
@@ -105,19 +105,12 @@ def product_for(layer: Linear4bit, x: torch.Tensor, state: QuantState | None) ->
     if shape[0] % _TILE or shape[1] % state.blocksize or bias_learns:
         return None
     if torch.compiler.is_compiling():
-        return None if _is_exporting() else traced_product
+        return traced_product if tracing.for_this_process() else None
     from ...helpers.operators import linear_4bit_packed
 
     if type(x) is not torch.Tensor or linear_4bit_packed.is_watched():
         return product_by_blocks
     return linear_4bit_packed.kernel_for(x, layer.weight, state, offloaded.hook_of(layer) is not None)
-
-
-def _is_exporting() -> bool:
-    import torch
-
-    # Before torch 2.7 nobody can tell: then no graph has an operator of ours.
-    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
 
 
 def product_by_blocks(
