@@ -7,6 +7,7 @@ Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 from __future__ import annotations
 
 from ..helpers import merging
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 from ...engine import Finding, Patch
 
 
@@ -20,6 +21,6 @@ PATCH = Patch(
     links=merging.LINKS,
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    edits=tuple(merging.edits("hira.bnb", *merging.IN_BNB)),
+    edits=(*merging.edits("hira.bnb", *merging.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
     defect=defect,
 )

@@ -12,8 +12,9 @@ adapters, whose layers have copies of this code.
 The repair keeps the packed weight when an adapter is merged and no other is, and puts it back when they are taken out:
 bit for bit, whatever became of the adapter meanwhile, and with less work than the subtraction. It also keeps a bias
 that is merged into. What is kept lies in CPU memory, one packed copy of each merged weight (about 0.5 byte a
-parameter in 4 bits, 1 in INT8), and is freed by the unmerge, or with the layer in ``merge_and_unload``. It is pickled and copied
-with the layer, and no state dict has it.
+parameter in 4 bits, 1 in INT8), and is freed by the unmerge, or with the layer in ``merge_and_unload``. It is pickled
+and copied with the layer, and no state dict has it. Before 0.48 bitsandbytes spoils INT8 codes that are moved, as these
+are in the next dequantization: that is repaired with it.
 
 Where it would be the wrong answer peft subtracts as before: if the base has other contents than the merge left (loaded
 or written to since, or merged into by a second layer of peft around the same base), if a merged adapter was deleted
@@ -26,6 +27,7 @@ which no repair of unmerging changes (README).
 from __future__ import annotations
 
 from ..helpers import merging
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 from ...engine import Finding, Patch
 
 
@@ -39,6 +41,6 @@ PATCH = Patch(
     links=merging.LINKS,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    edits=tuple(merging.edits("lora.bnb", *merging.IN_BNB)),
+    edits=(*merging.edits("lora.bnb", *merging.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
     defect=defect,
 )

@@ -8,6 +8,7 @@ Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 from __future__ import annotations
 
 from ..helpers import merging
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
 
@@ -24,6 +25,6 @@ PATCH = Patch(
     links=merging.LINKS,
     requires=("peft>=0.16,<0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.19.1",
-    edits=tuple(merging.edits("oft.bnb", *merging.IN_BNB)),
+    edits=(*merging.edits("oft.bnb", *merging.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
     defect=defect,
 )

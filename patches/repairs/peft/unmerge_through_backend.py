@@ -9,6 +9,7 @@ by bitsandbytes is merged into as before.
 from __future__ import annotations
 
 from ..helpers import merging
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 from ...engine import Finding, Patch
 
 
@@ -28,6 +29,7 @@ PATCH = Patch(
         *merging.edits("boft.layer", "Linear"),
         *merging.edits("miss.layer", "MissLinear"),
         *merging.edits("shira.layer", "Linear"),
+        *KEEP_CODES_BEFORE_048,  # what is put back is moved
     ),
     defect=defect,
 )

@@ -1,0 +1,30 @@
+"""INT8 layers after adapters were merged and taken out, with no patch in but those that repair this."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import patches
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+from patches.engine.gate import satisfied  # noqa: E402
+from patches.repairs.helpers import merging  # noqa: E402
+from tests.repairs.peft.merging import ADAPTERS, config  # noqa: E402
+
+if satisfied("peft<0.15") and not torch.cuda.is_available():
+    pytest.skip("peft 0.14 dequantizes on CUDA only, to merge", allow_module_level=True)
+IDS = [found.id for found in patches.report().results if found.id.startswith("peft-unmerge-")]
+
+
+@pytest.mark.parametrize("adapter", sorted(set(ADAPTERS) - {"dora", "lora-bias"}))
+def test_alone_on_int8(adapter):
+    """With no other patch in: before 0.48 the next move of what is put back would quantize its codes again."""
+    if adapter in ("pvera", "randlora") and not satisfied("bitsandbytes>=0.48"):
+        pytest.skip("their patches are for bitsandbytes from 0.48 on")
+    config(adapter)  # skips what this release of peft cannot merge
+    name, options, _ = ADAPTERS[adapter]
+    with patches.applied(*IDS):
+        assert not merging.defect(name, int8=True, **options).present
