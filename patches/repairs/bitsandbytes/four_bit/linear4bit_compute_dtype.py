@@ -66,7 +66,9 @@ def _dtype_of_product(layer: Linear4bit, x: torch.Tensor) -> torch.dtype:
         return given if x.dtype is not given and layer.compute_type_is_set else torch.float32
     if hasattr(layer, _FLOAT32):
         return torch.float32
-    return torch.bfloat16 if x.dtype is torch.bfloat16 and x.dtype is not given and not layer.compute_type_is_set else given
+    if x.dtype is torch.bfloat16 and x.dtype is not given and not layer.compute_type_is_set:
+        return torch.bfloat16
+    return given
 
 
 def defect() -> Finding:

@@ -43,14 +43,15 @@ def _holds_codes(weight: Params4bit) -> bool:
     state = weight.quant_state
     if not weight.bnb_quantized or state is None or state.shape is None:
         return weight.bnb_quantized
-    if weight.shape != state.shape or weight.nbytes == -(-prod(state.shape) // 2):
+    size = -(-prod(state.shape) // 2)
+    if weight.shape != state.shape or weight.nbytes == size:
         return True
     if getattr(weight.module, "weight", None) is weight:  # in its layer, so nobody has just made it: `.data` was set
         return True
     if weight.is_floating_point():
         return False
     raise RuntimeError(
-        f"a 4-bit weight of shape {tuple(state.shape)} should hold {-(-prod(state.shape) // 2)} bytes of codes and "
+        f"a 4-bit weight of shape {tuple(state.shape)} should hold {size} bytes of codes and "
         f"holds {weight.nbytes} bytes of {weight.dtype}: the layer was offloaded before it was quantized, and its "
         "weights were cast as if they were codes. Quantize the model first, model.to(device), and then offload it"
     )
