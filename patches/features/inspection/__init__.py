@@ -52,7 +52,7 @@ def _read(model: Any, optimizer: Any) -> Facts:
     return Facts(
         model=type(model).__name__,
         layers=layers.lines(base, naming),
-        adapters=adapters.lines(found, set()),
+        adapters=adapters.lines(found),
         training=trains,
         checkpointing=on,
         optimizer=state,

@@ -96,7 +96,8 @@ def _kind(layer: Any, adapter: str) -> str:
     return "dora" if isinstance(uses, dict) and uses.get(adapter) else kind
 
 
-def lines(found: Found, seen: set[int]) -> tuple[Adapters, ...]:
+def lines(found: Found) -> tuple[Adapters, ...]:
+    seen: set[int] = set()
     return tuple(_line(kind, name, entry, seen) for (kind, name), entry in found.items())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -143,7 +143,7 @@ class Facts:
     training: Training
     checkpointing: Checkpointing | None
     optimizer: OptimizerState | None
-    problems: tuple[Problem, ...] = field(default=())
+    problems: tuple[Problem, ...]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -63,10 +63,11 @@ class Inspection:
         elements = sum(line.parameters for line in layers)
         share = sum(line.parameters for line in layers if line.quantized) / max(1, elements)
         repaired = len(self.facts.problems) - len(self.problems)
+        verb = "is" if repaired == 1 else "are"
         return (
             f"{self.facts.model}: {_count(sum(line.count for line in layers), 'layer')}, "
             f"{readable(sum(line.bytes for line in layers))}, {elements:,} parameters, {share:.1%} of them quantized; "
-            f"{_count(len(self.problems), 'problem')}" + (f", and {repaired} that is repaired" if repaired else "")
+            f"{_count(len(self.problems), 'problem')}" + (f", and {repaired} that {verb} repaired" if repaired else "")
         )
 
     def _sentences(self) -> Iterator[str]:
