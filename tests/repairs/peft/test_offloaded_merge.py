@@ -113,7 +113,8 @@ def test_a_plain_weight_in_an_int8_head(tmp_path, device):
     base = save_base(tmp_path / "base", tie_word_embeddings=True)
     options = quantization("int8", llm_int8_skip_modules=["none"])
     with patches.applied():
-        got, expected = (AutoModelForCausalLM.from_pretrained(base, device_map={"": device}, **options) for _ in range(2))
+        load = AutoModelForCausalLM.from_pretrained
+        got, expected = (load(base, device_map={"": device}, **options) for _ in range(2))
         assert type(got.lm_head).__name__ == "Linear8bitLt" and type(got.lm_head.weight) is torch.nn.Parameter
         accelerate.cpu_offload(got, execution_device=torch.device(device))
         got, expected = (lora(model, target_modules=["lm_head"]) for model in (got, expected))
