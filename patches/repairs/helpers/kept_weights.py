@@ -13,6 +13,7 @@ parameter: hooks see it, and checkpointing brings it again instead of keeping it
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -42,22 +43,24 @@ def notice(layer: Module) -> None:
 
 def is_resident(parameter: Any) -> bool:
     """Whether ``parameter`` is one that stays with its module. False for what is no parameter, such as None."""
-    import torch
-
-    if not issubclass(type(parameter), torch.nn.Parameter):
+    if not _is_parameter(type(parameter)):
         return False
     return not (_brought and (known := _brought.get(id(parameter))) is not None and known() is parameter)
 
 
-def versions_of(tensors: Sequence[Tensor]) -> list[int] | None:
+@functools.lru_cache(maxsize=None)
+def _is_parameter(cls: type) -> bool:
+    import torch
+
+    return issubclass(cls, torch.nn.Parameter)
+
+
+def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """How often each was written to. None if torch does not count, for what was made in inference mode."""
-    versions = []
     try:
-        for tensor in tensors:  # a comprehension is a call more, before Python 3.12
-            versions.append(tensor._version)
+        return tuple([tensor._version for tensor in tensors])
     except RuntimeError:
         return None
-    return versions
 
 
 def refuse(tensors: Sequence[Tensor], versions: Sequence[int]) -> NoReturn:

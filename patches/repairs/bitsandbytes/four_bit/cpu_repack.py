@@ -60,9 +60,9 @@ _TILE = 32  # output rows in a tile of the packed layout
 
 def canonical_state(layer: Linear4bit) -> QuantState | None:
     """The layer's quantization state, unpacked if it was packed; training frees the packed copy."""
-    import torch
-
-    weight = layer.weight
+    weight = layer._parameters.get("weight")  # not `layer.weight`, which takes 0.6 us
+    if weight is None:
+        weight = layer.weight
     state = weight.quant_state
     if _is_packed(state):
         from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
@@ -70,10 +70,11 @@ def canonical_state(layer: Linear4bit) -> QuantState | None:
         weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(weight.data, state)
         return weight.quant_state
     # Layers that were pickled by an older release have no such attribute.
-    has_kernel = vars(layer).get("support_avx512bf16_for_cpu", False)
-    if layer.training and has_kernel and not torch.compiler.is_compiling() and state is not None:
+    if layer.training and vars(layer).get("support_avx512bf16_for_cpu", False) and state is not None:
+        import torch
+
         # Looked up, not imported: each training forward comes by, and most programs never pack a weight.
-        packed_weights = sys.modules.get(_PACKED_WEIGHTS)
+        packed_weights = None if torch.compiler.is_compiling() else sys.modules.get(_PACKED_WEIGHTS)
         if packed_weights is not None and packed_weights.alive and state.absmax.is_cpu:
             packed_weights.release(weight)
     return state

@@ -50,6 +50,19 @@ def _operands(weight: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ..
     return weight, state.absmax, state.offset, nested.absmax, nested.code
 
 
+def _noted(weight: torch.Tensor, state: QuantState) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """Those, and how often each was written to. Written out: every layer comes by twice in each step of a training.
+
+    Raises ``RuntimeError`` for what was made in inference mode: there torch does not count.
+    """
+    nested, absmax = state.state2, state.absmax
+    if nested is None:
+        return (weight, absmax), (weight._version, absmax._version)
+    offset, absmax2, code2 = state.offset, nested.absmax, nested.code
+    versions = weight._version, absmax._version, offset._version, absmax2._version, code2._version
+    return (weight, absmax, offset, absmax2, code2), versions
+
+
 def _state(operands: tuple[torch.Tensor, ...], state: QuantState) -> QuantState:
     """One like ``state`` that holds ``operands``."""
     from bitsandbytes.functional import QuantState
@@ -64,33 +77,45 @@ def _state(operands: tuple[torch.Tensor, ...], state: QuantState) -> QuantState:
 
 
 def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
-    """Keep for backward, on ``ctx`` or saved with it, what ``weight`` and ``state`` hold now."""
-    import torch
+    """Note for backward what ``weight`` and ``state`` hold now, if the weight is resident."""
+    owner = weight._base  # it comes as a view, or as itself from who calls the function
+    if kept_weights.is_resident(weight if owner is None else owner):
+        ctx.tensors = None, weight
+        try:
+            ctx._patches_noted = _noted(weight, state)
+        except RuntimeError:
+            ctx._patches_noted = _operands(weight, state), None
+    else:
+        save(ctx, weight, state)
 
+
+def save(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
+    """Save it with autograd, where hooks see it, but for what was made in inference mode."""
     operands = _operands(weight, state)
-    if torch.compiler.is_compiling():
-        resident = False
-    else:  # the weight comes as a view, or as itself from who calls the function
-        resident = kept_weights.is_resident(weight._base if type(weight) is torch.Tensor else weight)
-    if not resident and kept_weights.savable(*operands):
+    if kept_weights.savable(*operands):
         ctx.save_for_backward(*operands)
         ctx.tensors, ctx._patches_noted = _ELSEWHERE, None
     else:
-        ctx.tensors, ctx._patches_noted = (None, weight), (operands, kept_weights.versions_of(operands))
+        ctx.tensors, ctx._patches_noted = (None, weight), (operands, None)
 
 
 def recall(ctx: Any) -> Any:
     """An object with the ``tensors`` and the ``state`` that forward used: ``ctx``, if it has them."""
-    if not ctx.needs_input_grad[0] or not hasattr(ctx, "_patches_noted"):  # no need; a forward without the patch
-        return ctx
-    if ctx._patches_noted is None:
-        operands = ctx.saved_tensors
-    else:
-        operands, versions = ctx._patches_noted
-        if versions and versions != kept_weights.versions_of(operands):
-            kept_weights.refuse(operands, versions)
-        if all(map(is_, operands, _operands(operands[0], ctx.state))):
+    noted = getattr(ctx, "_patches_noted", ())
+    if noted:
+        operands, versions = noted
+        try:
+            now, written = _noted(operands[0], ctx.state)
+        except RuntimeError:
+            now, written = _operands(operands[0], ctx.state), None
+        if written == versions and all(map(is_, operands, now)):
             return ctx
+    if not ctx.needs_input_grad[0] or noted == ():  # no need; a forward without the patch
+        return ctx
+    if noted is None:
+        operands = ctx.saved_tensors
+    elif versions and versions != kept_weights.versions_of(operands):
+        kept_weights.refuse(operands, versions)
     return _Kept((None, operands[0]), _state(operands, ctx.state))
 
 
@@ -131,14 +156,14 @@ PATCH = Patch(
         Rewrite(
             "bitsandbytes.nn.modules:Linear4bit.forward",
             "inp_dtype = x.dtype",
-            "inp_dtype = x.dtype\n_patches_notice(self)",
+            "inp_dtype = x.dtype\nif '_hf_hook' in vars(self):\n    _patches_notice(self)",
             names={"_patches_notice": kept_weights.notice},
         ),
         Rewrite(
             f"{_FUNCTION}.forward",
             "ctx.tensors = (None, B)",
-            "_patches_keep_4bit(ctx, B, quant_state)",
-            names={"_patches_keep_4bit": keep},
+            "(_patches_save_4bit if torch.compiler.is_compiling() else _patches_keep_4bit)(ctx, B, quant_state)",
+            names={"_patches_keep_4bit": keep, "_patches_save_4bit": save},
         ),
         # Left of the original: ``ctx.tensors`` in the branch where backward needs neither.
         Rewrite(

@@ -26,6 +26,7 @@ patch goes through the original code after a revert, but for what was saved: tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
@@ -65,18 +66,25 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
     """
     import torch
 
-    needs, noted = ctx.needs_input_grad, None
     # Codes of a weight that is float are those of no parameter.
-    if not (needs[1] or state.has_fp16_weights or torch.compiler.is_compiling()):
-        with torch._C.DisableTorchFunctionSubclass():  # an Int8Params takes 2 us an answer otherwise
-            if kept_weights.is_resident(B):
-                tensors = (state.CB, state.SCB, B)
-                noted = tensors, kept_weights.versions_of(tensors)
-    if noted is None:
+    elsewhere = ctx.needs_input_grad[1] or state.has_fp16_weights or torch.compiler.is_compiling()
+    if elsewhere or not kept_weights.is_resident(B):
         _save(ctx, B, state, (CAt, subA, SCAt, idx, A))
     else:
         ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, (None, None, None), (None, None), None
-        ctx._patches_noted = noted
+        CB, SCB = state.CB, state.SCB
+        ctx._patches_noted = (CB, SCB, B), _versions(CB, SCB, B)
+
+
+def _versions(CB: Tensor, SCB: Tensor, B: Tensor) -> tuple[int, int, int] | None:
+    """How often each was written to; None if torch does not count, for what was made in inference mode."""
+    import torch
+
+    try:
+        with torch._C.DisableTorchFunctionSubclass():  # an Int8Params takes 1.5 us to answer otherwise
+            return CB._version, SCB._version, B._version
+    except RuntimeError:
+        return None
 
 
 def _save(ctx: Any, B: Tensor, state: Any, operands: tuple[Tensor | None, ...]) -> None:
@@ -113,20 +121,17 @@ def _recall(ctx: Any) -> Any:
         CB, SCB, CAt, subA, SCAt, idx, A = ctx.saved_tensors  # once, as saved-tensor hooks demand
         return _Kept(_Weight(CB, SCB, ctx.threshold), (CAt, subA, A), (SCAt, idx), A)
     tensors, versions = ctx._patches_noted
-    import torch
-
-    with torch._C.DisableTorchFunctionSubclass():
-        if versions and versions != kept_weights.versions_of(tensors) and _are_written(*tensors, versions):
-            kept_weights.refuse(tensors, versions)
+    if versions and versions != _versions(*tensors) and _are_written(*tensors, versions):
+        kept_weights.refuse(tensors, versions)
     state = ctx.state
     if state.CB is tensors[0] and state.SCB is tensors[1]:
         return ctx
     return _Kept(_Weight(tensors[0], tensors[1], state.threshold))
 
 
-def _are_written(CB: Tensor, SCB: Tensor, B: Tensor, versions: list[int]) -> bool:
+def _are_written(CB: Tensor, SCB: Tensor, B: Tensor, versions: Sequence[int]) -> bool:
     """Whether codes or scales were: through the weight ``B``, if that is the same memory by now."""
-    return [CB._version, SCB._version] != versions[:2] or B.data_ptr() == CB.data_ptr()
+    return (CB._version, SCB._version) != versions[:2] or B.data_ptr() == CB.data_ptr()
 
 
 def _half(A: Tensor) -> Tensor:
