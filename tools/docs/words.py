@@ -1,0 +1,30 @@
+"""What a patch is for, in words: the same on the site and in the table of the README."""
+
+from __future__ import annotations
+
+import re
+
+from packaging.requirements import Requirement
+
+from patches import Patch
+
+
+def releases(patch: Patch) -> str:
+    """``bitsandbytes 0.46.1 to 0.50.2``: where the defect is; an end without "below" is the last one tested."""
+    first, *others = map(Requirement, patch.requires)
+    bounds = {s.operator: s.version for s in first.specifier}
+    until = f"to below {bounds['<']}" if "<" in bounds else f"to {bounds.get('<=', patch.tested_up_to)}"
+    words = " ".join(filter(None, [first.name, bounds.get(">="), until]))
+    return ", ".join([words, *map(_other, others)])
+
+
+def link(url: str) -> str:
+    """A Markdown link that says which issue or pull request it is, or that it is a line of source."""
+    found = re.search(r"github\.com/[^/]+/([^/]+)/(?:issues|pull)/(\d+)", url)
+    return f"[{found[1]} #{found[2]}]({url})" if found else f"[source]({url})"
+
+
+def _other(requirement: Requirement) -> str:
+    """``torch from 2.6``, ``bitsandbytes from 0.46.1 except 0.47.*``: what else must hold."""
+    bounds = sorted(requirement.specifier, key=lambda s: (s.operator == "!=", str(s)))
+    return " ".join([requirement.name, *map(str, bounds)]).replace(">=", "from ").replace("!=", "except ")
