@@ -1,0 +1,66 @@
+"""What `verify` measures, for the pages: ``make figures`` writes ``docs/figures.json``.
+
+Each patch is verified on the newest release that has its defect. A figure is shown as long as the reproducer is the one
+that gave it; ``make figures`` measures the others again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from patches import REGISTRY, Patch
+from patches.engine import gate
+
+from . import DOCS, ROOT
+
+FILE = DOCS / "figures.json"
+Figure = Mapping[str, Any]
+"""``on`` which releases, ``unpatched`` and ``patched``: what `verify` said; ``reproducer``: a digest of the program."""
+
+
+def read() -> dict[str, Figure]:
+    """The figures of the reproducers that there are now, by patch."""
+    if not FILE.exists():
+        return {}
+    figures = json.loads(FILE.read_text("utf-8"))
+    now = {patch.id: digest(patch) for patch in REGISTRY.patches.values()}
+    return {patch_id: figure for patch_id, figure in figures.items() if figure["reproducer"] == now.get(patch_id)}
+
+
+def digest(patch: Patch) -> str:
+    """Of the source of its reproducer."""
+    return hashlib.sha256(inspect.getsource(patch.defect).encode()).hexdigest()[:16]
+
+
+def measure(ids: Sequence[str]) -> dict[str, Figure]:
+    """What `verify` says of ``ids`` in a process like this one, of those that have their defect here."""
+    command = [sys.executable, "-m", "patches", "verify", *ids, "--jobs", "1", "--json"]
+    env = {**os.environ, "PATCHES_AUTOLOAD": "0"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT, check=False)  # 1: one is wrong
+    rows = [row for row in json.loads(done.stdout)["rows"] if row["verdict"] == "ok" and "patched" in row["findings"]]
+    return {row["id"]: _figure(REGISTRY.patches[row["id"]], row["findings"]) for row in rows}
+
+
+def _figure(patch: Patch, findings: Mapping[str, Any]) -> Figure:
+    names = dict.fromkeys(["torch", *gate.packages(patch)])
+    versions = {name: str(gate.installed(name)).partition("+")[0] for name in names}
+    said = {phase: findings[phase][1] for phase in ("unpatched", "patched")}
+    return {"on": versions, **said, "reproducer": digest(patch)}
+
+
+def main() -> None:
+    known = read()
+    if missing := [i for i in REGISTRY.patches if i not in known]:
+        known |= measure(missing)
+    FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
