@@ -1,0 +1,51 @@
+"""The docstring of a patch as Markdown."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+
+from patches import REGISTRY, Patch
+
+_CODE = re.compile(r"(``.+?``)", re.DOTALL)
+_URL = re.compile(r"(?<![(<])https://[^\s),]+")
+_NUMBER = re.compile(r"(?:\b\w+ )?#(\d+)\b")
+
+
+def story(patch: Patch) -> tuple[str, str]:
+    """The first line of the docstring of its file, and the rest; names of other patches are links to their pages."""
+    module = inspect.getmodule(patch.defect)
+    assert module is not None
+    first, _, rest = (inspect.getdoc(module) or "").partition("\n\n")
+    return _markdown(first, patch), _markdown(rest, patch)
+
+
+def file(patch: Patch) -> str:
+    """The path of its file from the root of the repository."""
+    module = inspect.getmodule(patch.defect)
+    assert module is not None
+    return module.__name__.replace(".", "/") + ".py"
+
+
+def _markdown(text: str, patch: Patch) -> str:
+    numbers = {number: url for url in patch.links if (number := url.rpartition("/")[2]).isdecimal()}
+    parts = _CODE.split(text)
+    parts[::2] = [_prose(part, numbers) for part in parts[::2]]
+    parts[1::2] = [_code(part.strip("`"), patch) for part in parts[1::2]]
+    return "".join(parts).strip()
+
+
+def _prose(text: str, numbers: Mapping[str, str]) -> str:
+    text = re.sub(r"([<_*\[\]])", r"\\\1", text)
+    text = re.sub(r"^\\\* ", "* ", text, flags=re.MULTILINE)  # a list
+    text = _URL.sub(lambda found: f"<{found[0].replace(chr(92), '')}>", text)
+    return _NUMBER.sub(lambda found: f"[{found[0]}]({numbers[found[1]]})" if found[1] in numbers else found[0], text)
+
+
+def _code(name: str, patch: Patch) -> str:
+    """Code; the id of a patch, or the file beside this one that holds it, leads to its page."""
+    beside = [other for other in REGISTRY.patches.values() if other.package == patch.package]
+    near = {file(other).rpartition("/")[2]: other.id for other in beside}
+    known = name if name in REGISTRY.patches else near.get(name)
+    return f"[`{known}`]({known}.md)" if known else f"`` {name} ``" if "`" in name else f"`{name}`"
