@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-.PHONY: demo demo-compile test test-all oldest verify torture bench bench-eager new-patch upstream gpu gpu-wheels newest pythons readme venv clean
+.PHONY: demo demo-compile test test-all oldest verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## LoRA on a model with half of its layers on disk: without the plugin, then with it
@@ -52,6 +52,12 @@ pythons: .venv/.dev  ## what needs no torch, on Python 3.10, 3.12 and 3.13, whic
 
 new-patch: .venv/.dev  ## the skeleton of a patch and of its tests; ID=package-what-goes-wrong, IN=int8 for a folder
 	$(PY) -m tools.new_patch $(ID) $(if $(IN),--inside $(IN))
+
+docs: .venv/.dev  ## the site, in build/docs/html: a page for each patch, warnings are errors
+	$(PY) -m nox --session docs
+
+figures: .venv/.dev  ## what verify measures for the site, in docs/figures.json: of each reproducer that has changed
+	$(PY) -m nox --session figures
 
 readme: .venv/.dev  ## bring the patch table of README.md up to date
 	$(PY) -m tools.readme

@@ -25,8 +25,9 @@ OLDEST = (
 """The oldest that work with torch 2.13 on a CPU, found by running, and what transformers 4.53 needs beside it."""
 ANYWHERE = (
     "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
-    "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_drift.py",
-    "test_gpu_tools.py", "test_layout.py", "test_new_patch.py", "test_readme.py", "test_shim.py", "test_upstream_tool.py",
+    "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
+    "test_drift.py", "test_gpu_tools.py", "test_layout.py", "test_new_patch.py", "test_readme.py", "test_shim.py",
+    "test_upstream_tool.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
 ONCE = ("harm/test_aot_cache.py",)
@@ -89,6 +90,23 @@ def pythons(session: nox.Session) -> None:
     session.run(*pytest, *WITHOUT_TORCH, env=environment(ROOT))
     for release in RELEASES:
         session.run(*pytest, "tests/test_sources.py", env=environment(bitsandbytes(session, release), ROOT))
+
+
+@nox.session(reuse_venv=True)
+def docs(session: nox.Session) -> None:
+    """The site, in ``build/docs/html``, every warning an error. The Python that runs nox says what patches change."""
+    session.install("--constraint", "constraints.txt", "--requirement", "docs/requirements.txt", "packaging")
+    session.run("python", "-m", "tools.docs", sys.executable, env=environment(ROOT))
+    sphinx = ("python", "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "--fresh-env")
+    session.run(*sphinx, "docs", "build/docs/html", env=environment(ROOT))
+
+
+@nox.session(venv_backend="none")
+def figures(session: nox.Session) -> None:
+    """What `verify` measures, for the site: of each reproducer that has changed, on the newest release that has it."""
+    for release in reversed(RELEASES):
+        env = environment(bitsandbytes(session, release), ROOT)
+        session.run(sys.executable, "-m", "tools.docs.figures", env=env, external=True)
 
 
 @nox.session

@@ -1,0 +1,205 @@
+"""The site says what is so: what is generated, the messages that are quoted, and every link between pages."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import json
+import mmap
+import re
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import patches
+from patches import REGISTRY
+from patches.engine import gate
+from tools.docs import DOCS, ROOT, figures, page, prose, reports, symptoms
+from tools.docs.__main__ import PAGES, files
+
+ID = "bitsandbytes-params4bit-meta-copies"
+PATCH = REGISTRY.patches[ID]
+KNOWN = symptoms.read()
+FIGURES = json.loads(figures.FILE.read_text("utf-8"))
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """Every page by its path below ``docs``, those that the build writes included."""
+    written = {path.relative_to(DOCS).as_posix(): text for path, text in files().items()}
+    return {**{path.name: path.read_text("utf-8") for path in DOCS.glob("*.md")}, **written}
+
+
+# -- the pages of patches ----------------------------------------------------------------------
+
+
+def test_every_patch_has_a_page_and_a_row_in_the_table():
+    for patch in REGISTRY.patches.values():
+        assert sources()[f"patches/{patch.id}.md"].startswith(f"# {patch.id}\n")
+        assert f"[{patch.id}]({patch.id}.md)" in sources()["patches/index.md"]
+
+
+def test_a_page_has_the_summary_the_story_the_diff_of_this_release_and_the_reproducer():
+    import bitsandbytes
+
+    with patches.applied(ID):
+        report = patches.report().to_dict()
+    text = page.page(PATCH, KNOWN, FIGURES[ID], reports.seen(ID, [report]))
+    assert f"**C{PATCH.summary[1:]}.**" in text
+    assert "Between two forwards accelerate leaves the weights of an offloaded layer on meta." in text
+    assert f"### On bitsandbytes {gate.installed('bitsandbytes')}\n" in text and bitsandbytes.__version__ in text
+    assert re.search(r"^-.* type\(self\)\.__new__\(type\(self\)\)$", text, re.MULTILINE)
+    assert re.search(r"^\+.* _patches_empty\(self\)$", text, re.MULTILINE)
+    assert "\ndef defect() -> Finding:\n" in text and FIGURES[ID]["unpatched"] in text
+
+
+def test_without_the_packages_a_page_says_why_it_has_no_diff():
+    assert f"python -m patches diff {ID}` shows it" in page.page(PATCH, KNOWN, None, [])
+
+
+def report(version: str, bnb: str, *diffs: str) -> dict:
+    changes = [{"target": "x", "diff": diff} for diff in diffs]
+    return {"results": [{"id": "a", "versions": {"peft": version, "bitsandbytes": bnb}, "changes": changes}]}
+
+
+def test_releases_with_the_same_change_stand_together_whatever_its_lines():
+    one = report("1.0", "0.46.1", "@@ -1,3 +1,3 @@ def f\n-a\n+b\n")
+    moved = report("1.1", "0.47.0", "@@ -8,3 +8,3 @@ def f\n-a\n+b\n")
+    other = report("1.1", "0.48.2", "@@ -8,3 +8,3 @@ def f\n-a\n+c\n")
+    first, second = reports.seen("a", [one, moved, report("1.1", "0.47.1", "@@ -8,3 +8,3 @@ def f\n-a\n+b\n"), other])
+    assert (first.releases, first.beside) == (["1.0", "1.1"], ["0.46.1", "0.47.0", "0.47.1"])
+    assert first.diffs == ("@@ -8,3 +8,3 @@ def f\n-a\n+b\n",), "the lines of the newest"
+    assert (second.releases, second.beside) == (["1.1"], ["0.48.2"])
+
+
+def test_a_docstring_as_markdown():
+    unmerge = REGISTRY.patches["peft-unmerge-hira"]
+    _, rest = prose.story(unmerge)
+    assert "[`peft-unmerge-lora`](peft-unmerge-lora.md) tells of" in rest, "a file leads to the page of its patch"
+    assert "[trl #3466](https://github.com/huggingface/trl/issues/3466)" in rest
+    _, rest = prose.story(REGISTRY.patches["peft-trainable-tokens-offloaded"])
+    assert "([`peft-adapters-on-meta`](peft-adapters-on-meta.md))" in rest
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def test_figures_are_of_patches_that_there_are():
+    assert FIGURES.keys() <= REGISTRY.patches.keys()
+    assert all(figure.keys() == {"on", "unpatched", "patched", "reproducer"} for figure in FIGURES.values())
+
+
+def test_a_figure_of_another_reproducer_is_not_shown(tmp_path, monkeypatch):
+    figure = {"on": {}, "unpatched": "a", "patched": "b", "reproducer": figures.digest(PATCH)}
+    old = {**figure, "reproducer": "another"}
+    monkeypatch.setattr(figures, "FILE", tmp_path / "figures.json")
+    figures.FILE.write_text(json.dumps({ID: figure, "peft-dora-cache": old, "gone": figure}), "utf-8")
+    assert figures.read() == {ID: figure}
+
+
+# -- symptoms ----------------------------------------------------------------------------------
+
+
+def test_every_patch_has_its_symptoms():
+    assert KNOWN.groups_of.keys() == REGISTRY.patches.keys(), "docs/symptoms.json has an entry for each id"
+    for patch_id, groups in KNOWN.groups_of.items():
+        assert groups and set(groups) <= KNOWN.groups.keys(), patch_id
+        assert KNOWN.said(patch_id) or patch_id in KNOWN.silent, f"{patch_id}: what is said without it, if anything"
+    assert set(KNOWN.groups) == {group for groups in KNOWN.groups_of.values() for group in groups}
+    assert {i for message in KNOWN.messages for i in message.patches} <= REGISTRY.patches.keys()
+
+
+@pytest.mark.parametrize(("pasted", "patch_id"), [
+    ("expected device meta", "peft-adapters-on-meta"),
+    ("You can't train a model that has been loaded in 8-bit", "accelerate-refuses-offloaded-training"),
+    ("Non-nullified side effect", "bitsandbytes-matmul4bit-dtype-write"),
+    ("'NoneType' object has no attribute 'unsqueeze'", "bitsandbytes-int8-backward-live-state"),
+    ("Cannot copy out of meta tensor; no data!", "bitsandbytes-params4bit-meta"),
+])  # fmt: skip
+def test_what_a_user_pastes_leads_to_the_patch(pasted, patch_id):
+    found = {i for message in KNOWN.messages if pasted in message.text for i in message.patches}
+    assert patch_id in found
+    assert f'href="patches/{patch_id}.html"' in sources()["generated/symptoms.md"]
+
+
+@pytest.mark.parametrize("message", KNOWN.messages, ids=lambda message: message.text[:60])
+def test_a_message_stands_where_it_is_said_to(message):
+    """In the source or the compiled library that says it, or in what the reproducers of its patches found."""
+    assert all(part in message.text for part in message.parts), "the parts are parts of the text"
+    if message.where == "figure":
+        said = " ".join(FIGURES[patch_id]["unpatched"] for patch_id in message.patches if patch_id in FIGURES)
+        assert all(part in said for part in message.holds)
+        return
+    text = source(message.where)
+    assert not [part for part in message.holds if text.find(part.encode()) < 0], message.where
+
+
+@functools.cache
+def source(file: str) -> bytes | mmap.mmap:
+    """A file of what is installed; of Python also its strings, as they are at run time."""
+    package = file.partition("/")[0]
+    path = Path(str(importlib.metadata.distribution(package).locate_file(file)))
+    if path.suffix != ".py":
+        with path.open("rb") as opened:
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    text = path.read_text("utf-8")
+    constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    return "\n".join([text, *(value for value in constants if isinstance(value, str))]).encode()
+
+
+# -- links -------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub and MyST make them."""
+    titles = re.findall(r"^#{1,3} (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def navigation(text: str) -> list[str]:
+    """The pages that a page lists for the navigation."""
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = sources()
+    for name, text in pages.items():
+        folder = PurePosixPath(name).parent if not name.startswith("generated/") else PurePosixPath()
+        prose_only = re.sub(r"^(`{3,}).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose_only):
+            if "://" in target:
+                continue
+            path, _, anchor = target.partition("#")
+            to = (DOCS / folder / path).resolve()
+            inside = to.is_relative_to(DOCS) and to.relative_to(DOCS).as_posix()
+            assert not path or inside in pages or to.exists(), (name, target)
+            assert not anchor or anchor in anchors(pages[inside] if path else text), (name, target)
+        for target in re.findall(r'href="([^"]+)\.html"', text):
+            assert f"{target}.md" in pages, (name, target)
+        for line in navigation(text):
+            assert (folder / f"{line}.md").as_posix() in pages, (name, line)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = {PurePosixPath(line).name for text in sources().values() for line in navigation(text)}
+    pages = {PurePosixPath(name).stem for name in sources() if not name.startswith("generated/")}
+    assert pages <= listed | {"index"}
+
+
+def test_what_is_included_is_there():
+    for name, text in sources().items():
+        for target in re.findall(r"\{(?:literalinclude|include)\} (\S+)", text):
+            assert (DOCS / target).exists() or target in sources(), (name, target)
+
+
+def test_links_to_other_sites_are_well_formed():
+    for name, text in sources().items():
+        for url in re.findall(r"https?://[^\s)>\"'`]+", text):
+            assert re.fullmatch(r"https://[a-z0-9.-]+\.[a-z]+(/[\w./#%?=&:@+~-]*)?", url), (name, url)
+
+
+def test_the_folders_that_are_built_are_not_committed():
+    ignored = (ROOT / ".gitignore").read_text("utf-8").split()
+    assert {"build/", *(f"docs/{folder.name}/" for folder in (PAGES, DOCS / "generated"))} <= set(ignored)
