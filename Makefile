@@ -78,4 +78,4 @@ venv: .venv/.dev
 	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes==$*
 
 clean:
-	rm -rf .venv .bnb .oldest .nox .gpu build dist *.egg-info .pytest_cache
+	rm -rf .venv .bnb .oldest .nox .gpu build docs/generated docs/patches dist *.egg-info .pytest_cache

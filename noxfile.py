@@ -95,7 +95,7 @@ def pythons(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
     """The site, in ``build/docs/html``, every warning an error. The Python that runs nox says what patches change."""
-    session.install("--constraint", "constraints.txt", "--requirement", "docs/requirements.txt", "packaging")
+    session.install("--requirement", "docs/requirements.txt")
     session.run("python", "-m", "tools.docs", sys.executable, env=environment(ROOT))
     sphinx = ("python", "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "--fresh-env")
     session.run(*sphinx, "docs", "build/docs/html", env=environment(ROOT))

@@ -56,10 +56,24 @@ report = REGISTRY.report
 
 
 def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -> Report:
-    """Apply the named patches, or all. See :meth:`patches.engine.registry.Registry.apply`.
+    """Apply the named patches, or all; those whose modules are not imported yet follow when they are.
 
-    ``strict`` and ``untested`` default to ``PATCHES_STRICT`` and ``PATCHES_UNTESTED``;
+    Idempotent. Each patch is applied whole or not at all; interrupted, the call has done nothing or all.
     ``PATCHES_DISABLE`` is obeyed.
+
+    Parameters
+    ----------
+    strict:
+        Raise if a patch does not fit, after all were tried; by default what ``PATCHES_STRICT`` says.
+    untested:
+        Also try releases newer than any that a patch was tested on; by default what ``PATCHES_UNTESTED`` says.
+
+    Raises
+    ------
+    KeyError
+        An id is unknown; the message names the nearest. Nothing was changed.
+    PatchError
+        With ``strict``: a patch met a conflict or failed.
     """
     from . import autoload
 
@@ -73,7 +87,25 @@ def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -
 
 
 def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
-    """Run the reproducers in fresh processes. See :func:`patches.features.verify.verify`."""
+    """Run the reproducers of the named patches, or of all, in fresh processes.
+
+    Each without its patch, with it alone, with all patches together, and after everything was taken out. It may be
+    called anywhere: in a script without a main guard, a notebook, a thread. The processes end with the call.
+
+    Parameters
+    ----------
+    jobs:
+        How many processes at a time; by default as many as there are processors, at most four.
+    progress:
+        Show a progress bar on standard error, if tqdm is installed.
+
+    Raises
+    ------
+    KeyError
+        An id is unknown.
+    ValueError
+        ``jobs`` is less than one.
+    """
     from .features.verify import verify
 
     return verify(*ids, jobs=jobs, progress=progress)

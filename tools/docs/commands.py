@@ -1,17 +1,23 @@
-"""The help of ``python -m patches`` and of each of its commands, as a user sees it."""
+"""The help of each command of ``python -m patches``, as a user sees it."""
 
 from __future__ import annotations
 
 import argparse
-import os
+from collections.abc import Iterator
+from functools import partial
 
 from patches.__main__ import _parser
 
 
 def fragment() -> str:
     """For ``docs/commands.md``."""
-    os.environ["COLUMNS"] = "80"  # argparse asks it
-    parser = _parser()
-    subcommands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
-    parts = [f"## python -m patches {name}\n\n```text\n{each.format_help()}```" for name, each in subcommands.items()]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(f"## {command.prog}\n\n```text\n{command.format_help()}```" for command in _commands()) + "\n"
+
+
+def _commands() -> Iterator[argparse.ArgumentParser]:
+    for action in _parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                command.formatter_class = partial(argparse.HelpFormatter, width=78)  # whatever the terminal is
+                command.color = False  # Python 3.14
+                yield command

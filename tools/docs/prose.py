@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Mapping
@@ -45,7 +46,11 @@ def _prose(text: str, numbers: Mapping[str, str]) -> str:
 
 def _code(name: str, patch: Patch) -> str:
     """Code; the id of a patch, or the file beside this one that holds it, leads to its page."""
-    beside = [other for other in REGISTRY.patches.values() if other.package == patch.package]
-    near = {file(other).rpartition("/")[2]: other.id for other in beside}
-    known = name if name in REGISTRY.patches else near.get(name)
+    known = name if name in REGISTRY.patches else _files(patch.package).get(name)
     return f"[`{known}`]({known}.md)" if known else f"`` {name} ``" if "`" in name else f"`{name}`"
+
+
+@functools.cache
+def _files(package: str) -> dict[str, str]:
+    """The patches of ``package`` by the names of their files."""
+    return {file(patch).rpartition("/")[2]: patch.id for patch in REGISTRY.patches.values() if patch.package == package}

@@ -81,7 +81,8 @@ def _kept(python: str, release: Path) -> Report:
     if not path.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(_made(python, release)), "utf-8")
-    return json.loads(path.read_text("utf-8"))
+    report: Report = json.loads(path.read_text("utf-8"))
+    return report
 
 
 def _made(python: str, release: Path | None) -> Report:
@@ -91,4 +92,5 @@ def _made(python: str, release: Path | None) -> Report:
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
     if done.returncode not in (0, 1):  # 1: a patch does not fit, which is for the tests to say
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
-    return json.loads(done.stdout)
+    report: Report = json.loads(done.stdout)
+    return report
