@@ -109,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, text in new.items():
         (ROOT / path).write_text(text)
         print(path)
-    print(f"then: python -m patches verify {options.id}, make readme, make test, and a line in CHANGELOG.md")
+    print(f"then: what a user sees, in docs/symptoms.json; python -m patches verify {options.id}, make figures, make readme,")
+    print("make test, and a line in CHANGELOG.md")
     return 0
 
 

@@ -98,7 +98,8 @@ def _changed(patch: Patch, changes: list[Seen]) -> Iterator[str]:
         where = f"{change.package} {', '.join(change.releases)}"
         if len(changes) > 1 and change.package != "bitsandbytes" and change.beside:
             where += f" with bitsandbytes {', '.join(change.beside)}"
-        yield f"### On {where}\n\n{_block('diff', ''.join(change.diffs))}"
+        diff = "\n".join(change.diffs)
+        yield f"### On {where}\n\n{_block('diff', diff)}"
 
 
 def _block(language: str, text: str) -> str:

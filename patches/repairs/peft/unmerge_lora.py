@@ -21,7 +21,7 @@ or written to since, or merged into by a second layer of peft around the same ba
 since, whose part is to stay, and for what was merged before the patch was applied.
 
 A merge still rounds. Of a delta much smaller than the step between two codes little survives in the merged weight,
-which no repair of unmerging changes (README).
+which no repair of unmerging changes (``docs/limits.md``).
 """
 
 from __future__ import annotations
