@@ -61,7 +61,7 @@ class Patch:
     tested_up_to:
         The newest release of that package on which the defect was shown and repaired.
     edits:
-        What is changed, see :mod:`patches.edits`. An edit with ``when`` is for the releases
+        What is changed, see :mod:`patches.engine.edits`. An edit with ``when`` is for the releases
         that it names.
     defect:
         Runs the smallest organic case, offline, on a CPU, in about a second, and says whether

@@ -14,8 +14,8 @@ from .symptoms import Symptoms
 from .words import link, releases
 
 NO_DIFF = (
-    "Left out here: the packages were not installed where this page was built. "
-    "`python -m patches diff {id}` shows it where they are."
+    "Left out: no release that has this defect was installed where the page was built. "
+    "`python -m patches diff {id}` shows it where one is."
 )
 INTRODUCTION = """\
 {count} defects, by the package that is repaired. Each has a page with its story, the changed lines and its reproducer. To
