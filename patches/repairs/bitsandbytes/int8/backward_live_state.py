@@ -26,6 +26,7 @@ patch goes through the original code after a revert, but for what was saved: tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,11 +65,8 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
 
     What the gradient of the weight needs, if that is trained, is saved in any case.
     """
-    import torch
-
     # Codes of a weight that is float are those of no parameter.
-    elsewhere = ctx.needs_input_grad[1] or state.has_fp16_weights or torch.compiler.is_compiling()
-    if elsewhere or not kept_weights.is_resident(B):
+    if ctx.needs_input_grad[1] or state.has_fp16_weights or not kept_weights.is_resident(B):
         _save(ctx, B, state, (CAt, subA, SCAt, idx, A))
     else:
         ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, (None, None, None), (None, None), None
@@ -76,15 +74,25 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
         ctx._patches_noted = (CB, SCB, B), _versions(CB, SCB, B)
 
 
+def _keep_traced(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: Any, A: Any) -> None:
+    """The same in a trace, which keeps nothing by reference."""
+    _save(ctx, B, state, (CAt, subA, SCAt, idx, A))
+
+
 def _versions(CB: Tensor, SCB: Tensor, B: Tensor) -> tuple[int, int, int] | None:
     """How often each was written to; None if torch does not count, for what was made in inference mode."""
-    import torch
-
     try:
-        with torch._C.DisableTorchFunctionSubclass():  # an Int8Params takes 1.5 us to answer otherwise
+        with _without_torch_function()():  # an Int8Params takes 1.5 us to answer otherwise
             return CB._version, SCB._version, B._version
     except RuntimeError:
         return None
+
+
+@functools.lru_cache(maxsize=None)
+def _without_torch_function() -> Any:
+    import torch
+
+    return torch._C.DisableTorchFunctionSubclass
 
 
 def _save(ctx: Any, B: Tensor, state: Any, operands: tuple[Tensor | None, ...]) -> None:
@@ -164,7 +172,11 @@ def defect() -> Finding:
 _LT = "bitsandbytes.autograd._functions:MatMul8bitLt"
 _FP = "bitsandbytes.autograd._functions:MatMul8bitFp"
 _SINCE_FP = "bitsandbytes>=0.47"
-_NAMES = {"_patches_keep_int8": _keep, "_patches_recall_int8": _recall, "_patches_half": _half}
+_KEEP = "(_patches_keep_int8_traced if torch.compiler.is_compiling() else _patches_keep_int8)"
+_NAMES = {
+    "_patches_keep_int8": _keep, "_patches_keep_int8_traced": _keep_traced, "_patches_recall_int8": _recall,
+    "_patches_half": _half,
+}  # fmt: skip
 
 
 def _backward(function: str, *attributes: str, when: str = "") -> tuple[Rewrite, ...]:
@@ -198,7 +210,7 @@ PATCH = Patch(
         Rewrite(
             f"{_LT}.forward",
             "ctx.tensors = (CAt, subA, A)",
-            "_patches_keep_int8(ctx, B, state, CAt, subA, SCAt, state.idx, None)",
+            f"{_KEEP}(ctx, B, state, CAt, subA, SCAt, state.idx, None)",
         ),
         Rewrite(f"{_LT}.forward", "ctx.tensor_states = (SCAt, state.idx)", ""),
         *_backward(_LT, "tensors", "tensor_states", "state"),
@@ -206,7 +218,7 @@ PATCH = Patch(
         Rewrite(
             f"{_FP}.forward",
             "ctx.state = state",
-            "_patches_keep_int8(ctx, B, state, None, None, None, None, A)",
+            f"{_KEEP}(ctx, B, state, None, None, None, None, A)",
             names=_NAMES,
             when=_SINCE_FP,
         ),
