@@ -1,23 +1,22 @@
-"""The patch table of README.md, from the registry: ``make readme`` writes it, a test compares it."""
+"""The table of README.md, from what the site knows: ``make readme`` writes it, a test compares it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from patches import REGISTRY, Patch
-from tools.docs.words import link, releases
+from tools.docs import symptoms
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-BEGIN, END = "<!-- patches: written by `make readme` -->", "<!-- end -->"
+BEGIN, END = "<!-- counts: written by `make readme` -->", "<!-- end -->"
 
 
-def table(patches: Iterable[Patch]) -> str:
-    """A Markdown table, one row a patch."""
-    rows = ["| patch | releases | without it | upstream |", "|---|---|---|---|"]
-    for patch in patches:
-        links = " ".join(map(link, patch.links))
-        rows.append(f"| `{patch.id}` | {releases(patch)} | {patch.summary} | {links} |")
+def table() -> str:
+    """A Markdown table, one row a group of symptoms: how many patches, and how many of these defects say nothing."""
+    known = symptoms.read()
+    rows = ["| what goes wrong | patches | of these silent |", "|---|---|---|"]
+    for key, title in known.groups.items():
+        own = {patch_id for patch_id, groups in known.groups_of.items() if key in groups}
+        rows.append(f"| {title} | {len(own)} | {len(own & known.silent)} |")
     return "\n".join(rows)
 
 
@@ -27,7 +26,7 @@ def with_table(text: str) -> str:
     _, mark, after = rest.partition(END)
     if not mark:
         raise ValueError(f"README.md has no part between {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table(REGISTRY.patches.values())}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 if __name__ == "__main__":
