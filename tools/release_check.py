@@ -1,0 +1,170 @@
+"""``make release-check``: whether the last commit can be released, on a clean clone of it. A line for each check.
+
+Nothing is written outside of a temporary folder, and nothing is uploaded. Runs where the stack is installed
+(``.venv``): the wheel is tried beside it, never in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from email import message_from_bytes
+from pathlib import Path
+
+from tools.release_stack import Stack
+
+ROOT = Path(__file__).resolve().parents[1]
+WITHOUT_TORCH = ("tests/engine", "tests/test_shim.py", "tests/test_layout.py", "tests/test_readme.py")
+WITH_TORCH = ("tests/repairs/bitsandbytes/int8/test_copies.py",)
+RELATIVE = re.compile(r"\]\((?!https://|#)([^)]+)\)")
+
+
+class Failed(Exception):
+    """A check failed; the message says why."""
+
+
+class Release:
+    """A clean clone of the last commit in ``folder``, and what is built from it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.clone = folder / "clone"
+        self.dist = folder / "dist"
+
+    @property
+    def wheel(self) -> Path:
+        return self._only("*.whl")
+
+    @property
+    def sdist(self) -> Path:
+        return self._only("*.tar.gz")
+
+    def build(self) -> str:
+        """The wheel is built from the sdist, as an index gives it."""
+        run("git", "clone", "--quiet", str(ROOT), str(self.clone))
+        python = self._environment("tools", "build", "twine")
+        run(python, "-m", "build", "--outdir", str(self.dist), cwd=self.clone)
+        run(python, "-m", "twine", "check", "--strict", str(self.wheel), str(self.sdist))
+        return f"{self.wheel.name} and {self.sdist.name} pass `twine check --strict`"
+
+    def contents(self) -> str:
+        """The wheel brings the package, its types and the shim; its only dependency is packaging."""
+        with zipfile.ZipFile(self.wheel) as wheel:
+            names = wheel.namelist()
+            metadata = message_from_bytes(wheel.read(next(n for n in names if n.endswith(".dist-info/METADATA"))))
+        tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+        expect(tops == {"patches", "bnb_patches_autoload.py"}, f"the wheel holds {sorted(tops)}")
+        expect("patches/py.typed" in names, "the wheel has no py.typed")
+        sources = {str(path.relative_to(self.clone)) for path in (self.clone / "patches").rglob("*.py")}
+        expect(sources <= set(names), f"the wheel lacks {sorted(sources - set(names))}")
+        hard = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
+        expect([re.split(r"\W", text)[0] for text in hard] == ["packaging"], f"the wheel requires {hard}")
+        return f"the wheel holds {len(sources)} sources and py.typed, and requires {hard[0]} alone"
+
+    def readme(self) -> str:
+        """An index has no files beside the README."""
+        relative = RELATIVE.findall((self.clone / "README.md").read_text("utf-8"))
+        expect(not relative, f"links and pictures of README.md that an index cannot show: {', '.join(relative)}")
+        return "every link and picture of README.md is absolute"
+
+    def installs(self) -> str:
+        """Beside each release of bitsandbytes the wheel goes in without a network, and repairs what is imported."""
+        stack = Stack(self.folder / "stack")
+        before = stack.versions()
+        stack.install(self.wheel)
+        moved = {name for name, _ in stack.versions().items() ^ before.items()} - {"bnb-patches"}
+        expect(not moved, f"installing the wheel moved {sorted(moved)}")
+        said = [stack.repaired(folder) for folder in (None, *sorted((ROOT / ".bnb").glob("[0-9]*")))]
+        return f"the wheel moves none of {len(before)} packages; after `import bitsandbytes`: {', '.join(said)}"
+
+    def sources(self) -> str:
+        """The sdist runs its own tests: what needs no torch where there is none, and one file that does."""
+        with tarfile.open(self.sdist) as archive:
+            archive.extractall(self.folder / "sdist", filter="data")
+        (unpacked,) = (self.folder / "sdist").iterdir()
+        tracked = run("git", "ls-files", "tests", "tools", "benchmarks", "examples", "patches", cwd=self.clone).split()
+        lost = [name for name in tracked if not (unpacked / name).exists()]
+        expect(not lost, f"the sdist lacks {lost}")
+        bare = self._environment("bare", "packaging", "pytest", "pytest-timeout")
+        first = tests(bare, unpacked, *WITHOUT_TORCH)
+        second = tests(str(Stack(self.folder / "sources").python), unpacked, *WITH_TORCH)
+        return f"tests run from the sdist: without torch {first}; with torch {second}"
+
+    def pythons(self) -> str:
+        """The engine, and every rewrite from the files of every release, on the other Pythons."""
+        if (ROOT / ".bnb").is_dir():  # published files, as they are
+            (self.clone / ".bnb").symlink_to(ROOT / ".bnb")
+        said = run(sys.executable, "-m", "nox", "--session", "pythons", "wasm", cwd=self.clone, with_errors=True)
+        passed = re.findall(r"Session (\S+) was successful", said)
+        expect(len(passed) >= 4, f"only these ran: {passed}")
+        return f"the engine and every rewrite from the files: {', '.join(dict.fromkeys(passed))}"
+
+    def _only(self, pattern: str) -> Path:
+        found = list(self.dist.glob(pattern))
+        expect(len(found) == 1, f"{len(found)} files {pattern} were built")
+        return found[0]
+
+    def _environment(self, name: str, *packages: str) -> str:
+        """A Python with ``packages`` alone."""
+        python = self.folder / name / "bin" / "python"
+        run(sys.executable, "-m", "venv", str(self.folder / name))
+        constraints = str(ROOT / "constraints.txt")
+        run(str(python), "-m", "pip", "install", "--quiet", "--constraint", constraints, *packages)
+        return str(python)
+
+
+def run(*command: str, cwd: Path | None = None, with_errors: bool = False, **environ: str) -> str:
+    """What ``command`` prints. Raises ``Failed`` with the end of it if it fails."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("PATCHES_")}
+    done = subprocess.run(command, cwd=cwd, env={**clean, **environ}, capture_output=True, text=True)
+    both = f"{done.stdout}\n{done.stderr}"
+    expect(done.returncode == 0, f"`{' '.join(command)[:200]}` failed:\n{both[-4000:]}")
+    return both if with_errors else done.stdout
+
+
+def tests(python: str, folder: Path, *paths: str) -> str:
+    """``12 passed``: how pytest ended."""
+    said = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, cwd=folder, PYTHONPATH=str(folder))
+    return said.strip().splitlines()[-1].strip("= ")
+
+
+def expect(true: bool, otherwise: str) -> None:
+    if not true:
+        raise Failed(otherwise)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    names = ("build", "contents", "readme", "installs", "sources", "pythons")
+    parser = argparse.ArgumentParser(prog="make release-check", description=__doc__.splitlines()[0])
+    parser.add_argument("only", nargs="*", metavar="CHECK", help=f"some of {', '.join(names)}; build is always one")
+    options = parser.parse_args(argv)
+    if unknown := set(options.only) - set(names):
+        parser.error(f"no check is named {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if run("git", "status", "--porcelain", cwd=ROOT):
+        print("note: what is not committed is not checked")
+    with tempfile.TemporaryDirectory(prefix="bnb-patches-release-") as name:
+        release = Release(Path(name))
+        chosen = [check for check in names if check == "build" or not options.only or check in options.only]
+        passed = [_said(check, getattr(release, check)) for check in chosen]
+    return 0 if all(passed) else 1
+
+
+def _said(name: str, check: Callable[[], str]) -> bool:
+    """Print how a check ended, in a line."""
+    try:
+        text, passed = check(), True
+    except Failed as failed:
+        text, passed = str(failed), False
+    print(f"{'ok  ' if passed else 'FAIL'} {name}: {text}", flush=True)
+    return passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""An environment with the stack of this one and without this plugin: to install a wheel into, and to see what it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+VERSIONS = """
+import importlib.metadata, json
+print(json.dumps({d.name: d.version for d in importlib.metadata.distributions()}))
+"""
+REPAIRED = """
+import sys, bitsandbytes, patches
+from patches import Status
+report = patches.report()
+assert patches.__file__.startswith(sys.prefix), patches.__file__
+bad = report.with_status(Status.CONFLICT, Status.FAILED)
+assert not bad, [f"{r.id}: {r.status}: {r.reason}" for r in bad]
+count = len(report.with_status(Status.APPLIED))
+assert count, str(report)
+print(f"{count} patches in {bitsandbytes.__version__}")
+"""
+
+
+class Stack:
+    """What is installed beside the running interpreter but for this plugin, as links, in an environment of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.python = folder / "bin" / "python"
+        links = folder / "links"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        links.mkdir()
+        for entry in Path(sysconfig.get_path("purelib")).iterdir():
+            if "bnb_patches" not in entry.name:
+                (links / entry.name).symlink_to(entry)
+        (site,) = folder.glob("[Ll]ib/**/site-packages")
+        (site / "stack.pth").write_text(f"{links}\n")
+
+    def versions(self) -> dict[str, str]:
+        """Every distribution that a program here would find."""
+        found: dict[str, str] = json.loads(self._run("-c", VERSIONS))
+        return found
+
+    def install(self, wheel: Path) -> None:
+        """Without an index: what the stack lacks cannot be had."""
+        self._run("-m", "pip", "install", "--quiet", "--no-index", "--find-links", "", str(wheel), PIP_FIND_LINKS="")
+
+    def repaired(self, bitsandbytes: Path | None = None) -> str:
+        """How many patches ``import bitsandbytes`` puts in, with the release in that folder first on the path."""
+        return self._run("-c", REPAIRED, PYTHONPATH=str(bitsandbytes or "")).splitlines()[-1]
+
+    def _run(self, *arguments: str, **environ: str) -> str:
+        clean = {n: v for n, v in os.environ.items() if n != "PYTHONPATH" and not n.startswith("PATCHES_")}
+        command = [str(self.python), *arguments]
+        done = subprocess.run(command, cwd=self.python.parent, env={**clean, **environ}, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"`{' '.join(command)[:200]}` failed:\n{done.stderr[-4000:]}")
+        return done.stdout
