@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-.PHONY: demo demo-compile test test-all oldest verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons readme venv clean
+.PHONY: demo demo-compile test test-all oldest verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## LoRA on a model with half of its layers on disk: without the plugin, then with it
@@ -47,8 +47,11 @@ bench-eager: .venv/.bench  ## what the patches cost in eager: steps, products, s
 newest: .venv/.dev  ## the newest of everything: which patch no longer fits, and what to do; ONLY="torch==2.13.0" holds back
 	$(PY) -m nox --session newest -- $(ONLY)
 
-pythons: .venv/.dev  ## what needs no torch, on Python 3.10, 3.12 and 3.13, which must be on the path
-	$(PY) -m nox --session pythons
+pythons: .venv/.dev  ## what needs no torch, on Python 3.10, 3.12 and 3.13, which must be on the path, and 3.14, which needs node
+	$(PY) -m nox --session pythons wasm
+
+release-check: .venv/.dev  ## wheel, sdist, README and every Python, on a clean clone of the last commit; CHECKS="build readme"
+	$(PY) -m tools.release_check $(CHECKS)
 
 new-patch: .venv/.dev  ## the skeleton of a patch and of its tests; ID=package-what-goes-wrong, IN=int8 for a folder
 	$(PY) -m tools.new_patch $(ID) $(if $(IN),--inside $(IN))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tarfile
 from pathlib import Path
 
 import nox
@@ -48,6 +49,14 @@ WITHOUT_TORCH = (
     "tests/engine", "tests/test_drift.py", "tests/test_shim.py", "tests/test_command_line.py",
     "tests/features/test_verify.py", "tests/features/test_verify_processes.py",
 )  # fmt: skip
+PYODIDE = "314.0.7"
+"""CPython 3.14 for node, of the npm registry: Linux distributions of today have none."""
+NEEDS_SYSTEM = (
+    "--ignore=tests/engine/test_threads.py",
+    "--deselect=tests/engine/test_registry.py::test_many_threads_at_once",
+    "--deselect=tests/engine/test_transaction.py::test_an_error_in_the_midst_of_the_writes",
+)  # fmt: skip
+"""Tests of the engine that start threads or processes."""
 STACK = ("bitsandbytes", "transformers", "peft", "accelerate", "torchao")
 
 nox.options.sessions = ["tests"]
@@ -107,6 +116,26 @@ def figures(session: nox.Session) -> None:
     for release in reversed(RELEASES):
         env = environment(bitsandbytes(session, release), ROOT)
         session.run(sys.executable, "-m", "tools.docs.figures", env=env, external=True)
+
+
+@nox.session(venv_backend="none")
+def wasm(session: nox.Session) -> None:
+    """The same on Python 3.14, and where there is no process, no thread and no fork: pyodide, in node."""
+    pyodide, site = session.cache_dir / f"pyodide-{PYODIDE}", session.cache_dir / "wasm-site"
+    if not (pyodide / "package" / "pyodide.mjs").exists():
+        pyodide.mkdir(parents=True, exist_ok=True)
+        session.run("npm", "pack", "--silent", f"pyodide@{PYODIDE}", "--pack-destination", str(pyodide), external=True)
+        with tarfile.open(next(pyodide.glob("*.tgz"))) as archive:
+            archive.extractall(pyodide)
+    if not (site / "pytest").is_dir():
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt", "--target", str(site))
+        session.run(*pip, "packaging", "pytest", external=True)
+        session.run(*pip, "--no-deps", *STACK, external=True)
+    node = ("node", "tools/wasm.mjs", str(pyodide), str(site))
+    last = bitsandbytes(session, RELEASES[-1])
+    session.run(*node, str(last), "tests/engine", *NEEDS_SYSTEM, external=True)
+    for release in RELEASES:
+        session.run(*node, str(bitsandbytes(session, release)), "tests/test_sources.py", external=True)
 
 
 @nox.session

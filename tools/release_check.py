@@ -7,9 +7,7 @@ Nothing is written outside of a temporary folder, and nothing is uploaded. Runs 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -18,16 +16,13 @@ from collections.abc import Callable, Sequence
 from email import message_from_bytes
 from pathlib import Path
 
+from tools.commands import Failed, expect, run
 from tools.release_stack import Stack
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_TORCH = ("tests/engine", "tests/test_shim.py", "tests/test_layout.py", "tests/test_readme.py")
 WITH_TORCH = ("tests/repairs/bitsandbytes/int8/test_copies.py",)
 RELATIVE = re.compile(r"\]\((?!https://|#)([^)]+)\)")
-
-
-class Failed(Exception):
-    """A check failed; the message says why."""
 
 
 class Release:
@@ -48,10 +43,10 @@ class Release:
 
     def build(self) -> str:
         """The wheel is built from the sdist, as an index gives it."""
-        run("git", "clone", "--quiet", str(ROOT), str(self.clone))
+        run("git", "clone", "--quiet", ROOT, self.clone)
         python = self._environment("tools", "build", "twine")
-        run(python, "-m", "build", "--outdir", str(self.dist), cwd=self.clone)
-        run(python, "-m", "twine", "check", "--strict", str(self.wheel), str(self.sdist))
+        run(python, "-m", "build", "--outdir", self.dist, cwd=self.clone)
+        run(python, "-m", "twine", "check", "--strict", self.wheel, self.sdist)
         return f"{self.wheel.name} and {self.sdist.name} pass `twine check --strict`"
 
     def contents(self) -> str:
@@ -94,7 +89,7 @@ class Release:
         expect(not lost, f"the sdist lacks {lost}")
         bare = self._environment("bare", "packaging", "pytest", "pytest-timeout")
         first = tests(bare, unpacked, *WITHOUT_TORCH)
-        second = tests(str(Stack(self.folder / "sources").python), unpacked, *WITH_TORCH)
+        second = tests(Stack(self.folder / "sources").python, unpacked, *WITH_TORCH)
         return f"tests run from the sdist: without torch {first}; with torch {second}"
 
     def pythons(self) -> str:
@@ -111,33 +106,18 @@ class Release:
         expect(len(found) == 1, f"{len(found)} files {pattern} were built")
         return found[0]
 
-    def _environment(self, name: str, *packages: str) -> str:
+    def _environment(self, name: str, *packages: str) -> Path:
         """A Python with ``packages`` alone."""
         python = self.folder / name / "bin" / "python"
-        run(sys.executable, "-m", "venv", str(self.folder / name))
-        constraints = str(ROOT / "constraints.txt")
-        run(str(python), "-m", "pip", "install", "--quiet", "--constraint", constraints, *packages)
-        return str(python)
+        run(sys.executable, "-m", "venv", self.folder / name)
+        run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", *packages)
+        return python
 
 
-def run(*command: str, cwd: Path | None = None, with_errors: bool = False, **environ: str) -> str:
-    """What ``command`` prints. Raises ``Failed`` with the end of it if it fails."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("PATCHES_")}
-    done = subprocess.run(command, cwd=cwd, env={**clean, **environ}, capture_output=True, text=True)
-    both = f"{done.stdout}\n{done.stderr}"
-    expect(done.returncode == 0, f"`{' '.join(command)[:200]}` failed:\n{both[-4000:]}")
-    return both if with_errors else done.stdout
-
-
-def tests(python: str, folder: Path, *paths: str) -> str:
+def tests(python: Path, folder: Path, *paths: str) -> str:
     """``12 passed``: how pytest ended."""
     said = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, cwd=folder, PYTHONPATH=str(folder))
     return said.strip().splitlines()[-1].strip("= ")
-
-
-def expect(true: bool, otherwise: str) -> None:
-    if not true:
-        raise Failed(otherwise)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

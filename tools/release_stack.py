@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+
+from tools.commands import run
 
 VERSIONS = """
 import importlib.metadata, json
@@ -32,7 +32,7 @@ class Stack:
     def __init__(self, folder: Path) -> None:
         self.python = folder / "bin" / "python"
         links = folder / "links"
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        run(sys.executable, "-m", "venv", "--without-pip", folder)
         links.mkdir()
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
             if "bnb_patches" not in entry.name:
@@ -47,16 +47,11 @@ class Stack:
 
     def install(self, wheel: Path) -> None:
         """Without an index: what the stack lacks cannot be had."""
-        self._run("-m", "pip", "install", "--quiet", "--no-index", "--find-links", "", str(wheel), PIP_FIND_LINKS="")
+        self._run("-m", "pip", "install", "--quiet", "--no-index", wheel)
 
     def repaired(self, bitsandbytes: Path | None = None) -> str:
         """How many patches ``import bitsandbytes`` puts in, with the release in that folder first on the path."""
         return self._run("-c", REPAIRED, PYTHONPATH=str(bitsandbytes or "")).splitlines()[-1]
 
-    def _run(self, *arguments: str, **environ: str) -> str:
-        clean = {n: v for n, v in os.environ.items() if n != "PYTHONPATH" and not n.startswith("PATCHES_")}
-        command = [str(self.python), *arguments]
-        done = subprocess.run(command, cwd=self.python.parent, env={**clean, **environ}, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"`{' '.join(command)[:200]}` failed:\n{done.stderr[-4000:]}")
-        return done.stdout
+    def _run(self, *arguments: str | Path, **environ: str) -> str:
+        return run(self.python, *arguments, cwd=self.python.parent, **environ)
