@@ -1,4 +1,8 @@
-"""What bitsandbytes calls at the end of its own import (entry point ``bitsandbytes.backends``).
+"""What bitsandbytes and torch call at the end of their own imports.
+
+bitsandbytes (entry point ``bitsandbytes.backends``) calls :func:`start`. torch (``torch.backends``) calls :func:`wait`,
+for programs that quantize without bitsandbytes; every program that imports torch pays for that, so it imports one
+small file and leaves the rest until a package arrives that has something to repair.
 
 It has a name of its own because ``patches`` is a common one: a ``patches.py`` in the user's working
 directory comes first on ``sys.path``, and must neither break ``import bitsandbytes`` nor be imported
@@ -11,6 +15,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +23,29 @@ from types import ModuleType
 _OURS = Path(__file__).resolve().parent / "patches" / "__init__.py"
 _ALIAS = "bnb_patches"
 """The name our package gets where the user has a ``patches`` of their own."""
+_WITHOUT_BITSANDBYTES = ("accelerate", "peft", "torchao", "transformers")
+"""Those that have something to repair where bitsandbytes is never imported."""
+_NO = ("0", "false", "no", "off")
+
+
+def wait() -> None:
+    """Start when torch is imported and one of those packages too. Never raises."""
+    if os.environ.get("PATCHES_AUTOLOAD", "").strip().lower() in _NO:
+        return
+    with contextlib.suppress(Exception):  # `start` will say what is wrong with this installation
+        imports = _load("bnb_patches_imports", _OURS.parent / "engine" / "imports.py")
+
+        def begin() -> None:
+            imports.stop()
+            start()
+
+        def watch() -> None:
+            if any(map(imports.imported, _WITHOUT_BITSANDBYTES)):
+                return begin()
+            for name in _WITHOUT_BITSANDBYTES:
+                imports.after_import(name, begin)
+
+        imports.after_import("torch", watch)
 
 
 def start() -> None:
@@ -27,7 +55,7 @@ def start() -> None:
         importlib.import_module(f"{_package(log)}.autoload").start()
     except Exception as error:
         with contextlib.suppress(Exception):  # a handler of the user's may raise
-            log.warning("bnb-patches is not active, bitsandbytes is as it was: %s: %s", type(error).__name__, error)
+            log.warning("bnb-patches is not active, nothing was changed: %s: %s", type(error).__name__, error)
             log.debug("the import of bnb-patches failed", exc_info=True)
 
 
@@ -40,9 +68,9 @@ def _package(log: logging.Logger) -> str:
         return "patches"
     log.warning(
         "%s hides the package 'patches' of bnb-patches, which is therefore loaded as '%s': "
-        "use `import %s` after `import bitsandbytes`, or rename yours.", found, _ALIAS, _ALIAS,
+        "use `import %s` from then on, or rename yours.", found, _ALIAS, _ALIAS,
     )  # fmt: skip
-    _load(_ALIAS)
+    _load(_ALIAS, _OURS, package=True)
     return _ALIAS
 
 
@@ -57,9 +85,10 @@ def _where(name: str) -> str:
     return str(list(folders)[0]) if folders else f"nothing on sys.path named {name!r}"
 
 
-def _load(name: str) -> ModuleType:
-    """Import our package from beside this file, as ``name``. All imports inside it are relative."""
-    spec = importlib.util.spec_from_file_location(name, _OURS, submodule_search_locations=[str(_OURS.parent)])
+def _load(name: str, file: Path, package: bool = False) -> ModuleType:
+    """Run ``file``, which lies beside this one, as the module ``name``. All imports inside our package are relative."""
+    folders = [str(file.parent)] if package else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -1,6 +1,6 @@
-"""The automatic path: what happens when ``import bitsandbytes`` calls our entry point.
+"""The automatic path: what happens when an import calls our entry point.
 
-It never raises into that import, whatever a logging handler does. One INFO line when something was applied, a
+That is bitsandbytes', or the first of transformers, peft, accelerate and torchao after torch. It never raises into that import, whatever a logging handler does. One INFO line when something was applied, a
 WARNING for a conflict or a failure (an ERROR with ``PATCHES_STRICT``) and for compiled code that could not be
 forgotten, nothing else; logger ``bnb_patches``.
 """
@@ -56,11 +56,23 @@ def start() -> None:
     from . import REGISTRY
 
     settings = Settings.read(REGISTRY.patches)
+    started = REGISTRY.on_change is not None  # by an earlier import: what was reverted since stays so
     if not settings.autoload:
+        if started:
+            _leave_alone_what_is_not_imported_yet()
         return
     REGISTRY.disabled = settings.disabled
+    if started:
+        return
     REGISTRY.on_change = lambda report: _tell(report, settings)
     _tell(REGISTRY.apply(untested=settings.untested), settings)
+
+
+def _leave_alone_what_is_not_imported_yet() -> None:
+    from . import REGISTRY
+
+    if pending := REGISTRY.report().with_status(Status.PENDING):
+        REGISTRY.revert(*(result.id for result in pending))
 
 
 def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -88,22 +89,15 @@ def fresh() -> Callable[..., str]:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for ``PYTHONPATH`` that installs our entry point, wherever this checkout is not installed."""
     folder = tmp_path_factory.mktemp("site")
-    if _installed():
+    if entry_points(group="torch.backends", name="bnb_patches"):
         return folder
     info = folder / "bnb_patches-0.0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bnb-patches\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text("[bitsandbytes.backends]\nbnb_patches = bnb_patches_autoload:start\n")
+    points = {"bitsandbytes": "start", "torch": "wait"}
+    text = "".join(f"[{name}.backends]\nbnb_patches = bnb_patches_autoload:{call}\n" for name, call in points.items())
+    (info / "entry_points.txt").write_text(text)
     return folder
-
-
-def _installed() -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return bool(version("bnb-patches"))
-    except PackageNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,14 @@ lock, and wrapt's then imports the parent of a submodule. If another thread is j
 wait for ever (two threads that import bitsandbytes first, with a hook on one of its submodules). This one asks
 the other finders with the path that it was given, waits for nobody, and holds no lock of its own: a callback may
 run in a signal handler, in any thread, or in a forked child.
+
+The shim runs this file alone, before the rest of the package, and so as a second module: it imports nothing of
+ours, and what one has put on a spec the other knows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -42,6 +46,14 @@ def after_import(name: str, callback: Callback) -> None:
         sys.meta_path.insert(0, _Finder())
     if name in sys.modules:
         _arrived(name)
+
+
+def stop() -> None:
+    """Wait for nothing any more."""
+    _awaited.clear()
+    for finder in [finder for finder in sys.meta_path if isinstance(finder, _Finder)]:
+        with contextlib.suppress(ValueError):  # someone else was faster
+            sys.meta_path.remove(finder)
 
 
 def _arrived(name: str) -> None:
@@ -101,6 +113,8 @@ class _Watched:
     There is no public event for "this import is over".
     """
 
+    _patches_watched = True
+
     @property
     def _initializing(self) -> bool:
         return bool(vars(self).get("_initializing", False))
@@ -122,7 +136,7 @@ def _watched(cls: type) -> type:
 
 def _after_load(spec: ModuleSpec, callback: Callback, begun: bool = True) -> None:
     vars(spec).setdefault(_WAITING, []).append(callback)
-    if not isinstance(spec, _Watched):
+    if not _is_watched(spec):
         kind: Any = type(spec)
         try:
             spec.__class__ = _watched(kind)
@@ -133,8 +147,12 @@ def _after_load(spec: ModuleSpec, callback: Callback, begun: bool = True) -> Non
         _loaded(spec)  # it ended meanwhile in another thread
 
 
+def _is_watched(spec: object) -> bool:
+    return hasattr(type(spec), "_patches_watched")
+
+
 def _loaded(spec: object) -> None:
-    if isinstance(spec, _Watched):
+    if _is_watched(spec):
         spec.__class__ = type(spec).__mro__[2]
     for callback in vars(spec).pop(_WAITING, ()):
         callback()
