@@ -44,6 +44,9 @@ gpu:  ## on a machine with CUDA, with its own stack, no network: suite, verify, 
 bench-eager: .venv/.bench  ## what the patches cost in eager: steps, products, saved bytes, calls; three minutes on an idle machine
 	$(PY) -m benchmarks.eager $(BENCH)
 
+soak: .venv/.dev  ## patches in and out for minutes: memory and caches must stay flat; SOAK="--rounds 1000 --steps 0"
+	$(PY) -m benchmarks.soak $(SOAK)
+
 newest: .venv/.dev  ## the newest of everything: which patch no longer fits, and what to do; ONLY="torch==2.13.0" holds back
 	$(PY) -m nox --session newest -- $(ONLY)
 

@@ -27,8 +27,8 @@ OLDEST = (
 ANYWHERE = (
     "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
-    "test_drift.py", "test_gpu_tools.py", "test_layout.py", "test_new_patch.py", "test_readme.py", "test_shim.py",
-    "test_upstream_tool.py",
+    "test_drift.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
+    "test_new_patch.py", "test_readme.py", "test_shim.py", "test_upstream_tool.py", "test_without_posix.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
 ONCE = ("harm/test_aot_cache.py",)
@@ -47,7 +47,8 @@ PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
 WITHOUT_TORCH = (
     "tests/engine", "tests/test_drift.py", "tests/test_shim.py", "tests/test_command_line.py",
-    "tests/features/test_verify.py", "tests/features/test_verify_processes.py",
+    "tests/features/test_verify.py", "tests/features/test_verify_processes.py", "tests/test_maintaining.py",
+    "tests/test_without_posix.py",
 )  # fmt: skip
 PYODIDE = "314.0.7"
 """CPython 3.14 for node, of the npm registry: Linux distributions of today have none."""

@@ -2,7 +2,8 @@
 
 Fresh processes in turn, with the entry point and without it. An import of seconds cannot show a millisecond, so the
 call that torch makes is timed too, by itself: `torch._import_device_backends`, after an import that has left it out.
-All times are those of the processor.
+All times are those of the processor. Without garbage collection: when it runs shifts with every allocation, and it
+takes tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from statistics import median
 from .present import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORT = "import time; start = time.process_time(); import torch; print(time.process_time() - start)"
+IMPORT = "import gc, time; gc.disable(); start = time.process_time(); import torch; print(time.process_time() - start)"
 CALL = """
 import os, time
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"

@@ -20,6 +20,7 @@ from patches.engine.report import Status
 from patches.engine.match import check
 from patches.features.verify import _NOT_THERE
 from tests import processor
+from tools import drift
 
 ALL = list(REGISTRY.patches.values())
 HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
@@ -108,7 +109,7 @@ print(patches.verify(*sys.argv[1:], jobs=2).to_json(None))
 def verified(fresh, kind: str, *ids: str) -> list[dict]:
     """The rows of ``verify`` in a process that runs on the processor ``kind``."""
     rows = json.loads(fresh(VERIFY, *ids, **{processor.VARIABLE: kind}).splitlines()[-1])["rows"]
-    wrong = [f"{row['id']}: {row['reason']}" for row in rows if row["verdict"] == "wrong"]
+    wrong = [f"{row['id']}: {row['reason']}{drift.forgotten(row)}" for row in rows if row["verdict"] == "wrong"]
     assert not wrong, "\n".join(wrong)
     return rows
 
@@ -119,8 +120,8 @@ def test_present_absent_present(fresh):
     hidden = {row["id"]: row["reason"] for row in rows if row["verdict"] == "cannot show"}
     assert all(hidden.values()), "who cannot show a defect says why"
     assert not [i for i, why in hidden.items() if _NOT_THERE in why], "on this stack every reproducer runs"
-    unrepaired = [row["id"] for row in rows if row["verdict"] == "skipped" and row["findings"]]
-    assert not unrepaired, "on this stack no defect that is there is left alone"
+    unrepaired = [f"{row['id']}: {row['reason']}{drift.forgotten(row)}" for row in rows if row["verdict"] == "skipped" and row["findings"]]
+    assert not unrepaired, "on this stack no patch is left undecided:\n" + "\n".join(unrepaired)
     assert [row for row in rows if row["verdict"] == "ok"], "at least one defect can be shown everywhere"
 
 

@@ -7,11 +7,15 @@ runs, so all of them are run. Exits with 1 if there is work for a maintainer.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 from typing import Any
+
+from patches import REGISTRY
+from patches.engine import gate
 
 Row = dict[str, Any]
 
@@ -23,6 +27,7 @@ NOT_SHOWN = "its reproducer breaks off or finds nothing without the patch, on a 
 find which other package changed, and name it in `requires` or adapt `defect()`."
 NOT_REPAIRED = "it goes in, and its reproducer contradicts it. Find which other package changed; adapt the patch."
 OUTSIDE = "the defect is there outside of the range in `requires`: widen it."
+FORGOTTEN = "If {package} {version} repairs it, end the range in `requires` before that release: one line in {file}."
 UNSEEN = "`defect()` cannot tell here ({figure}): run `python -m patches verify {id}` on a host where it can."
 
 
@@ -81,6 +86,15 @@ def contradiction(row: Row, findings: dict[str, tuple[bool | None, str]]) -> str
         return OUTSIDE
     said = NOT_REPAIRED if findings["unpatched"][0] else NOT_SHOWN
     return said.format(package=next(iter(row["versions"])))
+
+
+def forgotten(row: Row) -> str:
+    """What to add to a row of `verify` whose reproducer finds nothing without the patch; empty if it does find it."""
+    if row["findings"].get("unpatched", (None,))[0] is not False:
+        return ""
+    patch = REGISTRY.patches[row["id"]]
+    file = inspect.getsourcefile(patch.defect)
+    return " " + FORGOTTEN.format(package=patch.package, version=gate.installed(patch.package), file=file)
 
 
 def describe(row: Row, todo: str) -> str:
