@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
 import sys
 
 from patches.engine import imports as hooks
@@ -127,3 +129,22 @@ def test_damage_is_looked_for_only_where_something_can_be_alive(write_module, re
     assert newborn.f(1) == 3 and r.report()["a"].notes == (), "its import had just ended"
     r.revert()
     assert r.apply()["a"].notes == ("damaged",)
+
+
+def test_a_second_copy_of_the_module_as_the_shim_has_one_sees_what_the_first_put_on_a_spec(write_module):
+    """Both wait for a module, and both are told; nothing of either stays on its spec or in the finders."""
+    spec = importlib.util.spec_from_file_location("second_imports", hooks.__file__)
+    second = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(second)
+    write_module("watched_by_two", BODY)
+    told = []
+    second.after_import("watched_by_two", lambda: told.append("second"))
+    hooks.after_import("watched_by_two", lambda: told.append("first"))
+    import watched_by_two
+
+    assert sorted(told) == ["first", "second"]
+    assert type(watched_by_two.__spec__) is importlib.machinery.ModuleSpec
+    second.after_import("never_imported", told.clear)
+    second.stop()
+    assert not second._awaited and not any(isinstance(finder, second._Finder) for finder in sys.meta_path)
+    assert any(isinstance(finder, hooks._Finder) for finder in sys.meta_path), "that of the other stays"
