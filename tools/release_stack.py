@@ -54,4 +54,4 @@ class Stack:
         return self._run("-c", REPAIRED, PYTHONPATH=str(bitsandbytes or "")).splitlines()[-1]
 
     def _run(self, *arguments: str | Path, **environ: str) -> str:
-        return run(self.python, *arguments, cwd=self.python.parent, **environ)
+        return run(self.python, *arguments, cwd=self.python.parent, with_errors=False, **environ)
