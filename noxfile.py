@@ -129,7 +129,8 @@ def wasm(session: nox.Session) -> None:
         with tarfile.open(next(pyodide.glob("*.tgz"))) as archive:
             archive.extractall(pyodide)
     if not (site / "pytest").is_dir():
-        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt", "--target", str(site))
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt")
+        pip += ("--target", str(site))
         session.run(*pip, "packaging", "pytest", external=True)
         session.run(*pip, "--no-deps", *STACK, external=True)
     node = ("node", "tools/wasm.mjs", str(pyodide), str(site))

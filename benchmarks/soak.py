@@ -99,7 +99,7 @@ def verbs(registry: Any, count: int, seed: int = 0) -> list[Sample]:
 
 
 def steps(folder: str, count: int, patched: bool, compiled: bool) -> list[Sample]:
-    """Rounds of two training steps with the patches and two without; ``compiled``: a layer is, each time in one of five."""
+    """Rounds of two training steps with the patches and two without; ``compiled``: a layer too, in one of five."""
     import torch
 
     import patches

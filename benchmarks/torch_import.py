@@ -74,8 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     times[folder].append(milliseconds(source, folder))
             before, after = (times[folder] for folder in folders)
             added = median(b - a for a, b in zip(before, after))
-            rows.append((what, *(f"{ms:.2f}" for ms in (median(before), median(after), added, min(after) - min(before)))))
-    print(markdown(("CPU time in ms", "without, median", "with, median", "pairwise difference, median", "of the fastest"), rows))
+            figures = (median(before), median(after), added, min(after) - min(before))
+            rows.append((what, *(f"{ms:.2f}" for ms in figures)))
+    head = ("CPU time in ms", "without, median", "with, median", "pairwise difference, median", "of the fastest")
+    print(markdown(head, rows))
     return 0
 
 

@@ -1,8 +1,9 @@
 """The automatic path: what happens when an import calls our entry point.
 
-That is bitsandbytes', or the first of transformers, peft, accelerate and torchao after torch. It never raises into that import, whatever a logging handler does. One INFO line when something was applied, a
-WARNING for a conflict or a failure (an ERROR with ``PATCHES_STRICT``) and for compiled code that could not be
-forgotten, nothing else; logger ``bnb_patches``.
+That is bitsandbytes', or the first of transformers, peft, accelerate and torchao after torch. It never raises into
+that import, whatever a logging handler does. One INFO line when something was applied, a WARNING for a conflict or a
+failure (an ERROR with ``PATCHES_STRICT``) and for compiled code that could not be forgotten, nothing else; logger
+``bnb_patches``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Settings:
     """What the environment asks for. A value that means nothing is a warning, and the default holds."""
 
     autoload: bool = True
-    """``PATCHES_AUTOLOAD``: repair when bitsandbytes is imported."""
+    """``PATCHES_AUTOLOAD``: repair when what is repaired is imported."""
     strict: bool = False
     """``PATCHES_STRICT``: ``patches.apply()`` raises on a conflict; the automatic path logs an error."""
     untested: bool = False

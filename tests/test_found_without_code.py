@@ -89,7 +89,8 @@ def test_torchs_own_switch_is_obeyed(probe):
 def test_a_broken_installation_does_not_reach_the_import(probe, tmp_path, file):
     (tmp_path / "bnb_patches_autoload.py").write_text((ROOT / "bnb_patches_autoload.py").read_text())
     imports = (ROOT / "patches" / "engine" / "imports.py").read_text()
-    sources = {"__init__.py": "", "autoload.py": "", "engine/imports.py": imports, file: "raise ImportError('half installed')"}
+    sources = {"__init__.py": "", "autoload.py": "", "engine/imports.py": imports}
+    sources[file] = "raise ImportError('half installed')"
     for name, text in sources.items():
         (tmp_path / "patches" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "patches" / name).write_text(text)

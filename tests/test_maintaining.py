@@ -29,7 +29,7 @@ def row(status: Status, *said: bool | None) -> dict:
     ids=["tested_up_to was raised", "nothing was done"],
 )
 def test_a_repair_of_upstream_that_was_forgotten_is_told_with_the_file_to_change(status, verdict):
-    """tests/test_contract.py fails on both, with these words: the release no longer has the defect, its range goes on."""
+    """tests/test_contract.py fails on both, with these words: the defect is gone, and the range goes on."""
     repaired = row(status, *[False] * (4 if status is Status.AVAILABLE else 1))
     assert repaired["verdict"] == verdict and repaired["findings"]
     said = drift.forgotten(repaired)

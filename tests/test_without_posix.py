@@ -1,4 +1,4 @@
-"""Windows and macOS are users' machines too: nothing that only POSIX has is needed to import, apply, report and revert."""
+"""Windows and macOS are users' machines too: nothing that only POSIX has is needed to import, apply and revert."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ def expect(true: bool, otherwise: str) -> None:
 
 def run(*command: str | Path, cwd: Path | None = None, with_errors: bool = False, **environ: str) -> str:
     """What ``command`` prints, on standard error too if asked for. Raises ``Failed`` with the end of it if it fails."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("PATCHES_")}
+    ours = {name for name in os.environ if name == "PYTHONPATH" or name.startswith("PATCHES_")}
+    clean = {name: value for name, value in os.environ.items() if name not in ours}
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env={**clean, **environ}, capture_output=True, text=True)
     both = f"{done.stdout}\n{done.stderr}"

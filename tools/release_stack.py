@@ -1,4 +1,4 @@
-"""An environment with the stack of this one and without this plugin: to install a wheel into, and to see what it does."""
+"""An environment with the stack of this one and without this plugin: to install a wheel into, and see what it does."""
 
 from __future__ import annotations
 
