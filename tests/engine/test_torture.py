@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
@@ -37,6 +38,8 @@ def test_every_return_on_toys(toys, verb, cold):
 @pytest.mark.parametrize("verb", ["apply", "revert"])
 def test_every_seventh_bytecode_on_toys(toys, verb):
     total = count(toys, verb, fine=True)
+    if not total and sys.version_info[:2] == (3, 12):
+        pytest.skip("the first releases of Python 3.12 tell a tracer of no bytecode")
     assert torture(toys, verb, iter(range(1, total + 1, 7)), fine=True)
 
 
