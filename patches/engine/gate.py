@@ -84,9 +84,9 @@ def packages(patch: Patch) -> list[str]:
 
 def satisfied(requirements: str) -> bool:
     """Whether what is installed meets PEP 508 requirements joined by " and "; absent packages meet none."""
-    for parsed in map(_parsed, requirements.split(" and ")):
-        version = installed(parsed.name)
-        if version is None or not _contains(parsed, version):
+    for text in requirements.split(" and "):
+        version = installed(_parsed(text).name)
+        if version is None or not _contains(text, version):
             return False
     return True
 
@@ -102,9 +102,9 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     for name, found in versions.items():
         if found is None:
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
-    for requirement in requirements:
+    for text, requirement in zip(patch.requires, requirements):
         version = str(versions[requirement.name])
-        if not _contains(requirement, version):
+        if not _contains(text, version):
             reason = f"{requirement.name} {version} is outside {requirement.specifier}"
             return Verdict(Status.NOT_AFFECTED, reason, versions)
     package, version = requirements[0].name, str(versions[requirements[0].name])
@@ -118,7 +118,8 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     return Verdict(Status.AVAILABLE, "", versions)
 
 
-def _contains(requirement: Requirement, version: str) -> bool:
+@functools.lru_cache(maxsize=None)
+def _contains(requirement: str, version: str) -> bool:
     """Liberal about source builds: 0.50.0.dev0 may or may not have what came in 0.50.0.
 
     It is taken to lie on both sides; the match of the source decides.
@@ -127,7 +128,7 @@ def _contains(requirement: Requirement, version: str) -> bool:
         parsed = Version(version)
     except InvalidVersion:
         return False
-    for specifier in requirement.specifier:
+    for specifier in _parsed(requirement).specifier:
         if specifier.operator == "<":  # PEP 440 would exclude the pre-releases of the bound
             if not parsed < Version(specifier.version):
                 return False

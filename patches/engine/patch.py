@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -86,9 +87,14 @@ class Patch:
     @property
     def package(self) -> str:
         """Name of the distribution that is repaired, the first of ``requires``."""
-        from packaging.requirements import Requirement
+        return _name_of(self.requires[0])
 
-        return Requirement(self.requires[0]).name
+
+@functools.lru_cache(maxsize=None)
+def _name_of(requirement: str) -> str:
+    from packaging.requirements import Requirement
+
+    return Requirement(requirement).name
 
 
 def unknown(patch_id: str, known: Iterable[str]) -> str:

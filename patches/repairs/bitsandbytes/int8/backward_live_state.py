@@ -65,11 +65,13 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
 
     What the gradient of the weight needs, if that is trained, is saved in any case.
     """
+    needs = ctx.needs_input_grad
     # Codes of a weight that is float are those of no parameter.
-    if ctx.needs_input_grad[1] or state.has_fp16_weights or not kept_weights.is_resident(B):
+    if needs[1] or state.has_fp16_weights or not kept_weights.is_resident(B):
         _save(ctx, B, state, (CAt, subA, SCAt, idx, A))
-    else:
-        ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, (None, None, None), (None, None), None
+        return
+    ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, (None, None, None), (None, None), None
+    if needs[0]:
         CB, SCB = state.CB, state.SCB
         ctx._patches_noted = (CB, SCB, B), _versions(CB, SCB, B)
 
