@@ -5,7 +5,7 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-.PHONY: demo demo-compile test test-all oldest verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
+.PHONY: demo demo-compile lint test test-all oldest verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## LoRA on a model with half of its layers on disk: without the plugin, then with it
@@ -14,8 +14,11 @@ demo: .venv/.demo  ## LoRA on a model with half of its layers on disk: without t
 demo-compile: .venv/.demo .bnb/0.49.2  ## 4-bit QLoRA, compiled cold, on the last release that cannot do it alone
 	PYTHONPATH=.bnb/0.49.2 $(PY) examples/qlora_compile.py
 
-test: .venv/.dev  ## the suite, against four releases of bitsandbytes
-	$(PY) -m nox --session tests
+lint: .venv/.dev  ## the rules of style that pyproject.toml states
+	$(PY) -m nox --session lint
+
+test: .venv/.dev  ## rules of style, then the suite, against four releases of bitsandbytes
+	$(PY) -m nox --session lint tests
 
 test-all: .venv/.dev  ## the suite, against every release that a patch was written for
 	$(PY) -m nox --session tests_all

@@ -65,6 +65,12 @@ nox.options.error_on_missing_interpreters = True
 
 
 @nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """The rules of style that pyproject.toml states."""
+    session.run(sys.executable, "-m", "ruff", "check", "--no-cache", external=True)
+
+
+@nox.session(venv_backend="none")
 @nox.parametrize("bnb", SHORT, ids=SHORT)
 def tests(session: nox.Session, bnb: str) -> None:
     """The suite on four releases of bitsandbytes. Arguments after ``--`` go to pytest."""

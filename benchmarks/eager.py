@@ -29,7 +29,7 @@ TARGETS = {"step": 1.01, "forward": 3.0, "forward and backward": 5.0}
 
 def measure(size: Size, *, pairs: int, rounds: int, tell: Callable[[str], None]) -> dict[str, Any]:
     """``cases`` and ``calls`` by name; in each, for each pair, what :func:`_pair` found."""
-    found = [_pair(size, rounds, lambda text: tell(f"pair {turn + 1} of {pairs}: {text}")) for turn in range(pairs)]
+    found = [_pair(size, rounds, lambda text, turn=turn: tell(f"pair {turn + 1} of {pairs}: {text}")) for turn in range(pairs)]
     return {kind: {name: [one[kind][name] for one in found] for name in found[0][kind]} for kind in ("cases", "calls")}
 
 

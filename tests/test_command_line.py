@@ -50,7 +50,7 @@ def shell(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_the_exit_code_of_verify(monkeypatch, capsys, ok):
-    row = Row("a", "ok" if ok else "wrong", "", {phase: (True, "measured") for phase in PHASES})
+    row = Row("a", "ok" if ok else "wrong", "", dict.fromkeys(PHASES, (True, "measured")))
     monkeypatch.setattr(verification, "verify", lambda *a, **k: Verification((row,)))
     assert main(["verify"]) == (0 if ok else 1)
     assert "measured" in capsys.readouterr().out

@@ -11,7 +11,6 @@ import json
 
 import pytest
 
-import patches
 from patches import REGISTRY
 from patches.engine import gate
 from patches.engine.edits import Rewrite, module_of

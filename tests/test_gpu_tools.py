@@ -17,7 +17,7 @@ FILES = ["bitsandbytes/__init__.py", *(f"bitsandbytes/libbitsandbytes_{name}.so"
 def wheel(tmp_path):
     path = tmp_path / "bitsandbytes-0.0.1-py3-none-any.whl"
     info = "bitsandbytes-0.0.1.dist-info"
-    texts = {name: "" for name in FILES}
+    texts = dict.fromkeys(FILES, "")
     texts[f"{info}/METADATA"] = "Metadata-Version: 2.1\nName: bitsandbytes\nVersion: 0.0.1\n"
     texts[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     texts[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*texts, f"{info}/RECORD"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, Union
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class DeleteAttribute:
     when: str = ""
 
 
-Edit = Union[Rewrite, SetAttribute, DeleteAttribute]
+Edit = Rewrite | SetAttribute | DeleteAttribute
 
 
 def module_of(edit: Edit) -> str:

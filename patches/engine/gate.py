@@ -118,7 +118,7 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     return Verdict(Status.AVAILABLE, "", versions)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _contains(requirement: str, version: str) -> bool:
     """Liberal about source builds: 0.50.0.dev0 may or may not have what came in 0.50.0.
 

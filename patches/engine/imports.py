@@ -129,7 +129,7 @@ class _Watched:
 _WAITING = "_patches_waiting"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _watched(cls: type) -> type:
     return type(cls.__name__, (_Watched, cls), {})
 

@@ -65,7 +65,7 @@ def occurrences(source: Source, text: str) -> int:
     return len(_runs(_places(source.parse()[1]), list(_pattern(text, text)[0])))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _pattern(find_text: str, replace_text: str) -> tuple[tuple[ast.AST, ...], bool]:
     """What to find, and whether it is an expression that gives way to another; else it is statements."""
     find, replace = (ast.parse(textwrap.dedent(text)).body for text in (find_text, replace_text))

@@ -90,7 +90,7 @@ class Patch:
         return _name_of(self.requires[0])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _name_of(requirement: str) -> str:
     from packaging.requirements import Requirement
 

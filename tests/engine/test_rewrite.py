@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 
-from patches.engine import locate, match
+from patches.engine import match
 from patches.engine.edits import Rewrite
 from patches.engine.report import Status
 from patches.engine.match import check

@@ -65,9 +65,7 @@ def dispatched(model: Any) -> Any:
     """The second layer on the disk, the head in CPU memory; both run on the CPU."""
     import accelerate
 
-    map_ = {
-        name: "cpu" for name in ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
-    }
+    map_ = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     folder = tempfile.mkdtemp()
     accelerate.dispatch_model(
         model, {**map_, "model.layers.1": "disk"}, main_device="cpu", offload_dir=folder, force_hooks=True

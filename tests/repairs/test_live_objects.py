@@ -26,7 +26,7 @@ def test_modules_and_tensors_by_class_and_below():
     layer.weight = weight = _Weight(torch.zeros(2, 2))
     linears = alive.instances(torch.nn.Linear)
     assert any(x is layer for x in linears) and any(x is other for x in linears)
-    assert [x for x in alive.instances(_Layer)] == [layer]
+    assert list(alive.instances(_Layer)) == [layer]
     assert len(alive.instances(_Weight)) == 1 and alive.instances(_Weight)[0] is weight
 
 

@@ -88,7 +88,7 @@ def test_one_layer_alone(make, ids):
     expected = copy.deepcopy(layer)(X)
     with patches.applied(*ids):
         for strict in (True, False):
-            layer.load_state_dict({n: p for n, p in layer.named_parameters()}, strict=strict)
+            layer.load_state_dict(dict(layer.named_parameters()), strict=strict)
             assert torch.equal(layer(X), expected)
 
 

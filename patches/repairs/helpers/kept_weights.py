@@ -48,7 +48,7 @@ def is_resident(parameter: Any) -> bool:
     return not (_brought and (known := _brought.get(id(parameter))) is not None and known() is parameter)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _is_parameter(cls: type) -> bool:
     import torch
 

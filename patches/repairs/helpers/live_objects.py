@@ -58,7 +58,8 @@ def _family(kind: type) -> list[type]:
     """``kind`` and every class below it."""
     found = [kind]
     for cls in found:
-        found += [below for below in cls.__subclasses__() if below not in found]
+        subclasses: list[type] = type.__subclasses__(cls)
+        found += [below for below in subclasses if below not in found]
     return found
 
 

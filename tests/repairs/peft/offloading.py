@@ -46,7 +46,7 @@ def whole(base: Path, kind: str, device: str = "cpu") -> Any:
 
 def device_map(device: str) -> dict[str, str]:
     """The first layer on ``device``, the second on disk, the head in CPU memory."""
-    map_ = {name: device for name in ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb")}
+    map_ = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), device)
     return {**map_, "model.layers.1": "disk", "lm_head": "cpu"}
 
 

@@ -90,7 +90,7 @@ def _versions(CB: Tensor, SCB: Tensor, B: Tensor) -> tuple[int, int, int] | None
         return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _without_torch_function() -> Any:
     import torch
 

@@ -125,6 +125,6 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors count none
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _odd_numbers(count: int) -> numpy.ndarray:
     return numpy.random.default_rng(count).integers(-(2**62), 2**62, count, dtype=numpy.int64) * 2 + 1

@@ -163,7 +163,7 @@ def test_refilling_a_weight_before_backward_raises_torchs_own_error(training, re
 
 
 def test_two_forwards_before_one_backward_each_keep_their_weight():
-    first, second = linear(bias=False), linear(bias=False).requires_grad_(False)
+    first = linear(bias=False)
     torch.manual_seed(1)
     other = bnb.nn.Int8Params(torch.randn(96, 64), requires_grad=False).to("cpu")
     x = torch.randn(4, 64)

@@ -95,10 +95,10 @@ def test_a_weight_without_scales_takes_the_old_path(device):
 
     layer = layer_of(device)
     x = torch.randn(2, 64, device=device)
-    for change in (lambda l: setattr(l.weight, "SCB", None), lambda l: setattr(l.state, "has_fp16_weights", True)):
+    for change in (lambda it: setattr(it.weight, "SCB", None), lambda it: setattr(it.state, "has_fp16_weights", True)):
         changed = copy.deepcopy(layer)
         changed.weight.CB, changed.weight.SCB = layer.weight.CB, layer.weight.SCB
-        probe = torch.compile(lambda x, l=changed: traced(l, x) is None, fullgraph=True, backend="eager")
+        probe = torch.compile(lambda x, it=changed: traced(it, x) is None, fullgraph=True, backend="eager")
         assert probe(x) is False
         change(changed)
         torch.compiler.reset()
