@@ -68,17 +68,12 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
     needs = ctx.needs_input_grad
     # Codes of a weight that is float are those of no parameter.
     if needs[1] or state.has_fp16_weights or not kept_weights.is_resident(B):
-        _save(ctx, B, state, (CAt, subA, SCAt, idx, A))
+        _save(ctx, B, state, CAt, subA, SCAt, idx, A)
         return
     ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, (None, None, None), (None, None), None
     if needs[0]:
         CB, SCB = state.CB, state.SCB
         ctx._patches_noted = (CB, SCB, B), _versions(CB, SCB, B)
-
-
-def _keep_traced(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: Any, A: Any) -> None:
-    """The same in a trace, which keeps nothing by reference."""
-    _save(ctx, B, state, (CAt, subA, SCAt, idx, A))
 
 
 def _versions(CB: Tensor, SCB: Tensor, B: Tensor) -> tuple[int, int, int] | None:
@@ -97,10 +92,14 @@ def _without_torch_function() -> Any:
     return torch._C.DisableTorchFunctionSubclass
 
 
-def _save(ctx: Any, B: Tensor, state: Any, operands: tuple[Tensor | None, ...]) -> None:
-    """Save codes and scales of ``state``, and ``operands`` if the weight is trained, where hooks see them."""
+def _save(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: Any, A: Any) -> None:
+    """Save codes and scales of ``state``, and the rest if the weight is trained, where hooks see them.
+
+    A trace always does: it keeps nothing by reference.
+    """
     CB, SCB = (state.CB, state.SCB) if ctx.needs_input_grad[0] else (None, None)
-    CAt, subA, SCAt, idx, A = operands if ctx.needs_input_grad[1] else (None,) * 5
+    if not ctx.needs_input_grad[1]:
+        CAt = subA = SCAt = idx = A = None
     if kept_weights.savable(CB, SCB, CAt, subA, SCAt, idx, A):
         ctx.save_for_backward(_codes(B, CB), SCB, CAt, subA, SCAt, idx, A)
         ctx.state = ctx.tensors = ctx.tensor_states = ctx.A = _ELSEWHERE
@@ -174,10 +173,9 @@ def defect() -> Finding:
 _LT = "bitsandbytes.autograd._functions:MatMul8bitLt"
 _FP = "bitsandbytes.autograd._functions:MatMul8bitFp"
 _SINCE_FP = "bitsandbytes>=0.47"
-_KEEP = "(_patches_keep_int8_traced if torch.compiler.is_compiling() else _patches_keep_int8)"
+_KEEP = "(_patches_save_int8 if torch.compiler.is_compiling() else _patches_keep_int8)"
 _NAMES = {
-    "_patches_keep_int8": _keep, "_patches_keep_int8_traced": _keep_traced, "_patches_recall_int8": _recall,
-    "_patches_half": _half,
+    "_patches_keep_int8": _keep, "_patches_save_int8": _save, "_patches_recall_int8": _recall, "_patches_half": _half,
 }  # fmt: skip
 
 
