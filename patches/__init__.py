@@ -90,7 +90,8 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     """Run the reproducers of the named patches, or of all, in fresh processes.
 
     Each without its patch, with it alone, with all patches together, and after everything was taken out. It may be
-    called anywhere: in a script without a main guard, a notebook, a thread. The processes end with the call.
+    called anywhere: in a script without a main guard, a notebook, a thread. The processes end with the call, also where
+    an exception or Ctrl-C ends it.
 
     Parameters
     ----------
@@ -105,6 +106,8 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
         An id is unknown.
     ValueError
         ``jobs`` is less than one.
+    NoInterpreter
+        This program is frozen: there is no Python to start.
     """
     from .features.verify import verify
 

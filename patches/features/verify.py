@@ -85,27 +85,7 @@ class Verification:
 
 
 def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
-    """Run the reproducers of the named patches, or of all, each phase in its own fresh process.
-
-    It may be called anywhere: in a script without a main guard, a notebook, a thread. The processes end with
-    the call, also where an exception or Ctrl-C ends it.
-
-    Parameters
-    ----------
-    jobs:
-        How many processes at a time; by default as many as there are processors, at most four.
-    progress:
-        Show a progress bar on standard error, if tqdm is installed.
-
-    Raises
-    ------
-    KeyError
-        An id is unknown.
-    ValueError
-        ``jobs`` is less than one.
-    NoInterpreter
-        This program is frozen: there is no Python to start.
-    """
+    """:func:`patches.verify`: each phase of each reproducer in its own fresh process."""
     from .. import REGISTRY
 
     if jobs is not None and jobs < 1:
