@@ -6,6 +6,7 @@ that gave it; ``make figures`` measures the others again.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import json
@@ -35,8 +36,9 @@ def read() -> dict[str, Figure]:
 
 
 def digest(patch: Patch) -> str:
-    """Of the source of its reproducer."""
-    return hashlib.sha256(inspect.getsource(patch.defect).encode()).hexdigest()[:16]
+    """Of its reproducer as a program: how the source is laid out does not count."""
+    program = ast.unparse(ast.parse(inspect.getsource(patch.defect)))
+    return hashlib.sha256(program.encode()).hexdigest()[:16]
 
 
 def measure(ids: Sequence[str]) -> dict[str, Figure]:
