@@ -68,6 +68,7 @@ nox.options.error_on_missing_interpreters = True
 def lint(session: nox.Session) -> None:
     """The rules of style that pyproject.toml states."""
     session.run(sys.executable, "-m", "ruff", "check", "--no-cache", external=True)
+    session.run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", external=True)
 
 
 @nox.session(venv_backend="none")

@@ -16,7 +16,9 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = str(function)
-        self.count += name.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.")) or ("bitsandbytes" in name and "mm" in name)
+        self.count += name.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.")) or (
+            "bitsandbytes" in name and "mm" in name
+        )
         return function(*args, **(kwargs or {}))
 
 

@@ -29,7 +29,10 @@ TARGETS = {"step": 1.01, "forward": 3.0, "forward and backward": 5.0}
 
 def measure(size: Size, *, pairs: int, rounds: int, tell: Callable[[str], None]) -> dict[str, Any]:
     """``cases`` and ``calls`` by name; in each, for each pair, what :func:`_pair` found."""
-    found = [_pair(size, rounds, lambda text, turn=turn: tell(f"pair {turn + 1} of {pairs}: {text}")) for turn in range(pairs)]
+    found = [
+        _pair(size, rounds, lambda text, turn=turn: tell(f"pair {turn + 1} of {pairs}: {text}"))
+        for turn in range(pairs)
+    ]
     return {kind: {name: [one[kind][name] for one in found] for name in found[0][kind]} for kind in ("cases", "calls")}
 
 
@@ -45,7 +48,11 @@ def _pair(size: Size, rounds: int, tell: Callable[[str], None]) -> dict[str, Any
                 tell(case.name)
                 for state, process in pair.items():
                     configuration = Configuration(state, patched=state == "patched", compiled=False)
-                    _ask(process, "job", Job(case, size, configuration, "cpu", "float32", "", str(folder / "model")).to_dict())
+                    _ask(
+                        process,
+                        "job",
+                        Job(case, size, configuration, "cpu", "float32", "", str(folder / "model")).to_dict(),
+                    )
                     problems = _ask(process, "start")["problems"]
                     if problems:
                         raise RuntimeError(f"not all patches are in: {problems}")

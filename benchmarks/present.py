@@ -74,7 +74,13 @@ def _ratios(name: str, results: dict[str, dict[str, Any]], size: str) -> str:
     one, other = (results.get(f"{state} compiled", {}) for state in ("patched", "unpatched"))
     if "error" not in one and "error" not in other and one and other:
         first = (_number(one[key] / other[key]) for key in ("first_s", "first_cpu_s"))
-        rows.append(("first call, patched compiled / unpatched compiled", *first, "0.50" if target and name == "nf4-checkpoint" else ""))
+        rows.append(
+            (
+                "first call, patched compiled / unpatched compiled",
+                *first,
+                "0.50" if target and name == "nf4-checkpoint" else "",
+            )
+        )
     if limit := results.get("patched eager", {}).get("limit"):
         rows.insert(1, ("the same, if all that Inductor can compile took no time", "", _number(limit), ""))
     return markdown(("ratio", "of seconds", "of CPU seconds", "target"), rows)

@@ -78,7 +78,13 @@ class Worker:
         self._forget_peak()
         seconds, cpu, loss = self._step()
         memory = self._peak()
-        return {"first_s": seconds, "first_cpu_s": cpu, "loss": loss, "first_peak_mib": memory, **self._graphs("first_")}
+        return {
+            "first_s": seconds,
+            "first_cpu_s": cpu,
+            "loss": loss,
+            "first_peak_mib": memory,
+            **self._graphs("first_"),
+        }
 
     def steps(self, count: int) -> dict[str, Any]:
         """``count`` steps: how many seconds each took, and how many of the processor's."""
@@ -115,7 +121,9 @@ class Worker:
         """Microseconds of small calls, by name."""
         if self.small is None:
             self.small = cost.subjects(self.job.device)
-        return {name: cost.microseconds(call, self.job.device, budget=0.002, loops=20) for name, call in self.small.items()}
+        return {
+            name: cost.microseconds(call, self.job.device, budget=0.002, loops=20) for name, call in self.small.items()
+        }
 
     def _as_on_a_gpu(self) -> None:
         # On a CPU bitsandbytes takes another function, which knows no outliers; measured is that of a GPU.
@@ -153,7 +161,9 @@ class Worker:
         model = prepare_model_for_kbit_training(
             model, use_gradient_checkpointing=case.checkpointing, gradient_checkpointing_kwargs=kind
         )
-        lora = LoraConfig(r=8, target_modules=list(case.targets) or "all-linear", use_dora=case.dora, task_type="CAUSAL_LM")
+        lora = LoraConfig(
+            r=8, target_modules=list(case.targets) or "all-linear", use_dora=case.dora, task_type="CAUSAL_LM"
+        )
         return get_peft_model(model, lora).train()
 
     def _step(self) -> tuple[float, float, float]:

@@ -114,9 +114,7 @@ def offloaded(folder: Path, kind: str, args: argparse.Namespace) -> PreTrainedMo
         options = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}, **KINDS[kind]}
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
         away = tempfile.mkdtemp(dir=folder.parent)
-        model = dispatch_model(
-            model, device_map(args), main_device=args.device, offload_dir=away, force_hooks=True
-        )
+        model = dispatch_model(model, device_map(args), main_device=args.device, offload_dir=away, force_hooks=True)
     return prepared(model, kind, args)
 
 

@@ -105,7 +105,10 @@ def test_the_table_of_eager_costs_says_ratio_and_difference():
 
     both = {"unpatched": counts(26, 0), "patched": counts(28, 2**20)}
     one = {"text": "a case", "cpu_s": {"unpatched": [1.0, 2.0, 4.0], "patched": [1.1, 2.0, 4.8]}, "counts": both}
-    calls = {"a forward": [{"unpatched": 10.0, "patched": 12.5}], "forward and backward": [{"unpatched": 10.0, "patched": 9.0}]}
+    calls = {
+        "a forward": [{"unpatched": 10.0, "patched": 12.5}],
+        "forward and backward": [{"unpatched": 10.0, "patched": 9.0}],
+    }
     text = eager.table({"cases": {"a": [one]}, "calls": calls})
     assert "1.100 (1.100 to 1.100)" in text and "+2.5 (+2.5 to +2.5)" in text and "-1.0" in text
     row = next(line for line in text.splitlines() if line.startswith("| a case"))

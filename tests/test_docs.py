@@ -159,7 +159,9 @@ def source(file: str) -> bytes | mmap.mmap:
 
 def anchors(text: str) -> set[str]:
     """Of the headings of a page, as GitHub and MyST make them."""
-    titles = re.findall(r"^#{1,3} (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    titles = re.findall(
+        r"^#{1,3} (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 

@@ -10,7 +10,10 @@ import pytest
 
 from tools import gpu, gpu_wheels
 
-FILES = ["bitsandbytes/__init__.py", *(f"bitsandbytes/libbitsandbytes_{name}.so" for name in ("cpu", "cuda118", "cuda128", "rocm64"))]
+FILES = [
+    "bitsandbytes/__init__.py",
+    *(f"bitsandbytes/libbitsandbytes_{name}.so" for name in ("cpu", "cuda118", "cuda128", "rocm64")),
+]
 
 
 @pytest.fixture
@@ -31,9 +34,23 @@ def test_a_wheel_with_one_cuda_library_installs(wheel, tmp_path):
     (tmp_path / "slim").mkdir()
     slim = gpu_wheels.slim(wheel, tmp_path / "slim", {"cpu", "cuda128"}.__contains__)
     site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site), str(slim)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(slim),
+    ]
     subprocess.run(install, check=True, capture_output=True)
-    assert sorted(path.name for path in (site / "bitsandbytes").glob("*.so")) == ["libbitsandbytes_cpu.so", "libbitsandbytes_cuda128.so"]
+    assert sorted(path.name for path in (site / "bitsandbytes").glob("*.so")) == [
+        "libbitsandbytes_cpu.so",
+        "libbitsandbytes_cuda128.so",
+    ]
     assert "rocm" not in next(site.glob("*.dist-info/RECORD")).read_text()
 
 

@@ -42,7 +42,13 @@ def test_the_skeleton_is_found_and_red(tmp_path):
     (tmp_path / "tests" / "repairs" / "peft").mkdir(parents=True)
 
     def run(*command):
-        return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=tmp_path, env={"PATCHES_AUTOLOAD": "0"})
+        return subprocess.run(
+            [sys.executable, "-m", *command],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"PATCHES_AUTOLOAD": "0"},
+        )
 
     assert run("tools.new_patch", "peft-adapters-fall-off").returncode == 0
     assert run("tools.new_patch", "peft-adapters-fall-off").returncode == 2, "never written over"

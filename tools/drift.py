@@ -23,8 +23,10 @@ CONFLICT = "the source changed where the patch edits it. Write an edit for the n
 FAILED = "applying it raised, and all of it was undone. See `python -m patches diff {id}`."
 FITS = "the defect is still there and the edits fit: raise `tested_up_to`, then run `python -m patches verify {id}`."
 FIXED = "the defect is gone ({figure}): end the range in `requires` before this release."
-NOT_SHOWN = "its reproducer breaks off or finds nothing without the patch, on a release of {package} that has the defect: \
+NOT_SHOWN = (
+    "its reproducer breaks off or finds nothing without the patch, on a release of {package} that has the defect: \
 find which other package changed, and name it in `requires` or adapt `defect()`."
+)
 NOT_REPAIRED = "it goes in, and its reproducer contradicts it. Find which other package changed; adapt the patch."
 OUTSIDE = "the defect is there outside of the range in `requires`: widen it."
 FORGOTTEN = "If {package} {version} repairs it, end the range in `requires` before that release: one line in {file}."

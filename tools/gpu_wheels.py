@@ -18,7 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 64
 """MiB that fit through what carries the folder."""
-BESIDE = ("packaging", "pytest", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig", "hypothesis", "sortedcontainers")
+BESIDE = (
+    "packaging",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "execnet",
+    "pluggy",
+    "iniconfig",
+    "hypothesis",
+    "sortedcontainers",
+)
 LIBRARY = re.compile(r"bitsandbytes/libbitsandbytes_(?P<kind>[a-z]+)(?P<version>\d*)\.")
 
 
@@ -30,7 +40,9 @@ def slim(wheel: Path, folder: Path, wanted: Callable[[str], bool]) -> Path:
     with zipfile.ZipFile(wheel) as source:
         kept = [name for name in source.namelist() if _stays(name, wanted)]
         if not any((found := LIBRARY.match(name)) and found["kind"] != "cpu" for name in kept):
-            there = sorted(found["kind"] + found["version"] for name in source.namelist() if (found := LIBRARY.match(name)))
+            there = sorted(
+                found["kind"] + found["version"] for name in source.namelist() if (found := LIBRARY.match(name))
+            )
             raise ValueError(f"{wheel.name} holds no such library; there are {', '.join(there) or 'none'}")
         with zipfile.ZipFile(folder / wheel.name, "w", zipfile.ZIP_DEFLATED) as target:
             for name in kept:
@@ -72,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
     size = sum(path.stat().st_size for path in options.output.iterdir()) / 2**20
-    print(f"{options.output}: {size:.0f} MiB" + (f", over the {LIMIT} that fit: name fewer --cuda" if size > LIMIT else ""))
+    print(
+        f"{options.output}: {size:.0f} MiB"
+        + (f", over the {LIMIT} that fit: name fewer --cuda" if size > LIMIT else "")
+    )
     return int(size > LIMIT)
 
 

@@ -80,10 +80,16 @@ def files(patch_id: str, inside: str = "") -> dict[Path, str]:
     packages.remove("helpers")
     package, _, name = patch_id.partition("-")
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", patch_id) or package not in packages:
-        raise ValueError(f"{patch_id!r} is no id: <package>-<what-goes-wrong>, the package one of {', '.join(packages)}")
-    folders = sorted(path.name for path in (ROOT / "patches" / "repairs" / package).iterdir() if (path / "__init__.py").exists())
+        raise ValueError(
+            f"{patch_id!r} is no id: <package>-<what-goes-wrong>, the package one of {', '.join(packages)}"
+        )
+    folders = sorted(
+        path.name for path in (ROOT / "patches" / "repairs" / package).iterdir() if (path / "__init__.py").exists()
+    )
     if inside not in (folders or [""]):
-        raise ValueError(f"{package} has the folders {', '.join(folders) or 'none'}: say IN={folders[0] if folders else ''}")
+        raise ValueError(
+            f"{package} has the folders {', '.join(folders) or 'none'}: say IN={folders[0] if folders else ''}"
+        )
     place = Path("repairs", package, inside)
     stem = name.removeprefix(f"{inside.replace('_', '')}-").replace("-", "_")
     values = {"id": patch_id, "package": package, "dots": "." * (len(place.parts) + 1)}
@@ -109,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, text in new.items():
         (ROOT / path).write_text(text)
         print(path)
-    print(f"then: what a user sees, in docs/symptoms.json; python -m patches verify {options.id}, make figures, make readme,")
+    print(
+        f"then: what a user sees, in docs/symptoms.json; python -m patches verify {options.id}, make figures, make readme,"
+    )
     print("make test, and a line in CHANGELOG.md")
     return 0
 

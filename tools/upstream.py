@@ -24,13 +24,20 @@ def outcomes(tests: Path, patched: bool, arguments: Sequence[str]) -> dict[str, 
     """Every test that ran, and what came of it: ``passed``, ``skipped`` or the first line of what it raised."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "outcomes.xml"
-        environ = {**os.environ, "BNB_TEST_DEVICE": "cpu", "PATCHES_AUTOLOAD": str(int(patched)), "OMP_NUM_THREADS": "1"}
+        environ = {
+            **os.environ,
+            "BNB_TEST_DEVICE": "cpu",
+            "PATCHES_AUTOLOAD": str(int(patched)),
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--junitxml", str(log)]
         done = subprocess.run([*command, *arguments, tests.name], cwd=tests.parent, env=environ,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
         if not log.exists() or done.returncode > 1:
             sys.exit(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}")
-        return {f"{case.get('classname')}::{case.get('name')}": _outcome(case) for case in ET.parse(log).iter("testcase")}
+        return {
+            f"{case.get('classname')}::{case.get('name')}": _outcome(case) for case in ET.parse(log).iter("testcase")
+        }
 
 
 def _outcome(case: ET.Element) -> str:
@@ -68,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, before, after in differences(*results):
         known = next((why for test, why in EXPECTED.items() if f"::{test}" in name), "")
         bad += not known
-        print(f"{name}\n    unpatched  {before}\n    patched    {after}" + (f"\n    expected: it {known}" if known else ""))
+        print(
+            f"{name}\n    unpatched  {before}\n    patched    {after}"
+            + (f"\n    expected: it {known}" if known else "")
+        )
     return int(bool(bad))
 
 

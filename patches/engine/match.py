@@ -47,8 +47,7 @@ def rewrite(source: Source, edits: Sequence[Rewrite]) -> CodeType:
         code = compiled(tree, source.code)
     if code.co_freevars != source.code.co_freevars:
         raise Conflict(
-            f"{edits[0].target}: the edit would change the closure from {source.code.co_freevars} "
-            f"to {code.co_freevars}"
+            f"{edits[0].target}: the edit would change the closure from {source.code.co_freevars} to {code.co_freevars}"
         )
     return code
 
@@ -128,9 +127,7 @@ def matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[Match]:
             continue  # made already, for another patch
         found = _runs(places, list(_pattern(edit.find, edit.replace)[0]))
         if len(found) != edit.count:
-            raise Conflict(
-                f"{edit.target}: {brief(edit.find)} stands there {len(found)} times, expected {edit.count}"
-            )
+            raise Conflict(f"{edit.target}: {brief(edit.find)} stands there {len(found)} times, expected {edit.count}")
         for nodes, holder, field in found:
             inside = {id(n) for node in nodes for n in ast.walk(node) if not isinstance(n, _SHARED)}
             if other := next((claimed[i] for i in inside if i in claimed), None):

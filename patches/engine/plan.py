@@ -242,9 +242,7 @@ class Draft:
         return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
 
     def state(self) -> State:
-        return State(
-            self.slots, self.outcomes, self.waiting, self.holders, self.duties, self._retired(), self.notes
-        )
+        return State(self.slots, self.outcomes, self.waiting, self.holders, self.duties, self._retired(), self.notes)
 
     def _retired(self) -> tuple[CodeType, ...]:
         """Code that this change takes out, as long as there are names of it."""

@@ -12,6 +12,7 @@ from .edits import Edit
 from .report import Status
 from .slots import Slot
 
+
 @dataclass(frozen=True, eq=False)
 class Installed:
     """What stands in a slot: the original, the active edits in order with their owners, and what they made.

@@ -25,9 +25,7 @@ def _four_bit(inputs: int, outputs: int, nested: bool, **options: object) -> tor
     return bnb.nn.Linear4bit(inputs, outputs, quant_type="nf4", compress_statistics=nested, **options)
 
 
-def stack(
-    kind: str, device: str | None, count: int = 2, dtype: torch.dtype = torch.float32
-) -> torch.nn.Sequential:
+def stack(kind: str, device: str | None, count: int = 2, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
     """``count`` frozen layers of 64 x 64 with biases, always the same, quantized on ``device``; None: not quantized."""
     torch.manual_seed(0)
     options = {} if "int8" in kind else {"compute_dtype": dtype}

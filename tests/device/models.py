@@ -37,8 +37,15 @@ def save_llama(folder: Path, layers: int = 2, hidden: int = 64, **config: Any) -
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-            num_attention_heads=2, max_position_embeddings=64, initializer_range=0.06, use_cache=False, **config,
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.06,
+            use_cache=False,
+            **config,
         )  # fmt: skip
     )
     for layer in model.model.layers:

@@ -42,9 +42,7 @@ def test_a_package_without_metadata_is_known_once_it_is_imported(write_module, r
 def test_the_module_counts_where_its_metadata_say_something_else(write_module, registry, install):
     write_module("liar.__init__", f"{BODY}\n__version__ = '1.0'\n")
     install("liar", "2.0")
-    r = registry(
-        (Rewrite("liar:f", "x + 1", "x + 2"),), requires=("liar<2",), tested_up_to="9"
-    )
+    r = registry((Rewrite("liar:f", "x + 1", "x + 2"),), requires=("liar<2",), tested_up_to="9")
     assert r.apply()["a"].status is Status.NOT_AFFECTED, "all that is known before the import"
     import liar
 

@@ -31,7 +31,11 @@ def test_apply_is_idempotent_and_revert_is_exact(toy, registry):
     r = registry(
         (Rewrite("toy:plain", "y * 2", "y * 3"),),
         (SetAttribute("toy:Base.new", 5), DeleteAttribute("toy:Base.who")),
-        (SetAttribute("toy:Base.static", over="a - 1", make=lambda o: staticmethod(lambda ctx, a: o.__func__(ctx, a) * 2)),),
+        (
+            SetAttribute(
+                "toy:Base.static", over="a - 1", make=lambda o: staticmethod(lambda ctx, a: o.__func__(ctx, a) * 2)
+            ),
+        ),
     )
     r.apply(strict=True)
     assert toy.Base.new == 5 and not hasattr(toy.Base, "who") and toy.Base.static(None, 5) == 8

@@ -138,6 +138,13 @@ def test_an_error_in_the_midst_of_the_writes(tmp_path, monkeypatch, verb, error)
     """Only an audit hook can raise between two writes: they are one call into C."""
     (tmp_path / "toys.py").write_text("".join(f"def {n}():\n    return 1\n\n\n" for n in ("one", "two", "three")))
     for at in (1, 2, 3):
-        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{AUDITED}", str(at), error, verb]
+        command = [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{AUDITED}",
+            str(at),
+            error,
+            verb,
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"write {at}: {done.stderr}"

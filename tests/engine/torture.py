@@ -32,12 +32,12 @@ PLUGIN = str(Path(patches.__file__).parent)
 ERRORS = (RuntimeError, KeyboardInterrupt, MemoryError, SystemExit)
 
 
-
-
 class Fault:
     """Raises ``error`` at the ``at``-th step inside; counts steps if ``at`` is None."""
 
-    def __init__(self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt, fine: bool = False) -> None:
+    def __init__(
+        self, at: int | None = None, error: type[BaseException] = KeyboardInterrupt, fine: bool = False
+    ) -> None:
         self.at, self.error, self.fine = at, error, fine
         self.count = 0
         self.where = ""

@@ -255,7 +255,9 @@ def trainer(tmp_path, **arguments):
     from transformers import Trainer, TrainingArguments
 
     rows = [{"x": torch.ones(4), "labels": torch.zeros(4)} for _ in range(4)]
-    quiet = dict(report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, max_steps=2, per_device_train_batch_size=1)
+    quiet = dict(
+        report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, max_steps=2, per_device_train_batch_size=1
+    )
     return Trainer(Tiny(), TrainingArguments(str(tmp_path), **quiet, **arguments), train_dataset=rows)
 
 

@@ -95,8 +95,18 @@ def program(
         group = body.__module__.rpartition(".")[2]
         devices_ = ("cpu",) if packs == "only" else tuple(devices)
         made = Program(
-            body, group, tuple(kinds), when, packs, compiles, hands_over, may_raise, unrepaired or {}, crashes,
-            devices_, options
+            body,
+            group,
+            tuple(kinds),
+            when,
+            packs,
+            compiles,
+            hands_over,
+            may_raise,
+            unrepaired or {},
+            crashes,
+            devices_,
+            options,
         )
         assert made.name not in PROGRAMS, f"two programs are named {made.name}"
         assert body.__doc__, f"{made.name} does not say what the user is doing"

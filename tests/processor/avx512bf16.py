@@ -48,9 +48,7 @@ def _gemv(kind: str) -> Any:
     book = torch.tensor(CODES[kind]).bfloat16().float()
 
     def gemv_4bit_inference(m, n, k, x, weight, absmax, out, blocksize, x_stride, out_stride) -> None:
-        m, n, k, blocksize, x_stride, out_stride = (
-            v.value for v in (m, n, k, blocksize, x_stride, out_stride)
-        )
+        m, n, k, blocksize, x_stride, out_stride = (v.value for v in (m, n, k, blocksize, x_stride, out_stride))
         # The kernel would read past its operands, or abort the process.
         if n % TILE or k % blocksize:
             raise RuntimeError(f"the native kernel cannot compute {n} x {k} in blocks of {blocksize}")

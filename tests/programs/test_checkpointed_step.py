@@ -57,7 +57,10 @@ class Products(TorchDispatchMode):
         self.count: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "bitsandbytes" or function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if function.namespace == "bitsandbytes" or function in (
+            torch.ops.aten.mm.default,
+            torch.ops.aten.addmm.default,
+        ):
             self.count[str(function)] += 1
         return function(*args, **(kwargs or {}))
 

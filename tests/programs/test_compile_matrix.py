@@ -77,9 +77,7 @@ def load(folder: str, kind: str, checkpointing: dict | None = None) -> torch.nn.
     quantization = {}
     if kind.startswith("nf4"):
         options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        config = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **options
-        )
+        config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **options)
         quantization = {"quantization_config": config}
     elif kind.startswith("int8"):
         threshold = float(kind.split("-")[1])

@@ -13,6 +13,7 @@ from tests.harm import elsewhere
 
 bnb = pytest.importorskip("bitsandbytes")
 
+
 class Programs:
     """Programs that are saved here, and what they are to return in a process without the plugin."""
 
@@ -50,7 +51,11 @@ def inputs() -> list[torch.Tensor]:
 def model_of(training: bool, threshold: float, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     options = {"has_fp16_weights": False, "threshold": threshold}
-    layers = [bnb.nn.Linear8bitLt(64, 96, **options), torch.nn.Tanh(), bnb.nn.Linear8bitLt(96, 32, bias=False, **options)]
+    layers = [
+        bnb.nn.Linear8bitLt(64, 96, **options),
+        torch.nn.Tanh(),
+        bnb.nn.Linear8bitLt(96, 32, bias=False, **options),
+    ]
     return torch.nn.Sequential(*layers).to("cpu").requires_grad_(False).train(training)
 
 

@@ -26,7 +26,9 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=["4", "8"], ids=["4bit", "int8"])
 def run(request, models, torchrun, tmp_path_factory):
     """What both ranks wrote."""
-    return torchrun(Path(__file__).with_name("fsdp2.py"), tmp_path_factory.mktemp(request.param), str(models), request.param)
+    return torchrun(
+        Path(__file__).with_name("fsdp2.py"), tmp_path_factory.mktemp(request.param), str(models), request.param
+    )
 
 
 def test_autoload_repairs_every_rank_alike(run):

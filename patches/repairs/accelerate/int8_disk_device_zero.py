@@ -67,9 +67,7 @@ PATCH = Patch(
         Rewrite(
             _TARGET,
             find="set_module_tensor_to_device(model, param_name, 0, dtype=new_dtype, value=param)",
-            replace=(
-                "set_module_tensor_to_device(model, param_name, _patches_device(), dtype=new_dtype, value=param)"
-            ),
+            replace=("set_module_tensor_to_device(model, param_name, _patches_device(), dtype=new_dtype, value=param)"),
             names={"_patches_device": _device},
         ),
         Rewrite(

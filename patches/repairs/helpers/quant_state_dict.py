@@ -88,4 +88,6 @@ def _check_sizes(layer: Linear4bit, group: Tensors, facts: dict[str, Any]) -> No
         sizes["nested_absmax"] = (group["nested_absmax"].numel(), -(-blocks // facts["nested_blocksize"]))
     for key, (found, expected) in sizes.items():
         if found != expected:
-            raise ValueError(f"size mismatch: {_name(key)} holds {found} {'values' if key else 'bytes'}, not {expected}")
+            raise ValueError(
+                f"size mismatch: {_name(key)} holds {found} {'values' if key else 'bytes'}, not {expected}"
+            )

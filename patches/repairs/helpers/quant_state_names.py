@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
-OWN = {"absmax": "absmax", "code": "code", "quant_map": "code", "offset": "offset",
-       "state2": "state2", "nested_offset": "offset"}
+OWN = {
+    "absmax": "absmax",
+    "code": "code",
+    "quant_map": "code",
+    "offset": "offset",
+    "state2": "state2",
+    "nested_offset": "offset",
+}
 """Property of ``Params4bit`` to the attribute of its ``QuantState`` that it shows."""
 
-NESTED = {"nested_absmax": "absmax", "nested_blocksize": "blocksize",
-          "nested_quant_map": "code", "nested_dtype": "dtype"}
+NESTED = {
+    "nested_absmax": "absmax",
+    "nested_blocksize": "blocksize",
+    "nested_quant_map": "code",
+    "nested_dtype": "dtype",
+}
 """The same, for the state of the quantized statistics: there only with double quantization."""
 
 

@@ -85,6 +85,13 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("transformers>=4.53", "peft"),
     tested_up_to="5.23.0",
-    edits=(SetAttribute("transformers.modeling_layers:GradientCheckpointingLayer.__call__", make=_make, over="self.training", missing_ok=True),),
+    edits=(
+        SetAttribute(
+            "transformers.modeling_layers:GradientCheckpointingLayer.__call__",
+            make=_make,
+            over="self.training",
+            missing_ok=True,
+        ),
+    ),
     defect=defect,
 )

@@ -33,7 +33,11 @@ def quantization(kind: str, **options: Any) -> dict[str, Any]:
         return {}
     if kind == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, **options)}
-    options |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    options |= {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.float32,
+    }
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **options)}
 
 

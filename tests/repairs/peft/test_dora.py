@@ -23,9 +23,7 @@ def model_of(kind: str, device: str, dropout: float = 0.0) -> torch.nn.Module:
     torch.manual_seed(0)
     base = torch.nn.Sequential(LAYERS[kind]().to(device))
     base.is_loaded_in_4bit = kind == "nf4"
-    config = peft.LoraConfig(
-        r=2, target_modules=["0"], use_dora=True, init_lora_weights=False, lora_dropout=dropout
-    )
+    config = peft.LoraConfig(r=2, target_modules=["0"], use_dora=True, init_lora_weights=False, lora_dropout=dropout)
     return peft.get_peft_model(base, config).train()
 
 

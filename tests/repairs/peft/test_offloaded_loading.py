@@ -14,14 +14,18 @@ from tests.repairs.peft.offloading import KINDS, assert_same, logits, lora, offl
 pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
-SOME = [(kind, way) for kind in KINDS for way in ways(kind) if kind == "plain" or way in ("dispatch_model", "disk_offload")]
+SOME = [
+    (kind, way) for kind in KINDS for way in ways(kind) if kind == "plain" or way in ("dispatch_model", "disk_offload")
+]
 
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter on disk, with a head of its own."""
     folder = tmp_path_factory.mktemp("adapter")
-    lora(whole(base, "plain"), target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]).save_pretrained(folder)
+    lora(whole(base, "plain"), target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -34,7 +38,9 @@ def test_from_pretrained(kind, way, low_cpu_mem_usage, adapter, base, device):
         before = sum(helper.hook_of(m) is not None for m in model.modules())
         loaded = peft.PeftModel.from_pretrained(model, adapter, **options).train()
         assert sum(helper.hook_of(m) is not None for m in model.modules()) == before > 0
-        assert_same(step(loaded), step(peft.PeftModel.from_pretrained(whole(base, kind, device), adapter, **options).train()))
+        assert_same(
+            step(loaded), step(peft.PeftModel.from_pretrained(whole(base, kind, device), adapter, **options).train())
+        )
 
 
 @pytest.mark.parametrize("kind, way", SOME)
@@ -43,7 +49,9 @@ def test_load_adapter(kind, way, adapter, base, device):
 
     def loaded(model: torch.nn.Module) -> torch.nn.Module:
         torch.manual_seed(2)
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+        )
         model = peft.get_peft_model(model, config)
         model.load_adapter(adapter, "default", is_trainable=True)
         model.load_adapter(adapter, "second")

@@ -23,7 +23,9 @@ class Watch:
         self.peak = 0
         for layer in model.modules():
             if hasattr(layer, "lora_A") and layer.base_layer.weight.is_meta:
-                layer.lora_A["default"].register_forward_hook(lambda *_, layer=layer: self.look(layer.base_layer.weight))
+                layer.lora_A["default"].register_forward_hook(
+                    lambda *_, layer=layer: self.look(layer.base_layer.weight)
+                )
 
     def look(self, weight: torch.Tensor) -> None:
         assert not weight.is_meta

@@ -26,7 +26,10 @@ def trained(model: Any, folder: Path, checkpointing: str = "none", resume: bool 
     """Four steps with accumulation, evaluation and checkpoints; the last two once more from the checkpoint of two."""
     from transformers import Trainer, TrainingArguments
 
-    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": CHECKPOINTING[checkpointing]}}
+    options = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": CHECKPOINTING[checkpointing]},
+    }
     data = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(8)]
     arguments = TrainingArguments(
         str(folder), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, eval_strategy="steps",

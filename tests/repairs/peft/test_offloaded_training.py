@@ -133,7 +133,9 @@ def test_a_second_adapter(base, device):
 
     with patches.applied():
         for kind in KINDS:
-            assert_same(step(model(offloaded(base, kind, "disk_offload", device))), step(model(whole(base, kind, device))))
+            assert_same(
+                step(model(offloaded(base, kind, "disk_offload", device))), step(model(whole(base, kind, device)))
+            )
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -22,9 +22,7 @@ ID = "torchao-cast-drops-dtype"
 INTX = {
     "4-bit": lambda: q.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
     "8-bit": lambda: q.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)),
-    "8da4w": lambda: q.Int8DynamicActivationIntxWeightConfig(
-        weight_dtype=torch.int4, weight_granularity=PerGroup(32)
-    ),
+    "8da4w": lambda: q.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)),
 }
 SHORT = {"float": torch.float32, "half": torch.float16}
 X = torch.linspace(-2, 2, 3 * 64).view(3, 64)

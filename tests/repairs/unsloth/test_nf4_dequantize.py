@@ -74,6 +74,9 @@ def test_its_lora_kernels_are_one_graph_beside_all_patches(fresh, order, tmp_pat
     assert found["error"] < 0.02, "bfloat16, in another order of operations"
     rows = found["rows"]
     assert rows["unsloth-nf4-dequantize"].startswith("applied")
-    assert rows["transformers-input-grads-hook"].startswith("shadowed") and "unsloth" in rows["transformers-input-grads-hook"]
+    assert (
+        rows["transformers-input-grads-hook"].startswith("shadowed")
+        and "unsloth" in rows["transformers-input-grads-hook"]
+    )
     assert rows["bitsandbytes-bias-written-in-forward"].startswith("shadowed")
     assert not any(row.startswith("failed") for row in rows.values())

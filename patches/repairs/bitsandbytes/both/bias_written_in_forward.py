@@ -59,9 +59,7 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     edits=(
         Rewrite(_FOUR_BIT, _ASSIGNMENT, "", when="bitsandbytes<0.50"),
-        Rewrite(
-            _FOUR_BIT, "self.bias.to(self.compute_dtype)", "self.bias.to(x.dtype)", when="bitsandbytes<0.50"
-        ),
+        Rewrite(_FOUR_BIT, "self.bias.to(self.compute_dtype)", "self.bias.to(x.dtype)", when="bitsandbytes<0.50"),
         Rewrite(
             _FOUR_BIT,
             "if bias.dtype != x.dtype:\n    bias.data = bias.data.to(x.dtype)",

@@ -24,6 +24,7 @@ from ...helpers import tracing
 if TYPE_CHECKING:
     import torch
 
+
 def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, quant_state: Any) -> torch.Tensor:
     """While tracing: ``MatMul4Bit.apply(A, B, out, bias, quant_state)``, or the operator for it."""
     import torch

@@ -126,8 +126,7 @@ def defect() -> Finding:
 
     torch.manual_seed(0)
     layer, other = (
-        Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
-        for _ in range(2)
+        Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu") for _ in range(2)
     )
     x = torch.randn(2, 64, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(x).sum(), x)

@@ -25,6 +25,7 @@ from typing import Any
 from ....engine import DeleteAttribute, Finding, Patch, SetAttribute
 from ...helpers.quant_state_names import NESTED, OWN, packed_key
 
+
 def proxy(name: str, attribute: str, nested: bool) -> property:
     """A property that shows ``attribute`` of the parameter's (nested) quantization state.
 

@@ -53,9 +53,7 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.48",),
     tested_up_to="0.50.2",
     edits=(
-        Rewrite(
-            "bitsandbytes.autograd._functions:MatMul8bitFp.backward", "A.t()", "A.reshape(-1, A.shape[-1]).t()"
-        ),
+        Rewrite("bitsandbytes.autograd._functions:MatMul8bitFp.backward", "A.t()", "A.reshape(-1, A.shape[-1]).t()"),
         Rewrite(
             "bitsandbytes.autograd._functions:matmul",
             "state.is_training",

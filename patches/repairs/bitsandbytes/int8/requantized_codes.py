@@ -28,7 +28,9 @@ def _damage() -> tuple[str, ...]:
     for layer in int8_scales.layers():
         scale = layer.state.SCB
         if not layer.state.has_fp16_weights and not int8_scales.is_lost(scale) and bool((scale == 127).all()):
-            found.append(f"{int8_scales.name_of(layer)}: its int8 codes were quantized again; load its weight and SCB anew")
+            found.append(
+                f"{int8_scales.name_of(layer)}: its int8 codes were quantized again; load its weight and SCB anew"
+            )
     return tuple(found)
 
 

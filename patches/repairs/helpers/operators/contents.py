@@ -68,11 +68,7 @@ class _Whole:
 
     def is_in(self, tensor: torch.Tensor) -> bool:
         # That a tensor lies there says that the bytes may be read.
-        return (
-            tensor.data_ptr() == self._address
-            and tensor.nbytes == self._nbytes
-            and _memcmp(*self._arguments) == 0
-        )
+        return tensor.data_ptr() == self._address and tensor.nbytes == self._nbytes and _memcmp(*self._arguments) == 0
 
 
 class _Sampled:

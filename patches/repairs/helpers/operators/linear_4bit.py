@@ -14,6 +14,7 @@ from bitsandbytes.autograd._functions import MatMul4Bit
 
 from .digest import versioned
 
+
 def _linear_4bit(
     x: torch.Tensor,
     weight: torch.Tensor,

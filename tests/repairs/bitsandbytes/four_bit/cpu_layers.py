@@ -52,9 +52,7 @@ def make(nested: bool = False, shape: tuple[int, int] = SMALL, bias: bool = Fals
 def another(nested: bool = False, shape: tuple[int, int] = SMALL) -> Linear4bit:
     """A layer of the same kind with other codes and scales."""
     torch.manual_seed(3)
-    layer = Linear4bit(
-        *shape, bias=False, compress_statistics=nested, compute_dtype=torch.bfloat16, quant_type="nf4"
-    )
+    layer = Linear4bit(*shape, bias=False, compress_statistics=nested, compute_dtype=torch.bfloat16, quant_type="nf4")
     return layer.bfloat16().to("cpu").eval()
 
 

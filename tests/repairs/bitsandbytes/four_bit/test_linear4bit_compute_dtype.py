@@ -85,7 +85,9 @@ def test_forward_writes_nothing(dtype, compute):
     assert all(vars(made)[name] is value for name, value in kept.items()) and len(vars(made)) == len(kept) + noted
 
 
-@pytest.mark.skipif(satisfied("bitsandbytes>=0.47"), reason="later releases obey the compute_dtype whatever comes first")
+@pytest.mark.skipif(
+    satisfied("bitsandbytes>=0.47"), reason="later releases obey the compute_dtype whatever comes first"
+)
 @pytest.mark.parametrize("order", list(itertools.permutations((*DTYPES, torch.float64))), ids=str)
 @pytest.mark.parametrize("compute", DTYPES, ids=str)
 def test_the_order_of_dtypes_decides_as_it_did_where_nothing_is_degraded(compute, order):
@@ -110,9 +112,7 @@ def test_first_call_compiles_to_one_graph_equal_to_eager(dtype, compute):
     made = layer(compute, dtype, bias)
     with patches.applied(ID, "bitsandbytes-matmul4bit-dtype-write"):
         torch.compiler.reset()
-        step = torch.compile(
-            lambda x: checkpoint(made, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
-        )
+        step = torch.compile(lambda x: checkpoint(made, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
         assert same(run(step, dtype), expected)
 
 

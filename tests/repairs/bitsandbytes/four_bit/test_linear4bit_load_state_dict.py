@@ -273,9 +273,7 @@ def test_transformers_loads_the_same_with_and_without(tmp_path):
         hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
-    how = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    )
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
     def load(folder, **kwargs):
         return transformers.LlamaForCausalLM.from_pretrained(folder, device_map="cpu", **kwargs).eval()

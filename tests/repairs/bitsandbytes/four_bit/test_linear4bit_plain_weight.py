@@ -137,9 +137,7 @@ def save(tmp_path):
         config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, tie_word_embeddings=tie, **size)
         torch.manual_seed(0)
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
-        four = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skip
-        )
+        four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skip)
         return load(tmp_path / "plain", quantization_config=four)
 
     def load(folder, **options):

@@ -13,9 +13,7 @@ import patches
 from patches.engine.gate import satisfied
 
 bnb = pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.skipif(
-    not satisfied("bitsandbytes>=0.49,<0.50"), reason="only 0.49 writes the dtype"
-)
+pytestmark = pytest.mark.skipif(not satisfied("bitsandbytes>=0.49,<0.50"), reason="only 0.49 writes the dtype")
 
 ID = "bitsandbytes-matmul4bit-dtype-write"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,9 +22,7 @@ PAIRS = [pytest.param(w, x, id=f"{w}-{x}".replace("torch.", "")) for w, x in ite
 
 def layer(weight: torch.dtype, compute: torch.dtype, nested: bool = True) -> bnb.nn.Linear4bit:
     torch.manual_seed(0)
-    made = bnb.nn.Linear4bit(
-        128, 96, bias=False, compute_dtype=compute, compress_statistics=nested, quant_type="nf4"
-    )
+    made = bnb.nn.Linear4bit(128, 96, bias=False, compute_dtype=compute, compress_statistics=nested, quant_type="nf4")
     return made.to(weight).to("cpu")
 
 
@@ -73,9 +69,7 @@ def test_first_call_compiles_to_one_graph_equal_to_eager(weight, dtype):
     with patches.applied(ID):
         torch.compiler.reset()
         made = layer(weight, dtype)
-        step = torch.compile(
-            lambda x: checkpoint(made, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
-        )
+        step = torch.compile(lambda x: checkpoint(made, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
         leaf = x.clone().requires_grad_()
         out = step(leaf)
         out.sum().backward()

@@ -53,7 +53,11 @@ def test_the_same_bits(dtype, storage, nested, device):
 def operands_of(layer: Linear4bit) -> list[torch.Tensor]:
     """The packed weight and every tensor of its statistics that dequantizing reads."""
     state = layer.weight.quant_state
-    return [layer.weight, state.absmax, *([state.offset, state.state2.absmax, state.state2.code] if state.nested else [])]
+    return [
+        layer.weight,
+        state.absmax,
+        *([state.offset, state.state2.absmax, state.state2.code] if state.nested else []),
+    ]
 
 
 def packed(call, x: torch.Tensor) -> set[int]:
@@ -97,7 +101,9 @@ def test_offloaded_weights_are_not_held_until_backward(reentrant, nested, tmp_pa
     options = {"compute_dtype": torch.float32, "quant_type": "nf4", "compress_statistics": nested}
     with patches.applied():
         plain, *_ = offloaded(torch.nn.Linear, reentrant, tmp_path / "plain")
-        held, gradient, expected = offloaded(lambda *a, **k: Linear4bit(*a, **k, **options), reentrant, tmp_path / "4bit")
+        held, gradient, expected = offloaded(
+            lambda *a, **k: Linear4bit(*a, **k, **options), reentrant, tmp_path / "4bit"
+        )
     assert torch.equal(gradient, expected)
     assert held == plain == (4 if reentrant is None else 0)
 
@@ -151,7 +157,9 @@ def test_a_reused_buffer_raises(which, nested, device):
                 layer.weight.copy_(other.weight)
             else:
                 layer.weight.quant_state.absmax.copy_(other.weight.quant_state.absmax)
-        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* version [12]; expected version [01]"):
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation.* version [12]; expected version [01]"
+        ):
             out.backward()
 
 
@@ -229,6 +237,7 @@ def test_compiles_in_one_graph(warm, reentrant, nested, device):
         compiled = run(torch.compile(model, backend="aot_eager", fullgraph=True), x)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(map(torch.equal, compiled, expected))
+
 
 @NESTED
 def test_a_compiled_layer_that_is_offloaded_is_one_graph(nested):

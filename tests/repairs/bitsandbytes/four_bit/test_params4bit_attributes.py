@@ -22,9 +22,7 @@ NESTED = [*PLAIN, "weight.nested_absmax", "weight.nested_quant_map"]
 
 def layer(nested: bool = False) -> bnb.nn.Linear4bit:
     torch.manual_seed(0)
-    made = bnb.nn.Linear4bit(
-        64, 128, compute_dtype=torch.float32, compress_statistics=nested, quant_type="nf4"
-    )
+    made = bnb.nn.Linear4bit(64, 128, compute_dtype=torch.float32, compress_statistics=nested, quant_type="nf4")
     return made.to("cpu")
 
 

@@ -158,7 +158,10 @@ def test_refilling_a_weight_before_backward_raises_torchs_own_error(training, re
         y.sum().backward()
 
     step()  # silently wrong
-    with patches.applied(ID), pytest.raises(RuntimeError, match=r"modified by an inplace operation.*; expected version"):
+    with (
+        patches.applied(ID),
+        pytest.raises(RuntimeError, match=r"modified by an inplace operation.*; expected version"),
+    ):
         step()
 
 
@@ -198,6 +201,7 @@ def test_compiled_equals_eager_in_one_graph(training, how):
         y = compiled(a)
         y.square().sum().backward()
     assert torch.equal(y, eager[0]) and torch.equal(a.grad, eager[1])
+
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_compiled_layer_that_is_offloaded_is_one_graph(training):
