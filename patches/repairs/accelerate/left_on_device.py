@@ -1,0 +1,74 @@
+"""An offloaded layer whose forward ends in an exception stays on the device.
+
+accelerate brings the weights of an offloaded layer to the device before its forward and takes them away after it. The
+second is a statement behind the first, so it is not reached when the forward raises. Non-reentrant checkpointing ends
+every recomputation that way: once it has what backward needs, it raises out of the layer that made it
+(``set_checkpoint_early_stop``, the default). So in training the last layer of each checkpoint stays where it is until
+its next forward: with layers of half a gigabyte and one checkpoint each, that is the memory that offloading was to
+save. The same happens to a layer whose forward dies for want of memory: it keeps holding what it was brought, also for
+whoever catches the error and tries a smaller batch. accelerate up to 1.15, plain and quantized layers alike.
+
+The repair lets the hooks that offload take the weights away in that case too, and raises what was raised. Models that
+were dispatched before it was applied keep the forward that they were given then. Compiled code is left as it is: it
+checkpoints without exceptions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import hooks
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def _run(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``module._old_forward(*args, **kwargs)``; what was brought for it goes when it raises."""
+    import torch
+
+    offloading = [hook for hook in hooks.on(module) if getattr(hook, "offload", False) is True]
+    forward: Any = module._old_forward
+    if not offloading or torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    try:
+        return forward(*args, **kwargs)
+    except BaseException:
+        for hook in offloading:
+            hook.post_forward(module, None)
+        raise
+
+
+def defect() -> Finding:
+    """A checkpointed step through two offloaded layers: the parameters that are still on the device after it."""
+    import torch
+    from accelerate import cpu_offload
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2))).requires_grad_(False)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    x = torch.randn(2, 64, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).square().sum().backward()
+    left = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    return Finding(left > 0, f"{left} bytes of offloaded weights are on the device after backward")
+
+
+PATCH = Patch(
+    id="accelerate-left-on-device",
+    summary="under non-reentrant checkpointing an offloaded layer stays on the device after backward",
+    links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/hooks.py#L186",),
+    requires=("accelerate>=0.26",),
+    tested_up_to="1.15.0",
+    edits=(
+        Rewrite(
+            "accelerate.hooks:add_hook_to_module",
+            find="module._old_forward(*args, **kwargs)",
+            replace="_patches_run(module, args, kwargs)",
+            count=2,
+            names={"_patches_run": _run},
+        ),
+    ),
+    defect=defect,
+)
