@@ -281,6 +281,8 @@ class Registry:
 
     def _chosen(self, ids: tuple[str, ...]) -> list[Patch]:
         for patch_id in ids:
+            if not isinstance(patch_id, str):
+                raise TypeError(f"ids are strings, one an argument, as in ('a', 'b'): got {patch_id!r}")
             if patch_id not in self.patches:
                 raise KeyError(unknown(patch_id, self.patches))
         return [patch for patch in self.patches.values() if not ids or patch.id in ids]
