@@ -16,6 +16,8 @@ def install(kind: str) -> None:
     if kind == "cuda":
         for name, value in functions(kind).items():
             setattr(torch.cuda, name, value)
+        for name, value in _RANDOM.items():
+            setattr(torch.cuda.random, name, value)
         _fill_the_gaps_of_a_build_without_cuda()
         return
     module = types.ModuleType(f"torch.{kind}")

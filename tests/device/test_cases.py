@@ -27,6 +27,9 @@ SUITE = (
 )  # fmt: skip
 """Tests that take the ``device`` fixture, less those that compile: Inductor cannot write for this device."""
 
+FLOWS = ("merge", "trainer")
+"""Of models offloaded before LoRA: what is different where the execution device is not that of the offloaded weights."""
+
 
 def cases(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/device/cases_{name}.py" for name in names)
@@ -36,6 +39,12 @@ GROUPS = {
     "cuda-layers": ("cuda", *cases(*LAYERS)),
     "cuda-models": ("cuda", *cases(*MODELS)),
     "cuda-suite": ("cuda", "-k", "cuda", *(f"tests/repairs/{name}" for name in SUITE)),
+    "cuda-flows": (
+        "cuda",
+        "-k",
+        "cuda and (trainer or tied)",
+        *(f"tests/repairs/peft/test_offloaded_{n}.py" for n in FLOWS),
+    ),
     "sim-layers": ("sim", *cases(*LAYERS)),
 }
 """The form of the device, and the arguments of pytest. Models ask for "cuda" by name nearly everywhere."""

@@ -40,15 +40,43 @@ def _put(hook: Any, name: str, tensor: Tensor) -> None:
     if hasattr(weights, "prefix"):
         weights, key = weights.dataset, weights.prefix + name
     if isinstance(weights, MutableMapping):
-        weights[key] = tensor
+        _in_memory(weights, key, tensor)
     elif key in getattr(weights, "state_dict", ()):
-        weights.state_dict[key] = tensor
+        _in_memory(weights.state_dict, key, tensor)
     elif key in getattr(weights, "index", ()):
         names = _same_place(weights, key)
         _refuse_tied(weights, key, names)
         weights.index.update(dict.fromkeys(names, _on_disk(weights, key, tensor)))
     else:  # a map of someone else's: what it says of the other tensors stays
         hook.weights_map = {**{n: hook.weights_map[n] for n in hook.weights_map}, name: tensor}
+
+
+def _in_memory(kept: MutableMapping[str, Tensor], key: str, tensor: Tensor) -> None:
+    """Make ``tensor`` what ``kept`` holds for ``key``, and for the weights that are tied to it.
+
+    ``cpu_offload`` of a model that is on an accelerator copies tied weights apart. Then nothing but their values tells
+    that they were tied, and to change one of them is an error.
+    """
+    if type(kept) is not dict or key not in kept:  # a map of someone else's may read what is asked for from a disk
+        kept[key] = tensor
+        return
+    old = kept[key]
+    start = _first_values(old)
+    names = [name for name, other in kept.items() if _is_same_memory(other, old)]
+    for name, other in kept.items():
+        if name not in names and (other.dtype, other.shape) == (old.dtype, old.shape):
+            if start.equal(_first_values(other)) and old.equal(other):
+                raise _tied(key, name, "its own in memory")
+    kept.update(dict.fromkeys(names, tensor))
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.numel() > 0)
+
+
+def _first_values(tensor: Tensor) -> Tensor:
+    """Enough to see in a moment that two weights differ."""
+    return tensor.detach()[:1] if tensor.ndim else tensor.detach()
 
 
 def _same_place(loader: Any, key: str) -> list[str]:
@@ -67,7 +95,7 @@ def _refuse_tied(loader: Any, key: str, known: list[str]) -> None:
     for name, other in loader.index.items():
         if name not in known and other == entry and start is not None and _first_bytes(loader, name) == start:
             if torch.equal(loader[name], loader[key]):
-                raise _tied(key, name)
+                raise _tied(key, name, "a file of its own on the disk")
 
 
 def _first_bytes(loader: Any, key: str) -> bytes | None:
@@ -79,11 +107,11 @@ def _first_bytes(loader: Any, key: str) -> bytes | None:
         return None
 
 
-def _tied(key: str, other: str) -> ValueError:
+def _tied(key: str, other: str, place: str) -> ValueError:
     return ValueError(
-        f"{key!r} cannot be changed where it is offloaded: {other!r} has the same values in a file of its own on the "
-        "disk, so that the two are tied weights, or were, and would not be any more. Merge into the whole model before "
-        "it is offloaded, or offload with from_pretrained(device_map=...) or cpu_offload, which keep weights tied."
+        f"{key!r} cannot be changed where it is offloaded: {other!r} has the same values in {place}, so that the two "
+        "are tied weights, or were, and would not be any more. Merge into the whole model before it is offloaded, or "
+        "offload with from_pretrained(device_map=...), which keeps weights tied."
     )
 
 

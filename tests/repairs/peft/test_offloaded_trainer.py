@@ -37,6 +37,7 @@ def trained(model: Any, folder: Path, checkpointing: str = "none", resume: bool 
         use_cpu=next(p for p in model.parameters() if p.requires_grad).device.type == "cpu",
         **(options if checkpointing != "none" else {}),
     )  # fmt: skip
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # a whole model would go to both devices by DataParallel
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
     losses = [entry.get("loss", entry.get("eval_loss", 0.0)) for entry in trainer.state.log_history]
