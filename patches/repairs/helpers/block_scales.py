@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def dequantize(
     """``torch.ops.bitsandbytes.dequantize_4bit``, told of rows that its kernel for CPUs reads rightly."""
     import torch
 
-    operator = torch.ops.bitsandbytes.dequantize_4bit.default
+    operator: Callable[..., torch.Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
     if not misread(shape, blocksize) or codes.device.type != "cpu":  # a Params4bit takes 1.5 us to name its device
         return operator(codes, absmax, blocksize, quant_type, shape, dtype)
     return operator(codes, absmax, blocksize, quant_type, _rows(shape, blocksize), dtype).view(shape)

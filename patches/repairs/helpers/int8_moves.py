@@ -24,8 +24,9 @@ def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     from bitsandbytes.functional import int8_vectorwise_quant
 
     if B.dtype != torch.int8:
-        return int8_vectorwise_quant(B.to(torch.float16))
-    scale = getattr(B, "SCB", None)
+        quantized: tuple[Tensor, Tensor, Tensor | None] = int8_vectorwise_quant(B.to(torch.float16))
+        return quantized
+    scale: Any = getattr(B, "SCB", None)
     if not int8_scales.is_lost(scale):
         return B.data, scale.to(B.device), None
     raise int8_scales.lost(int8_scales.layer_of(state))
@@ -35,7 +36,8 @@ def _moved_scale(old: Any, new: Any) -> Tensor | None:
     """The scale of ``old``, a parameter that was moved to ``new``."""
     if old.SCB is None or (int8_scales.is_lost(old.SCB) and new.device.type != "meta"):
         return None
-    return old.SCB.to(new.device)
+    scale: Tensor = old.SCB.to(new.device)
+    return scale
 
 
 _TO = "bitsandbytes.nn.modules:Int8Params.to"

@@ -25,7 +25,7 @@ def find_scale(layer: Any) -> Tensor | None:
     """
     weight, state = layer.weight, layer.state
     for scale in (getattr(weight, "SCB", None), *_offloaded(layer)):
-        if not is_lost(scale):
+        if scale is not None and not is_lost(scale):
             return scale.to(weight.device)
     if is_lost(state.SCB) or is_lost(state.CB):
         return None
@@ -65,7 +65,8 @@ def lost(layer: Any) -> RuntimeError:
 
 def name_of(layer: Module) -> str:
     """The dotted name of ``layer`` in the outermost module that holds it. Slow: for error messages."""
-    module, keys = layer, []
+    module = layer
+    keys: list[str] = []
     while len(keys) < 100 and (found := _parent(module)):
         module, key = found
         keys.append(key)

@@ -36,14 +36,14 @@ def notice(layer: Module) -> None:
 
     if torch.compiler.is_compiling() or offloaded.hook_of(layer, visited=True) is None:
         return
-    weight = layer.weight
+    weight: Any = layer.weight
     key = id(weight)
     _brought[key] = weakref.ref(weight, lambda _: _brought.pop(key, None))
 
 
 def is_resident(parameter: Any) -> bool:
     """Whether ``parameter`` is one that stays with its module. False for what is no parameter, such as None."""
-    if not _is_parameter(type(parameter)):
+    if not _is_parameter(type(parameter)):  # type: ignore[arg-type]  # to mypy, a class has no hash
         return False
     return not (_brought and (known := _brought.get(id(parameter))) is not None and known() is parameter)
 

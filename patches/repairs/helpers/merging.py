@@ -64,7 +64,7 @@ def defect(config: str, int8: bool = False, **options: Any) -> Finding:
         layer = Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
     else:
         layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-    base = torch.nn.Sequential(layer).to("cpu")
+    base: Any = torch.nn.Sequential(layer).to("cpu")
     base.is_loaded_in_4bit, base.is_loaded_in_8bit = not int8, int8  # as from_pretrained says it
     x = torch.randn(4, 64)
     with torch.no_grad(), warnings.catch_warnings():

@@ -57,7 +57,7 @@ def _across_meta(layer: Module, inherited: Apply, fn: Function, recurse: bool, c
 
     result = inherited(plain_across_meta, recurse)
     for name, old in kept.items():
-        new = layer._parameters[name]
+        new: Any = layer._parameters[name]
         if type(new) is not type(old):
             layer._parameters[name] = made = like(old, new.data)
             made.grad = new.grad

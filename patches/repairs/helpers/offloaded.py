@@ -68,7 +68,7 @@ class Visit:
     def __init__(self, module: Module, hook: Any) -> None:
         self.module, self.hook = module, hook
         hook.pre_forward(module)
-        weight = getattr(module, "weight", None)  # may be a plain one: that of the embedding that a head is tied to
+        weight: Any = getattr(module, "weight", None)  # may be a plain one: of the embedding that a head is tied to
         if type(module).__name__ == "Linear8bitLt" and hasattr(weight, "SCB") and weight.SCB is None:
             weight.SCB = int8_scales.find_scale(module)
         hook._patches_visited = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -43,12 +43,12 @@ def _was_sent_by_rank_0() -> bool:
     The loading layer is told neither: ``nn.Module`` passes ``strict=True`` to it whatever it was given itself. So
     the options are read where they are, in the frame of torch's function.
     """
-    module = sys.modules.get(_LOADER)
+    module: Any = sys.modules.get(_LOADER)
     frame: FrameType | None = sys._getframe() if module is not None else None
     while frame is not None:
         if frame.f_globals.get("__name__") == _LOADER:
             for value in frame.f_locals.values():
                 if isinstance(value, module.StateDictOptions):
-                    return value.broadcast_from_rank0 and value.strict
+                    return bool(value.broadcast_from_rank0 and value.strict)
         frame = frame.f_back
     return False

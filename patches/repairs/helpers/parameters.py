@@ -40,7 +40,7 @@ def make_cut(
         kind = getattr(nn, cls)
 
         def cut(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-            parts = getattr(super(kind, self), name)(*args, **kwargs)
+            parts: tuple[Tensor, ...] = getattr(super(kind, self), name)(*args, **kwargs)
             if torch.compiler.is_compiling():
                 return parts
             return pieces(self, parts, args[1] if len(args) > 1 else kwargs.get("dim", 0))

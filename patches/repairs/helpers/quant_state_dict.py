@@ -14,7 +14,8 @@ Tensors = dict[str, "torch.Tensor"]
 
 def bytes_of_codes(layer: Linear4bit) -> int:
     """How many bytes the codes of the layer take, two to a byte."""
-    return -(-layer.out_features * layer.in_features // 2)
+    codes: int = -(-layer.out_features * layer.in_features // 2)
+    return codes
 
 
 def read(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:

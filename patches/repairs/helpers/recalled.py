@@ -68,7 +68,7 @@ class _Offloaded:
     def __call__(self) -> Tensor:
         import torch
 
-        value = self.hook.weights_map[self.name]
+        value: Tensor = self.hook.weights_map[self.name]
         value = value.detach().as_subclass(torch.Tensor).to(self.device)
         return value.contiguous().view(-1).view(self.dtype).as_strided(*self.layout)
 

@@ -154,7 +154,7 @@ def _is_what_was_merged(layer: Module, base: Module) -> bool:
 def _contents(base: Any, with_bias: bool) -> list[int] | None:
     """A digest of each tensor of ``base`` that a merge changes."""
     tensors = _quantized(base)
-    return tensors and [_digest(t) for t in (*tensors, *([base.bias] if with_bias else ()))]
+    return None if tensors is None else [_digest(t) for t in (*tensors, *([base.bias] if with_bias else ()))]
 
 
 def _digest(tensor: Tensor) -> int:

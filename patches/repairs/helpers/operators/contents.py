@@ -22,6 +22,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import numpy
 import torch
@@ -82,7 +83,7 @@ class _Sampled:
         self._address, self._nbytes, self._version = tensor.data_ptr(), tensor.nbytes, _version(tensor)
         # Tells this storage from another that was given the same address after it.
         self._identity = vars(tensor.untyped_storage()).setdefault(_IDENTITY, object())
-        memory = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
+        memory: Any = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
         self._words = numpy.frombuffer(memory, dtype=numpy.int64)
         self._stride = stride_of(self._nbytes)
         self._step = int(self._stride * _GOLDEN)  # the next words lie where those of former calls left the widest gap

@@ -6,6 +6,9 @@ the dispatcher for the life of the process; without the patch nothing calls it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import bitsandbytes.functional as F
 import torch
 
@@ -20,23 +23,28 @@ def _int8_linear(
         return x.new_empty((*x.shape[:-1], CB.shape[0]))
     rows = x.reshape(-1, x.shape[-1])
     CA, SCA, outliers = F.int8_vectorwise_quant(rows.to(torch.float16), threshold=threshold)
+    output: torch.Tensor
     output, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(rows, CA, CB, SCA, SCB, outliers, bias)
     # Not as a view: with backend="eager" autograd gets to see this very tensor, and lets nobody write into one.
     return output.reshape(*x.shape[:-1], CB.shape[0]).detach()
 
 
-def _int8_linear_fake(x, CB, SCB, bias, threshold):
+def _int8_linear_fake(
+    x: torch.Tensor, CB: torch.Tensor, SCB: torch.Tensor, bias: torch.Tensor | None, threshold: float
+) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], CB.shape[0]))
 
 
-def _int8_linear_setup(ctx, inputs, output) -> None:
+def _int8_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, CB, SCB, bias, _ = inputs
     ctx.save_for_backward(CB, SCB)
     ctx.dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _int8_linear_backward(ctx, grad):
+def _int8_linear_backward(
+    ctx: Any, grad: torch.Tensor
+) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None, None]:
     """The roundings of ``MatMul8bitLt.backward``, in its order."""
     CB, SCB = ctx.saved_tensors
     grad_x = grad_bias = None
@@ -62,4 +70,4 @@ torch.library.register_autograd(
     f"bnb_patches::{_NAME}", _int8_linear_backward, setup_context=_int8_linear_setup, lib=_library
 )
 
-OPERATOR = getattr(torch.ops.bnb_patches, _NAME).default
+OPERATOR: Callable[..., torch.Tensor] = getattr(torch.ops.bnb_patches, _NAME).default

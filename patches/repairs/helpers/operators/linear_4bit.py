@@ -6,7 +6,7 @@ the dispatcher for the life of the process; without the patch nothing calls it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import bitsandbytes.functional as F
 import torch
@@ -43,7 +43,8 @@ def _linear_4bit(
         offset=offset,
         state2=state2,
     )
-    return MatMul4Bit.apply(x, weight, None, bias, state)
+    output: torch.Tensor = MatMul4Bit.apply(x, weight, None, bias, state)
+    return output
 
 
 _NAME = versioned("linear_4bit", _linear_4bit)
@@ -56,4 +57,4 @@ _library.define(
 # Composite: Dynamo puts one operator into its graph, AOT autograd expands it to what stood there before.
 _library.impl(_NAME, _linear_4bit, "CompositeImplicitAutograd")
 
-OPERATOR = getattr(torch.ops.bnb_patches, _NAME).default
+OPERATOR: Callable[..., torch.Tensor] = getattr(torch.ops.bnb_patches, _NAME).default

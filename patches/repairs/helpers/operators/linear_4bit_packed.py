@@ -8,7 +8,7 @@ and an exported program would need this operator wherever it is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,4 +83,4 @@ _library.define(
 _library.impl(_NAME, _linear, "CPU")
 torch.library.register_fake(f"bnb_patches::{_NAME}", _linear_fake, lib=_library)
 
-OPERATOR = getattr(torch.ops.bnb_patches, _NAME).default
+OPERATOR: Callable[..., Tensor] = getattr(torch.ops.bnb_patches, _NAME).default

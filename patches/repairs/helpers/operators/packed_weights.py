@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from . import native_kernel
 from .contents import Contents
@@ -42,6 +44,8 @@ class Packed:
     """A packed copy: codes (uint8, ``(N, K / 2)``) and scales (bf16, ``(K / blocksize, N)``)."""
 
     __slots__ = ("_native", "blocksize", "book", "codes", "contents", "scales", "shape", "usage", "__weakref__")
+    contents: Contents
+    usage: _Usage
 
     def __init__(self, codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int) -> None:
         self.codes, self.scales, self.book, self.shape, self.blocksize = codes, scales, book, shape, blocksize
@@ -51,7 +55,7 @@ class Packed:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x`` times the transpose of the weight, plus ``bias``."""
         x = x.contiguous()  # the kernel walks each row with stride 1
-        if self._native is not None and x.dtype == torch.bfloat16 and not torch.autograd._profiler_enabled():
+        if self._native is not None and x.dtype == torch.bfloat16 and not _profiler_enabled():
             result = self._native(x)
         else:
             result = torch.ops.bitsandbytes.gemv_4bit.default(
@@ -82,7 +86,7 @@ class _Usage:
         """Calls that are still to go by until the next is made."""
         self.kept = False
         """Whether training leaves the copy alone: it has come back from training before."""
-        self.forget: weakref.finalize | None = None
+        self.forget: weakref.finalize[..., object] | None = None
 
     def allows(self, seen: bool) -> bool:
         """Whether to make a copy now, the one before being gone; ``seen``: the codes lie where they lay before."""
@@ -119,10 +123,11 @@ def find(
     """
     with torch._C.DisableTorchFunctionSubclass():  # Params4bit would send each look at it through Python
         sources = (weight, *statistics, book)
-        copies, address = vars(weight.untyped_storage()).get(_COPIES), weight.data_ptr()
+        copies: _Copies | None = vars(weight.untyped_storage()).get(_COPIES)
+        address = weight.data_ptr()
         if copies and (packed := copies.get(address)) is not None:
             if packed.contents.are_those_of(sources) and packed.shape == shape and packed.blocksize == blocksize:
-                packed.usage.uses += 1
+                packed.usage.uses += 1  # type: ignore[operator]  # None where there is no copy
                 return packed
             copies.pop(address, None)
         seen = copies is not None
@@ -146,7 +151,7 @@ def release(weight: Tensor) -> None:
     than the steps.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        copies = vars(weight.untyped_storage()).get(_COPIES)
+        copies: Any = vars(weight.untyped_storage()).get(_COPIES)
         packed = copies.get(weight.data_ptr()) if copies else None
         if packed is not None and not packed.usage.kept:
             packed.usage.kept, packed.usage.uses = True, None
@@ -154,6 +159,7 @@ def release(weight: Tensor) -> None:
 
 
 def _usage_of(absmax: Tensor) -> _Usage:
+    usages: dict[int, _Usage]
     usages, address = vars(absmax.untyped_storage()).setdefault(_USAGES, {}), absmax.data_ptr()
     if address not in usages:
         usages[address] = _Usage()
