@@ -17,7 +17,7 @@ from typing import Any
 from ....engine import Finding, Patch, SetAttribute
 
 
-def make_new(original: staticmethod) -> staticmethod:
+def make_new(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
     """``__new__`` that leaves out keyword arguments which the one of this release does not know."""
     construct = original.__func__
     known = frozenset(inspect.signature(construct).parameters)

@@ -24,6 +24,8 @@ Upstream: #1789 (the kernel), #1828
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...helpers import block_scales
 from ....engine import CannotShow, Finding, Patch, Rewrite
 from ....engine.gate import satisfied
@@ -47,7 +49,7 @@ def defect() -> Finding:
     return Finding(error > 1e-6, f"a layer of 96 inputs is off by {error:.2f}")
 
 
-_CALL = {
+_CALL: dict[str, Any] = {
     "find": "torch.ops.bitsandbytes.dequantize_4bit.default",
     "replace": "_patches_dequantize",
     "names": {"_patches_dequantize": block_scales.dequantize},

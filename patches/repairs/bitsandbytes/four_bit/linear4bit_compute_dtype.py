@@ -61,7 +61,7 @@ def _dtype_of_product(layer: Linear4bit, x: torch.Tensor) -> torch.dtype:
     """
     import torch
 
-    given = layer.compute_dtype
+    given: torch.dtype = layer.compute_dtype
     if x.dtype is torch.float32:
         return given if x.dtype is not given and layer.compute_type_is_set else torch.float32
     if hasattr(layer, _FLOAT32):

@@ -104,7 +104,7 @@ def _is_sharded_tensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _lend(state: QuantState, weight: torch.Tensor) -> None:
+def _lend(state: QuantState, weight: Any) -> None:
     """Make the names of the state dict attributes of ``weight``."""
     weight.quant_state = state
     for names, source in ((OWN, state), (NESTED, state.state2)):
@@ -152,14 +152,16 @@ def defect() -> Finding:
         torch.manual_seed(seed)
         layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
         try:
-            return fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+            model: torch.nn.Module = fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+            return model
         except RuntimeError as error:  # torch 2.8
             if "floating point dtype can require gradients" not in str(error):
                 raise
             raise CannotShow("FSDP2 of this torch cannot shard integer weights") from error
 
     with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("gloo", store=dist.FileStore(file.name, 1), rank=0, world_size=1)
+        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             trained, fresh = sharded(0), sharded(1)
             x = torch.randn(2, 64)
@@ -168,10 +170,10 @@ def defect() -> Finding:
             except AttributeError as error:
                 return Finding(True, f"state_dict: {error}")
             set_model_state_dict(fresh, get_model_state_dict(trained))
-            error = ((fresh(x) - trained(x)).norm() / trained(x).norm()).item()
+            off = ((fresh(x) - trained(x)).norm() / trained(x).norm()).item()
         finally:
             dist.destroy_process_group()
-    return Finding(error > 0, f"relative error {error:.3f} after saving sharded and loading into a fresh model")
+    return Finding(off > 0, f"relative error {off:.3f} after saving sharded and loading into a fresh model")
 
 
 PATCH = Patch(

@@ -30,7 +30,8 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
     import torch
 
     if out is not None or not tracing.for_this_process():
-        return function.apply(A, B, out, bias, quant_state)
+        output: torch.Tensor = function.apply(A, B, out, bias, quant_state)
+        return output
     from ...helpers.operators import linear_4bit
 
     nested = quant_state.state2 if quant_state.nested else None
@@ -65,7 +66,7 @@ def defect() -> Finding:
             reasons.append(" ".join(str(error).split()))
         return graph.forward
 
-    layer = Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
+    layer: torch.nn.Module = Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
     torch.compiler.reset()
     torch.compile(layer, backend=backend)(torch.randn(2, 64, requires_grad=True))
     torch.compiler.reset()
@@ -73,7 +74,7 @@ def defect() -> Finding:
 
 
 TARGET = "bitsandbytes.autograd._functions:matmul_4bit"
-EDIT = {
+EDIT: dict[str, Any] = {
     "find": "MatMul4Bit.apply(A, B, out, bias, quant_state)",
     "replace": """(
         _patches_linear_4bit(MatMul4Bit, A, B, out, bias, quant_state)

@@ -139,8 +139,8 @@ def defect() -> Finding:
         if "modified by an inplace operation" not in str(error):
             raise
         return Finding(False, "autograd's error")
-    error = ((gradient - expected).norm() / expected.norm()).item()
-    return Finding(error > 0, f"gradient off by {error:.2f}, no error")
+    off = ((gradient - expected).norm() / expected.norm()).item()
+    return Finding(off > 0, f"gradient off by {off:.2f}, no error")
 
 
 _FUNCTION = "bitsandbytes.autograd._functions:MatMul4Bit"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _moved(fn: Callable[[Tensor], Tensor], parameter: Any) -> Tensor:
+def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
     """``fn(parameter)`` without the cast in it, if ``parameter`` holds packed bits."""
     moved = fn(parameter)
     if not getattr(parameter, "bnb_quantized", False) or moved.dtype is parameter.dtype:

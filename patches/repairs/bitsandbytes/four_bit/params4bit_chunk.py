@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def make_torch_function(original: classmethod) -> classmethod:
+def make_torch_function(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
     """``Params4bit.__torch_function__``, in place of one that is there for chunk and split alone."""
     import torch
     from bitsandbytes.nn import Params4bit
@@ -76,7 +76,7 @@ def _is_column_of_codes(weight: Params4bit) -> bool:
     if state is None or state.shape is None or getattr(state, "packing_format_for_cpu", False):
         return False
     whole = weight.dim() == 2 and weight.shape[1] == 1 and weight.nbytes == -(-prod(state.shape) // 2) > 0
-    return whole and state.absmax.device == weight.device
+    return bool(whole and state.absmax.device == weight.device)
 
 
 def _state_of(whole: Params4bit, start: int, stop: int) -> QuantState | None:
@@ -125,7 +125,7 @@ def defect() -> Finding:
     weight = Linear4bit(64, 64, quant_type="nf4").to("cpu").weight
     expected = dequantize_4bit(weight.data, weight.quant_state).chunk(2)
 
-    def right(part: Tensor, rows: Tensor) -> bool:
+    def right(part: Any, rows: Tensor) -> bool:
         try:
             return torch.equal(dequantize_4bit(part.data, part.quant_state), rows)
         except (AttributeError, RuntimeError):

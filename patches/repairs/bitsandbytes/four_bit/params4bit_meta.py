@@ -41,8 +41,9 @@ def _moves_with(device: torch.device | None, state: QuantState) -> bool:
 def _holds_codes(weight: Params4bit) -> bool:
     """Whether ``weight`` need not be quantized any more. Raises if it holds what it cannot be."""
     state = weight.quant_state
-    if not weight.bnb_quantized or state is None or state.shape is None:
-        return weight.bnb_quantized
+    quantized: bool = weight.bnb_quantized
+    if not quantized or state is None or state.shape is None:
+        return quantized
     size = -(-prod(state.shape) // 2)
     if weight.shape != state.shape or weight.nbytes == size:
         return True

@@ -12,7 +12,7 @@ hooks and of what they keep in memory, as that of a plain model has; what is on 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
 
@@ -24,7 +24,7 @@ def _empty(original: Params4bit) -> Params4bit:
     """A weight of the class of ``original`` that can be given its data."""
     import torch
 
-    cls = type(original)
+    cls: Any = type(original)
     if not original.is_meta:
         return cls.__new__(cls)
     return torch.Tensor._make_subclass(cls, torch.empty(0, device="meta"))
@@ -49,7 +49,7 @@ def defect() -> Finding:
 
 
 _PARAMETER = "bitsandbytes.nn.modules:Params4bit"
-_EMPTY = {"find": "type(self).__new__(type(self))", "replace": "_patches_empty(self)"}
+_EMPTY: dict[str, Any] = {"find": "type(self).__new__(type(self))", "replace": "_patches_empty(self)"}
 
 PATCH = Patch(
     id="bitsandbytes-params4bit-meta-copies",

@@ -129,6 +129,7 @@ def _recall(ctx: Any) -> Any:
     if ctx._patches_noted is None:
         CB, SCB, CAt, subA, SCAt, idx, A = ctx.saved_tensors  # once, as saved-tensor hooks demand
         return _Kept(_Weight(CB, SCB, ctx.threshold), (CAt, subA, A), (SCAt, idx), A)
+    tensors: tuple[Tensor, Tensor, Tensor]
     tensors, versions = ctx._patches_noted
     if versions and versions != _versions(*tensors) and _are_written(*tensors, versions):
         kept_weights.refuse(tensors, versions)

@@ -26,7 +26,7 @@ def defect() -> Finding:
 
     messages: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = messages.append  # type: ignore[method-assign]
+    handler.emit = messages.append  # type: ignore[assignment, method-assign]
     logger = logging.getLogger("bitsandbytes.autograd._functions")
     logger.addHandler(handler)
     propagate, logger.propagate = logger.propagate, False

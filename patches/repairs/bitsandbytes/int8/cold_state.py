@@ -47,7 +47,8 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     state.threshold = settled.threshold
     state.is_training = layer.training
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    return bnb.matmul(x, weight, bias=bias, state=state)
+    product: torch.Tensor = bnb.matmul(x, weight, bias=bias, state=state)
+    return product
 
 
 def defect() -> Finding:

@@ -42,8 +42,8 @@ def defect() -> Finding:
     except (RuntimeError, NotImplementedError) as error:
         return Finding(True, f"{type(error).__name__}: {str(error)[:70]}")
     expected = x.flatten(0, 1).sum(0).expand(32, 64)
-    error = float((layer.weight.grad - expected).norm() / expected.norm())
-    return Finding(error > 1e-2, f"relative error of the weight gradient {error:.1e}")
+    off = float((layer.weight.grad - expected).norm() / expected.norm())
+    return Finding(off > 1e-2, f"relative error of the weight gradient {off:.1e}")
 
 
 PATCH = Patch(

@@ -31,10 +31,11 @@ def _scale_to_fill(layer: Any) -> Tensor | None:
     weight = layer.weight
     assigned = type(weight.data) is torch.Tensor and not isinstance(weight, Int8Params)
     if weight.dtype == torch.int8 and assigned:  # the DTensor of FSDP2 is no such thing, and stays
-        scale = torch.empty(weight.shape[0], device=weight.device)
-        layer.weight = Int8Params(weight.data, False, False, weight.data, scale)
-    scale = getattr(layer.weight, "SCB", None)
-    return layer.state.SCB if scale is None else scale
+        empty = torch.empty(weight.shape[0], device=weight.device)
+        layer.weight = Int8Params(weight.data, False, False, weight.data, empty)
+    own: Tensor | None = getattr(layer.weight, "SCB", None)
+    scale: Tensor | None = layer.state.SCB if own is None else own
+    return scale
 
 
 def defect() -> Finding:

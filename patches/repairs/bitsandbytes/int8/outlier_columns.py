@@ -34,7 +34,8 @@ def traced(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any,
 
         if id(function) == id(MatMul8bitLt):  # Dynamo cannot compare two Functions with `is`
             return _operator(A, bias, state)
-    return function.apply(A, B, out, bias, state)
+    output: torch.Tensor = function.apply(A, B, out, bias, state)
+    return output
 
 
 def traced_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) -> torch.Tensor:
@@ -43,7 +44,8 @@ def traced_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any)
 
     if out is None and tracing.for_this_process() and _fits(A, state):
         return _operator(A, bias, state)
-    return MatMul8bitLt.apply(A, B, out, bias, state)
+    output: torch.Tensor = MatMul8bitLt.apply(A, B, out, bias, state)
+    return output
 
 
 def _operator(A: torch.Tensor, bias: Any, state: Any) -> torch.Tensor:

@@ -42,7 +42,8 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
         if scale is None:
             raise int8_scales.lost(layer)
         state.CB, state.SCB = weight.detach(), scale.to(weight.device)
-    return bnb.matmul(x, weight, bias=bias, state=state)
+    product: Tensor = bnb.matmul(x, weight, bias=bias, state=state)
+    return product
 
 
 def _note_scale(layer: Any, old: dict[str, Any] | None = None) -> None:
@@ -83,8 +84,8 @@ def defect() -> Finding:
         y = head(x)
     except AttributeError as error:
         return Finding(True, f"forward of a tied head: {error}")
-    error = float((y - expected).norm() / expected.norm())
-    return Finding(error > 1e-2, f"relative error of a tied head {error:.1e}")
+    off = float((y - expected).norm() / expected.norm())
+    return Finding(off > 1e-2, f"relative error of a tied head {off:.1e}")
 
 
 _LAYER = "bitsandbytes.nn.modules:Linear8bitLt"

@@ -55,8 +55,8 @@ def defect() -> Finding:
         outputs = [layer(x), layer(x)]
     except AttributeError as error:
         return Finding(True, f"forward of an offloaded layer: {error}")
-    error = max(float((y - expected).norm() / expected.norm()) for y in outputs)
-    return Finding(error > 1e-2, f"relative error of the output {error:.1e}")
+    off = max(float((y - expected).norm() / expected.norm()) for y in outputs)
+    return Finding(off > 1e-2, f"relative error of the output {off:.1e}")
 
 
 PATCH = Patch(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _scale(layer: Any) -> Tensor:
     """The row scales as ``state_dict`` saves them; absent for a layer that is not quantized."""
     for holder in (layer.weight, layer.state):
-        scale = getattr(holder, "SCB", None)
+        scale: Tensor | None = getattr(holder, "SCB", None)
         if scale is not None and not layer.state.has_fp16_weights:
             return scale
     raise AttributeError(f"{type(layer).__name__!r} object has no attribute 'SCB': it is not quantized")
