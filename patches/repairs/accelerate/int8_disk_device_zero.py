@@ -11,7 +11,7 @@ CPU already, and their scales are written after it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 
@@ -38,7 +38,7 @@ def defect() -> Finding:
     if torch.accelerator.is_available():
         raise CannotShow("there is an accelerator to quantize on")
     torch.manual_seed(0)
-    saved = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    saved: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     with init_empty_weights():
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     how = BnbQuantizationConfig(load_in_8bit=True, skip_modules=["0"], torch_dtype=torch.float32)

@@ -47,7 +47,7 @@ def _kept_weights(module: Module, name: str, old: Any) -> Tensor | None:
     if state is None or getattr(module, "quant_state", None) is not None:
         return None
     for part in hooks.on(module):
-        kept = (getattr(part, "weights_map", None) or {}).get(name)
+        kept: Tensor | None = (getattr(part, "weights_map", None) or {}).get(name)
         if kept is not None and kept.is_floating_point() and kept.shape == state.shape:
             return kept
     return None
