@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..helpers import held, offloaded
 from ...engine import Finding, Patch, Rewrite
@@ -51,10 +51,11 @@ def home(base_layer: Module, weight: torch.Tensor) -> torch.device:
     return weight.device if there is None else there
 
 
-def values(module: Module) -> torch.Tensor:
+def values(module: Any) -> torch.Tensor:
     """The weight of ``module``, or what it is brought from."""
     hook = offloaded.hook_of(module)
-    return module.weight if hook is None else hook.weights_map["weight"]
+    weight: torch.Tensor = module.weight if hook is None else hook.weights_map["weight"]
+    return weight
 
 
 def defect() -> Finding:
@@ -74,12 +75,12 @@ def defect() -> Finding:
 
 
 _TUNERS = "peft.tuners.tuners_utils"
-_ENTER = {
+_ENTER: dict[str, Any] = {
     "find": "ctx()",
     "replace": "_patches_with_weights(ctx(), model, parent, target_name)",
     "names": {"_patches_with_weights": with_weights},
 }
-_HOME = {"find": "weight.device", "names": {"_patches_home": home}}
+_HOME: dict[str, Any] = {"find": "weight.device", "names": {"_patches_home": home}}
 
 PATCH = Patch(
     id="peft-adapters-on-meta",

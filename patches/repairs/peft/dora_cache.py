@@ -25,7 +25,8 @@ def defect() -> Finding:
     def norm(x: torch.Tensor) -> torch.Tensor:
         """What a DoRA layer computes first of all, and all that touches its cache."""
         dora, A, B = (layer.lora_magnitude_vector["default"], layer.lora_A["default"], layer.lora_B["default"])
-        return x * dora.get_lora_weight(lora_A=A, lora_B=B, adapter_name="default").sum()
+        size: torch.Tensor = dora.get_lora_weight(lora_A=A, lora_B=B, adapter_name="default").sum()
+        return x * size
 
     return in_pieces(lambda x: checkpoint(norm, x.sin(), use_reentrant=False), torch.randn(2, 4))
 

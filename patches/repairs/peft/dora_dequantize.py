@@ -14,7 +14,7 @@ bit-equal. Eager calls run as before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..helpers.graphs import in_pieces
 from ...engine import Finding, Patch, Rewrite
@@ -32,7 +32,7 @@ def is_torchao(weight: torch.Tensor) -> bool:
     return type(weight).__module__.startswith("torchao.")
 
 
-def traced(module: torch.nn.Module, weight: torch.nn.Parameter) -> torch.Tensor | None:
+def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
     """While compiling: the weight of ``module``, dequantized if bitsandbytes quantized it; else None."""
     import torch
 
@@ -41,10 +41,12 @@ def traced(module: torch.nn.Module, weight: torch.nn.Parameter) -> torch.Tensor 
     import bitsandbytes as bnb
 
     if isinstance(weight, bnb.nn.Params4bit):
-        return bnb.functional.dequantize_4bit(weight, weight.quant_state)
+        four_bit: torch.Tensor = bnb.functional.dequantize_4bit(weight, weight.quant_state)
+        return four_bit
     if isinstance(weight, bnb.nn.Int8Params):
         scales = module.state.SCB if module.state.SCB is not None else weight.SCB
-        return bnb.functional.int8_vectorwise_dequant(weight, scales)
+        int8: torch.Tensor = bnb.functional.int8_vectorwise_dequant(weight, scales)
+        return int8
     return weight
 
 

@@ -13,6 +13,8 @@ A weight that is where it was is not replaced. The parameter of a 4-bit layer st
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...engine import Finding, Patch, Rewrite
 
 
@@ -23,7 +25,7 @@ def defect() -> Finding:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)).to("cpu")
+    base: Any = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)).to("cpu")
     base.is_loaded_in_8bit = True
     x = torch.randn(4, 64)
     expected = base(x)
@@ -33,8 +35,8 @@ def defect() -> Finding:
     except AttributeError as error:
         return Finding(True, f"second forward of a DoRA layer in INT8: {error}")
     with model.disable_adapter():
-        error = float((model(x) - expected).norm() / expected.norm())
-    return Finding(error > 1e-2, f"relative error of the base layer {error:.1e}")
+        off = float((model(x) - expected).norm() / expected.norm())
+    return Finding(off > 1e-2, f"relative error of the base layer {off:.1e}")
 
 
 PATCH = Patch(

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..helpers.graphs import in_pieces
 from ..helpers.input_grads import require_grads
 from ...engine import Finding, Patch, Rewrite
@@ -30,18 +32,19 @@ def defect() -> Finding:
         def get_input_embeddings(self) -> nn.Module:
             return self.embedding
 
-        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict) -> None:
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
             pass
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.layer, self.embedding(ids), use_reentrant=True)
+            output: torch.Tensor = checkpoint(self.layer, self.embedding(ids), use_reentrant=True)
+            return output
 
     model = prepare_model_for_kbit_training(Model())
     model.layer.requires_grad_(True)
     return in_pieces(lambda ids: model(ids).sum(), torch.arange(4))
 
 
-HOOK = {
+HOOK: dict[str, Any] = {
     "find": "make_inputs_require_grad",
     "replace": "_patches_require_grads",
     "names": {"_patches_require_grads": require_grads},
