@@ -46,13 +46,14 @@ def _is_shared(implementation: Callable[..., Any]) -> bool:
     """Whether it is the one of ``TorchAOBaseTensor`` rather than one that a class registered."""
     # The wrapper that torchao registers has the function's name; on 0.14 it only closes over it.
     written = getclosurevars(implementation).nonlocals.get("func", implementation)
-    return written.__qualname__.startswith("_implements_common_tensor_ops.")
+    name: str = written.__qualname__
+    return name.startswith("_implements_common_tensor_ops.")
 
 
-def _to_copy(implementation: Callable[..., Any], op, types, args, kwargs) -> torch.Tensor:
+def _to_copy(implementation: Callable[..., Any], op: Any, types: Any, args: Any, kwargs: Any) -> torch.Tensor:
     import torch
 
-    copy = implementation(op, types, args, kwargs)
+    copy: torch.Tensor = implementation(op, types, args, kwargs)
     dtype = (kwargs or {}).get("dtype")
     # The three that torchao dequantizes to; .double() is as unsupported as it was.
     if dtype in (torch.float32, torch.float16, torch.bfloat16) and dtype != copy.dtype:
@@ -65,15 +66,17 @@ def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     import torch
     from torchao.quantization import IntxUnpackedToInt8Tensor
 
-    cls = type(tensor)
+    subclass: Any = tensor
+    cls: Any = type(tensor)
     if cls.to is IntxUnpackedToInt8Tensor.to:
         return tensor.to(dtype=dtype)
-    names, attributes = tensor.__tensor_flatten__()
+    names, attributes = subclass.__tensor_flatten__()
     if cls.to is not torch.Tensor.to or "dtype" not in attributes:
         return tensor
     data = {name: getattr(tensor, name) for name in names}
     attributes = {**attributes, "dtype": dtype}
-    return cls.__tensor_unflatten__(data, attributes, tensor.size(), tensor.stride())
+    made: torch.Tensor = cls.__tensor_unflatten__(data, attributes, tensor.size(), tensor.stride())
+    return made
 
 
 def defect() -> Finding:
@@ -84,7 +87,8 @@ def defect() -> Finding:
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32)).bfloat16()
-    quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+    int4 = torch.int4  # type: ignore[attr-defined]
+    quantize_(model, IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(32)))
     model.float()
     try:
         out = model(torch.randn(2, 64))

@@ -52,13 +52,14 @@ def _moved(metadata: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def _make_apply(original: Any) -> Callable[..., Any]:
     """The ``_apply`` to give to ``UnwrapTensorSubclass``, on top of the one it may have."""
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
         import torch
 
         stack = self.__dict__.get("rebuild_stack", ())
         if stack:
             self.rebuild_stack = [(cls, _moved(metadata, fn), names) for cls, metadata, names in stack]
-        return (original or torch.nn.Module._apply)(self, fn, recurse)
+        moved: torch.nn.Module = (original or torch.nn.Module._apply)(self, fn, recurse)
+        return moved
 
     return _apply
 
@@ -72,7 +73,8 @@ def defect() -> Finding:
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32)).bfloat16()
-    quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+    int4 = torch.int4  # type: ignore[attr-defined]
+    quantize_(model, IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(32)))
     unwrap_tensor_subclass(model).to(torch.float32)
     try:
         out = model(torch.randn(2, 64))
