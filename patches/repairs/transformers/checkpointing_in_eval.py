@@ -64,19 +64,24 @@ def defect() -> Finding:
     tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     messages: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = messages.append  # type: ignore[method-assign]
+    handler.emit = messages.append  # type: ignore[assignment, method-assign]
     logger = logging.getLogger("bnb_patches")
     logger.addHandler(handler)
     propagate, logger.propagate = logger.propagate, False
-    calls = []
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: calls.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             tuned(input_ids=torch.arange(4).view(1, 4))
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
     idle = tuned.training and not any(layer.training for layer in model.model.layers)
-    return Finding(idle and not messages, f"{len(calls)} tensors kept, {len(messages)} warnings")
+    return Finding(idle and not messages, f"{len(kept)} tensors kept, {len(messages)} warnings")
 
 
 PATCH = Patch(

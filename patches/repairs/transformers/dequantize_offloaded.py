@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.nn import Linear, Module
 
 
-def dequantize_offloaded(model: Module, quantized: type, dtype: torch.dtype | None) -> bool:
+def dequantize_offloaded(model: Module, quantized: type[Any], dtype: torch.dtype | None) -> bool:
     """Replace the layers of the class ``quantized`` that are offloaded; whether there were any."""
     away = {name: m for name, m in model.named_modules() if isinstance(m, quantized) and m.weight.is_meta}
     for name, module in away.items():

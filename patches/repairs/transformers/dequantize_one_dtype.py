@@ -26,7 +26,8 @@ def dtype_of_the_rest(model: PreTrainedModel) -> torch.dtype:
     """The dtype of all floating point parameters that are not quantized, if it is one; else ``config.dtype``."""
     quantized = ("Params4bit", "Int8Params")
     rest = {p.dtype for p in model.parameters() if p.is_floating_point() and type(p).__name__ not in quantized}
-    return rest.pop() if len(rest) == 1 else model.config.dtype
+    dtype: torch.dtype = rest.pop() if len(rest) == 1 else model.config.dtype
+    return dtype
 
 
 def defect() -> Finding:

@@ -31,15 +31,16 @@ def defect() -> Finding:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    class Layer(GradientCheckpointingLayer):
+    class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x)
+            output: torch.Tensor = self.linear(x)
+            return output
 
-    class Model(PreTrainedModel):
+    class Model(PreTrainedModel):  # type: ignore[misc]
         config_class = PretrainedConfig
         supports_gradient_checkpointing = True
 
@@ -53,7 +54,8 @@ def defect() -> Finding:
             return self.embed_tokens
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.layer(self.embed_tokens(ids)).sum()
+            output: torch.Tensor = self.layer(self.embed_tokens(ids))
+            return output.sum()
 
     model = Model(PretrainedConfig()).train()
     model.enable_input_require_grads()

@@ -25,7 +25,9 @@ def device_of(model: Any) -> str | int | torch.device:
     there = offloaded.first_execution_device(model)
     if there is not None:
         return there
-    return model.device if not hasattr(model, "hf_device_map") else list(model.hf_device_map.values())[0]
+    first: str | int | torch.device
+    first = model.device if not hasattr(model, "hf_device_map") else list(model.hf_device_map.values())[0]
+    return first
 
 
 def defect() -> Finding:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def state_dict_of(model: Any) -> dict[str, Tensor]:
     """The state dict of ``model``; with values where transformers would not find them."""
-    state = model.state_dict()
+    state: dict[str, Tensor] = model.state_dict()
     away = {name for name, tensor in state.items() if tensor.is_meta}
     if not away or not (any(name.endswith(".SCB") for name in away) or not hasattr(model, "hf_device_map")):
         return state
