@@ -14,7 +14,7 @@ demo: .venv/.demo  ## LoRA on a model with half of its layers on disk: without t
 demo-compile: .venv/.demo .bnb/0.49.2  ## 4-bit QLoRA, compiled cold, on the last release that cannot do it alone
 	PYTHONPATH=.bnb/0.49.2 $(PY) examples/qlora_compile.py
 
-lint: .venv/.dev  ## the rules of style that pyproject.toml states
+lint: .venv/.dev  ## the rules of style and the types that pyproject.toml states
 	$(PY) -m nox --session lint
 
 test: .venv/.dev  ## rules of style, then the suite, against four releases of bitsandbytes
@@ -87,4 +87,4 @@ venv: .venv/.dev
 	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes==$*
 
 clean:
-	rm -rf .venv .bnb .oldest .nox .gpu build docs/generated docs/patches dist *.egg-info .pytest_cache
+	rm -rf .venv .bnb .oldest .nox .gpu build docs/generated docs/patches dist *.egg-info .mypy_cache .pytest_cache

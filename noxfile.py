@@ -28,7 +28,8 @@ ANYWHERE = (
     "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
     "test_drift.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
-    "test_new_patch.py", "test_readme.py", "test_shim.py", "test_upstream_tool.py", "test_without_posix.py",
+    "test_new_patch.py", "test_readme.py", "test_shim.py", "test_typing.py", "test_upstream_tool.py",
+    "test_without_posix.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
 ONCE = ("harm/test_aot_cache.py",)
@@ -66,9 +67,10 @@ nox.options.error_on_missing_interpreters = True
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """The rules of style that pyproject.toml states."""
+    """The rules of style and the types that pyproject.toml states."""
     session.run(sys.executable, "-m", "ruff", "check", "--no-cache", external=True)
     session.run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", external=True)
+    session.run(sys.executable, "-m", "mypy", "patches", "bnb_patches_autoload.py", external=True)
 
 
 @nox.session(venv_backend="none")
