@@ -81,7 +81,7 @@ class Patch:
     tested_up_to: str
     edits: tuple[Edit, ...]
     defect: Callable[[], Finding]
-    seen_on: tuple[str, ...] = ("2.8", "2.13", "2.14")
+    seen_on: tuple[str, ...] = ()
     damage: Callable[[], tuple[str, ...]] | None = None
 
     @property

@@ -46,6 +46,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1880",),
     requires=("accelerate>=0.26.1",),
     tested_up_to="1.15.0",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "accelerate.accelerator:Accelerator.prepare_model",

@@ -88,6 +88,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/issues/1639",),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, when="peft<0.17"),
         Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, count=2, when="peft>=0.17,<0.19"),

@@ -56,6 +56,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/other.py",),
     requires=("peft>=0.14", "torch>=2.7"),
     tested_up_to="0.21.2",
+    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite("peft.utils.other:prepare_model_for_kbit_training", **HOOK),
         Rewrite("peft.peft_model:PeftModel._prepare_model_for_gradient_checkpointing", **HOOK),

@@ -64,6 +64,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/issues/2541",),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             f"{_PEFT_MODEL}.from_pretrained",

@@ -46,6 +46,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py",),
     requires=("peft>=0.14", "accelerate>=0.26.1", "transformers>=4.53"),
     tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "peft.peft_model:PeftModel._setup_prompt_encoder",

@@ -54,6 +54,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/trainable_tokens/layer.py",),
     requires=("peft>=0.15", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
     edits=(
         SetAttribute(
             "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer",

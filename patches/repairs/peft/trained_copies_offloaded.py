@@ -62,6 +62,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py#L653",),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "peft.utils.other:ModulesToSaveWrapper.update",

@@ -25,6 +25,7 @@ PATCH = Patch(
     links=merging.LINKS,
     requires=("peft>=0.16,<0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.19.1",
+    seen_on=("2.13",),
     edits=(*merging.edits("oft.bnb", *merging.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
     defect=defect,
 )

@@ -25,6 +25,7 @@ PATCH = Patch(
     links=merging.LINKS,
     requires=("peft>=0.16", "bitsandbytes>=0.48"),
     tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
     edits=tuple(merging.edits("randlora.bnb", *merging.IN_BNB)),
     defect=defect,
 )

@@ -22,6 +22,7 @@ PATCH = Patch(
     links=merging.LINKS,
     requires=("peft>=0.18", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
     edits=(*merging.edits("road.bnb", *merging.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
     defect=defect,
 )

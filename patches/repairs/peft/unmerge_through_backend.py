@@ -23,6 +23,7 @@ PATCH = Patch(
     links=merging.LINKS,
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
     edits=(
         *merging.edits("vera.layer", "Linear"),
         *merging.edits("oft.layer", "Linear", when="peft>=0.21"),

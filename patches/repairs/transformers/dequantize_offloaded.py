@@ -96,6 +96,7 @@ PATCH = Patch(
     links=(f"{_SOURCE}#L287",),
     requires=("transformers>=5", "accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="5.23.0",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "transformers.integrations.bitsandbytes:dequantize_and_replace",

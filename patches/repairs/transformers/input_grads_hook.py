@@ -69,6 +69,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",),
     requires=("transformers>=4.53", "torch>=2.7"),
     tested_up_to="5.23.0",
+    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",

@@ -68,6 +68,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/integrations/peft.py#L193",),
     requires=("transformers>=4.53,<5", "peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="4.57.6",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             _LOAD,

@@ -67,6 +67,7 @@ PATCH = Patch(
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=0.26.1"),
     tested_up_to="5.23.0",
+    seen_on=("2.13", "2.15"),
     edits=tuple(
         SetAttribute(f"transformers.quantizers.{quantizer}.validate_environment", make=_make, over=_FLAG)
         for quantizer in _QUANTIZERS

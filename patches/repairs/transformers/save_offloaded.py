@@ -64,6 +64,7 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3492",),
     requires=("transformers>=5", "accelerate>=0.26.1"),
     tested_up_to="5.23.0",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.save_pretrained",

@@ -63,7 +63,7 @@ PATCH = Patch(
     links=("https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/misc.py",),
     requires=("transformers>=4.53", "torch>=2.13"),
     tested_up_to="5.23.0",
-    seen_on=("2.13", "2.14"),
+    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method",

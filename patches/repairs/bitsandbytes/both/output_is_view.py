@@ -7,7 +7,8 @@ eager and compiled. With ``nn.Linear`` the same programs run.
 The autograd functions of bitsandbytes return views of tensors that nobody else has: ``MatMul8bitLt`` reshapes what
 it computed for the rows of a 3-D input, and ``F.linear`` with a bias does the same inside of itself for whatever is not
 2-D, in ``MatMul8bitFp`` (from 0.47) and ``MatMul4Bit``. Autograd cannot tell that no base is left that the write would
-have to reach. All releases: INT8 in three dimensions; 4-bit, and INT8 in training on a CPU, with a bias and not in two.
+have to reach, and refuses it; torch 2.15 does not. All releases: INT8 in three dimensions; 4-bit, and INT8 in training on
+a CPU, with a bias and not in two.
 (#736)
 
 The repair returns the same memory by ``detach()``: a tensor that autograd does not follow back to another, which
@@ -49,7 +50,7 @@ PATCH = Patch(
     id="bitsandbytes-output-is-view",
     summary="ReLU(inplace=True), += and peft's C3A crash on the output of a quantized layer: a view, says autograd",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/736",),
-    requires=("bitsandbytes>=0.46.1",),
+    requires=("bitsandbytes>=0.46.1", "torch<2.15"),
     tested_up_to="0.50.2",
     seen_on=("2.13",),
     edits=(

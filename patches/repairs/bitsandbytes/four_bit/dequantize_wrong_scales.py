@@ -64,6 +64,7 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.49",),
     tested_up_to="0.50.2",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite("bitsandbytes.functional:dequantize_4bit", **_CALL),
         Rewrite("bitsandbytes.backends.default.ops:_gemm_4bit_default_impl", **_CALL, when="bitsandbytes>=0.50"),

@@ -77,7 +77,7 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.13",),
+    seen_on=("2.13", "2.15"),
     edits=(
         # Not `self.weight`: that is a call of Module.__getattr__. Where there is no such parameter the helper looks.
         Rewrite(

@@ -57,6 +57,7 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L341",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
+    seen_on=("2.13", "2.15"),
     edits=tuple(
         Rewrite(f"{_PARAMETER}.{name}", **_EMPTY, names={"_patches_empty": _empty})
         for name in ("__deepcopy__", "__copy__")

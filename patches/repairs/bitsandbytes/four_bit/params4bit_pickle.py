@@ -58,6 +58,7 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L244",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
+    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         SetAttribute("bitsandbytes.nn.modules:Params4bit.__reduce_ex__", value=_reduce_ex),
         *(
