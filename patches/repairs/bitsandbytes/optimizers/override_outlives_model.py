@@ -1,0 +1,159 @@
+"""An optimizer override keeps its model alive, and is given to parameters that it was not made for.
+
+Parameters may have an optimizer configuration of their own: 32 bits for embeddings, which ``Trainer`` (``adamw_8bit``
+and its like), peft's LoRA+ and the embeddings of ``bitsandbytes.nn`` register. ``GlobalOptimManager`` notes that for
+the life of the process: by module, which it holds with all that hangs on it; by ``id()`` of the parameter, which a new
+parameter has as soon as the old one is gone; and by place in the optimizer, where the next model has another parameter.
+Who trains several models in one process (a notebook, a sweep, a test suite) keeps the embeddings of each in memory, and
+has states of 32 bits, or another learning rate, where none were asked for, without a word. All releases.
+
+The repair notes the same, for as long as the parameter lives: modules are held weakly, and what is noted by ``id()`` goes
+with the parameter. What an optimizer finds by module it notes by parameter alone. Since 0.50 that is looked up as well
+as the place; before, an override that was given by parameter alone was ignored (#1269), and the repair looks it up there
+too. What ``register_parameters`` notes by place stays: it is how an override follows ``tensor.to(device)``.
+
+It costs nothing in a step; before 0.50 a look into a dict for each parameter, which later releases have.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1269
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ....engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from bitsandbytes.optim import GlobalOptimManager
+    from torch import Tensor
+    from torch.nn import Module
+
+
+class _Registered:
+    """Stands for a module among those that are registered, and keeps nothing alive.
+
+    A parameter may outlive the module that had it, and keeps its override then.
+    """
+
+    def __init__(self, module: Module, name: str, gone: Callable[[], object]) -> None:
+        def forget(_: object) -> None:
+            if self._module() is None and self._parameter() is None:
+                gone()
+
+        parameter = getattr(module, "_parameters", {}).get(name)
+        self._parameter: Callable[[], Tensor | None] = lambda: None
+        self._module = weakref.ref(module, forget)
+        if parameter is not None:
+            self._parameter = weakref.ref(parameter, forget)
+
+    def __getattr__(self, name: str) -> Any:
+        """What an optimizer asks for: the parameter that the module has now."""
+        import torch
+
+        module = self._module()
+        if module is not None:
+            return getattr(module, name)
+        parameter = self._parameter()
+        return torch.empty(0) if parameter is None else parameter  # in no optimizer
+
+
+def register(manager: GlobalOptimManager, module: Module, name: str, config: dict[str, Any]) -> None:
+    """Note ``config`` for the parameter ``name`` of ``module``, while one of both is alive."""
+    noted = manager.module_weight_config_triple
+
+    def gone() -> None:
+        with contextlib.suppress(ValueError):
+            noted.remove(entry)
+
+    entry = (_Registered(module, name, gone), name, config)
+    noted.append(entry)
+
+
+def forget_with(parameter: Tensor, configs: dict[int, Any]) -> None:
+    """Before ``configs`` gets an entry for the ``id()`` of ``parameter``: let it go with the parameter."""
+    if id(parameter) not in configs:
+        weakref.finalize(parameter, configs.pop, id(parameter), None).atexit = False
+
+
+def defect() -> Finding:
+    """Train two models with an embedding, then one without, and look what is left of the former."""
+    import gc
+
+    import torch
+    from bitsandbytes.nn import StableEmbedding
+    from bitsandbytes.optim import Adam8bit
+
+    def train(model: torch.nn.Module, x: torch.Tensor) -> torch.dtype:
+        optimizer = Adam8bit(model.parameters())
+        model(x).sum().backward()
+        with contextlib.suppress(AttributeError, RuntimeError):  # before 0.50 there is no step on a CPU, but its state
+            optimizer.step()
+        state: torch.Tensor = optimizer.state[next(model.parameters())]["state1"]
+        return state.dtype
+
+    embeddings = []
+    for _ in range(2):
+        model = torch.nn.Sequential(StableEmbedding(64, 64), torch.nn.Linear(64, 64))
+        embeddings.append(weakref.ref(model[0].weight))
+        train(model, torch.arange(8))
+        del model
+    gc.collect()
+    alive = sum(weight() is not None for weight in embeddings)
+    dtype = train(torch.nn.Linear(64, 64), torch.ones(8, 64))
+    return Finding(
+        alive > 0 or dtype != torch.uint8,
+        f"{alive} of 2 deleted embeddings in memory; 8-bit state of the next model: {dtype}",
+    )
+
+
+_MODULE = "bitsandbytes.optim.optimizer"
+_FORGET = {"_patches_forget_with": forget_with}
+
+PATCH = Patch(
+    id="bitsandbytes-override-outlives-model",
+    summary="8-bit optimizers keep the embeddings of deleted models, and give their 32-bit override to new parameters",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1269",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L119",
+    ),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            f"{_MODULE}:GlobalOptimManager.register_module_override",
+            "self.module_weight_config_triple.append((module, param_name, config))",
+            "_patches_register(self, module, param_name, config)",
+            names={"_patches_register": register},
+        ),
+        Rewrite(
+            f"{_MODULE}:GlobalOptimManager.override_config",
+            "self.pid2config[id(p)] = key_value_dict",
+            "_patches_forget_with(p, self.pid2config)\nself.pid2config[id(p)] = key_value_dict",
+            names=_FORGET,
+        ),
+        Rewrite(
+            f"{_MODULE}:Optimizer8bit.check_overrides",
+            "self.mng.module_weight_config_triple",
+            "[*self.mng.module_weight_config_triple]",  # what dies meanwhile goes from the list itself
+        ),
+        Rewrite(
+            f"{_MODULE}:Optimizer8bit.check_overrides",
+            "self.mng.pid2config[id(p)] = config\nself.mng.index2config[(gindex, pindex)] = self.mng.pid2config[id(p)]",
+            "_patches_forget_with(p, self.mng.pid2config)\n"
+            "self.mng.pid2config[id(p)] = config\n"
+            "self.mng.index2config.pop((gindex, pindex), None)",
+            names=_FORGET,
+        ),
+        Rewrite(
+            f"{_MODULE}:Optimizer8bit.get_config",
+            "return config",
+            'config.update(self.mng.pid2config.get(id(self.param_groups[gindex]["params"][pindex]), {}))\nreturn config',
+            when="bitsandbytes<0.50",
+        ),
+    ),
+    defect=defect,
+)
