@@ -1,0 +1,121 @@
+"""No gradient passes a torchao layer that quantizes its activations.
+
+``Int8DynamicActivationInt8WeightConfig`` rounds the input of a layer to integers, and autograd ends there: ``x.grad``
+is ``None``, without a word. In a LoRA model each adapter still trains as far as its own branch reaches, so the loss
+falls, and whatever lies below the first layer of each path that bears no adapter gets nothing: 8 of 12 LoRA tensors
+of a small Llama with adapters on ``q_proj``, ``v_proj`` and ``down_proj``. transformers calls this configuration
+trainable, and its Trainer starts. ``Int8StaticActivationInt8WeightConfig`` and
+``Int8DynamicActivationIntxWeightConfig`` do the same. The sibling in fp8,
+``Float8DynamicActivationFloat8WeightConfig``, is loud: ``derivative for aten::_scaled_mm is not implemented``
+(ao #4376). The weight-only configurations have their gradient. torchao 0.14.1 to 0.18.0, both versions of the
+configuration.
+
+The repair leaves the forward to torchao, bit for bit, and ties its result to the input with the gradient that
+quantization-aware training uses: straight through the rounding, times the weight that the product stands for,
+``grad @ W.dequantize()``. A static scale clips, and what is clipped gets none. The gradient of a bias is torchao's.
+The weight is kept by reference, in 8 bits, until backward: nothing is saved that saved-tensor hooks or checkpointing
+would have to carry. With autograd off, and while torch.export traces, nothing changes. Left as it was: fp8 with an
+upper bound for the activations, which clips by what it measures.
+
+It costs one dequantized weight at a time in backward and the product with it, as every quantized layer that trains.
+A compiled graph with such a layer is one graph, but torch's AOT autograd cache takes no graph with a custom function,
+so a new process compiles the training step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import tracing
+
+if TYPE_CHECKING:
+    import torch
+
+_QUANTIZE_ACTIVATIONS = {
+    "Int8Tensor": "act_quant_kwargs",
+    "Float8Tensor": "act_quant_kwargs",
+    "IntxUnpackedToInt8Tensor": "activation_quantization",
+    "LinearActivationQuantizedTensor": "input_quant_func",
+}
+"""Kinds of weight, and the attribute of each that says how it quantizes activations, ``None`` if it does not."""
+
+
+def _dispatched(
+    implementation: Callable[..., Any], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What ``implementation`` of ``func`` returns, followed by autograd where it is a product that needs to be."""
+    import torch
+
+    if func is not torch.nn.functional.linear or len(args) < 2 or not _loses_gradient(args[0], args[1]):
+        return implementation(func, types, args, kwargs)
+    from ..helpers.operators.straight_through import StraightThrough
+
+    x, weight, *bias = args
+    # Detached: in fp8 autograd would follow the input to an operator that has no gradient.
+    output = implementation(func, types, (x.detach(), weight, *bias), kwargs)
+    return StraightThrough.apply(output, x, weight)  # type: ignore[no-untyped-call]
+
+
+def _loses_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a gradient is wanted for ``x``, and the product with ``weight`` rounds it to codes."""
+    import torch
+
+    if not torch.is_grad_enabled() or not x.requires_grad:
+        return False
+    kind = type(weight).__name__
+    how = getattr(weight, _QUANTIZE_ACTIVATIONS.get(kind, ""), None)
+    if how is None or getattr(how, "hp_value_ub", None) is not None:
+        return False
+    if kind == "LinearActivationQuantizedTensor" and x.numel() == 0:
+        return False  # it returns the input itself
+    return tracing.for_this_process() or not torch.compiler.is_compiling()
+
+
+def defect() -> Finding:
+    """Train a layer below one that quantizes its activations."""
+    import torch
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    torch.manual_seed(0)
+    below, head = torch.nn.Linear(32, 64), torch.nn.Linear(64, 16)
+    x, wanted = torch.randn(8, 32), torch.randn(8, 16)
+    (reference,) = torch.autograd.grad(head(below(x)), below.weight, wanted)
+    quantize_(head, Int8DynamicActivationInt8WeightConfig())
+    head(below(x)).backward(wanted)
+    if below.weight.grad is None:
+        return Finding(True, "the layer below gets no gradient")
+    error = ((below.weight.grad - reference).norm() / reference.norm()).item()
+    return Finding(error > 0.01, f"gradient of the layer below: relative error {error:.4f}")
+
+
+_TARGET = "torchao.utils:_dispatch__torch_function__"
+_REPLACE = "_patches_dispatched(cls.{table}[cls][func], func, types, args, kwargs)"
+_NAMES = {"_patches_dispatched": _dispatched}
+
+PATCH = Patch(
+    id="torchao-quantized-activations-gradient",
+    summary="no gradient passes a layer that quantizes its activations to INT8; in fp8 the backward fails",
+    links=("https://github.com/pytorch/ao/issues/4376",),
+    requires=("torchao>=0.14.1",),
+    tested_up_to="0.18.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            _TARGET,
+            find="cls._TORCH_FN_TABLE[cls][func](func, types, args, kwargs)",
+            replace=_REPLACE.format(table="_TORCH_FN_TABLE"),
+            names=_NAMES,
+            when="torchao>=0.15",
+        ),
+        Rewrite(
+            _TARGET,
+            find="cls._ATEN_OP_OR_TORCH_FN_TABLE[cls][func](func, types, args, kwargs)",
+            replace=_REPLACE.format(table="_ATEN_OP_OR_TORCH_FN_TABLE"),
+            names=_NAMES,
+            when="torchao<0.15",
+        ),
+    ),
+    defect=defect,
+)
