@@ -88,6 +88,12 @@ def test_every_public_name_and_every_command_has_its_place():
         assert f"usage: python -m patches {command} [-h]" in sources()["generated/commands.md"]
 
 
+def test_the_variables_that_are_read_are_promised():
+    code = [*(ROOT / "patches").rglob("*.py"), ROOT / "bnb_patches_autoload.py"]
+    read = {name for file in code for name in re.findall(r"\bPATCHES_[A-Z]+\b", file.read_text("utf-8"))}
+    assert read == set(re.findall(r"\bPATCHES_[A-Z]+\b", sources()["stability.md"]))
+
+
 # -- figures -----------------------------------------------------------------------------------
 
 
