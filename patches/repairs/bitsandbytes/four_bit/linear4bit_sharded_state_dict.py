@@ -31,6 +31,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Patch, SetAttribute
+from ...helpers.full_state_dict import SKIP_UNKNOWN_KEYS
 from ...helpers.own_codes import are_own
 from ...helpers.quant_state_dict import bytes_of_codes, read
 from ...helpers.quant_state_names import NESTED, OWN, packed_key
@@ -194,6 +195,7 @@ PATCH = Patch(
         ),
         SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=loading),
         SetAttribute("bitsandbytes.functional:QuantState.__getattr__", value=packed_key, keep=True),
+        SKIP_UNKNOWN_KEYS,  # with statistics in it, a full state dict has more than parameters
     ),
     defect=defect,
 )

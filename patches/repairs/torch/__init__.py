@@ -1,0 +1,1 @@
+"""Repairs of torch, where it meets quantized layers."""
