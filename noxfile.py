@@ -37,7 +37,7 @@ ONCE = ("harm/test_aot_cache.py",)
 PROGRAMS = (
     "device", "features/test_ranks.py",
     *(f"features/test_inspection{name}.py" for name in ("", "_only_looks", "_training", "_weights")),
-    *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "trainer", "trainer_ranks")),
+    *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "fsdp2_trainer", "trainer", "trainer_ranks")),
     "repairs/accelerate/test_load_and_quantize.py",
     *(f"repairs/peft/test_offloaded_{name}.py" for name in ("copies", "dequantize", "loading", "memory", "merge")),
     *(f"repairs/peft/test_offloaded_{name}.py" for name in ("trainer", "training")),

@@ -1,0 +1,108 @@
+"""Worker of test_fsdp2_trainer.py, one process a rank: ``fsdp2_trainer.py OUT MODEL``.
+
+QLoRA and INT8 LoRA with the Trainer and ``fsdp``: trained, saved, and resumed from the middle, with state dicts of
+both kinds. Writes ``OUT/<rank>.json``.
+
+accelerate shards where it finds several accelerators, and not on CPUs. Before the Trainer makes its Accelerator these
+ranks say that they are such; from there on accelerate and transformers do all that they do on GPUs, over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from bitsandbytes import optim  # noqa: F401  # with this import the entry point runs
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+KINDS = ("nf4", "int8")
+STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+ROWS = [{name: (torch.arange(12) * (i + 3)) % 128 for name in ("input_ids", "labels")} for i in range(8)]
+
+
+def load(kind: str, model: Path) -> Any:
+    """In float32, with codes stored as float32, as FSDP wants them to lie with what else it shards."""
+    dtype = torch.float32
+    four_bit = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )  # fmt: skip
+    config = four_bit if kind == "nf4" else BitsAndBytesConfig(load_in_8bit=True)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map={"": "cpu"}, quantization_config=config)
+
+
+def train(kind: str, model: Path, out: Path, state_dict: str = "", resume: bool = False) -> Trainer:
+    """Four steps of two rows; with ``state_dict``, its kind, sharded over the ranks. Resumed after two steps."""
+    fsdp: dict[str, Any] = {}
+    if state_dict:
+        wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": state_dict}
+        fsdp = {
+            "fsdp": "full_shard auto_wrap", "fsdp_config": {**wrapped, "cpu_ram_efficient_loading": False}
+        }  # fmt: skip
+    arguments = TrainingArguments(
+        str(out), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=1 if state_dict else 2, seed=11,
+        save_strategy="steps", save_steps=2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, **fsdp,
+    )  # fmt: skip
+    if state_dict and arguments.device.type == "cpu":  # asked for the device, the arguments have made the state
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    base = load(kind, model)
+    base.config.use_cache = False
+    base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    torch.manual_seed(3)
+    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted.enable_input_require_grads()
+    trainer = Trainer(adapted, arguments, train_dataset=ROWS)
+    trainer.train(resume_from_checkpoint=str(out / "checkpoint-2") if resume else None)
+    return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.stack([row["input_ids"] for row in ROWS[:2]])).logits
+
+
+def run(kind: str, model: Path, out: Path, state_dict: str) -> dict[str, Any]:
+    trainer = train(kind, model, out, state_dict)
+    state = trainer.accelerator.state
+    answer = {
+        "distributed": f"{state.distributed_type}, version {state.fsdp_plugin.fsdp_version}",
+        "parameters": sorted({type(p.data).__name__ for p in trainer.model.parameters()}),
+        "losses": losses(trainer),
+    }
+    trained = logits(trainer.model)
+    state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # as peft's recipe does: shards are not saved as a model
+    trainer.save_model(str(out / "adapter"))
+    trainer.accelerator.wait_for_everyone()
+    again = PeftModel.from_pretrained(load(kind, model), str(out / "adapter"))
+    answer["adapter loaded again"] = float((logits(again) - trained).abs().max() / trained.abs().max())
+    answer["resumed"] = losses(train(kind, model, out, state_dict, resume=True))
+    return answer
+
+
+def main() -> None:
+    out, model = Path(sys.argv[1]), Path(sys.argv[2])
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    answer = {kind: {s: run(kind, model, out / kind / s, s) for s in STATE_DICTS} for kind in sys.argv[3:] or KINDS}
+    (out / f"{os.environ['RANK']}.json").write_text(json.dumps(answer))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
