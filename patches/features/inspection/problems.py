@@ -216,10 +216,13 @@ def _of_gradients(training: Training, on: Checkpointing | None) -> Iterator[Prob
 
 def _of_optimizer(optimizer: OptimizerState) -> Iterator[Problem]:
     if optimizer.sharded and not optimizer.stepped and optimizer.kind.startswith("bitsandbytes"):
+        limits_norms = "LAMB" in optimizer.kind or "LARS" in optimizer.kind
         yield Problem(
             f"an optimizer of bitsandbytes updates {optimizer.sharded} sharded tensors (FSDP2): its step fails",
             (),
             "Take one of torch, such as AdamW, or of torchao.optim for a state in 8 bits.",
+            patch="" if limits_norms else "bitsandbytes-steps-on-shards",
+            effect="" if limits_norms else REPAIRS,
         )
     if optimizer.outside:
         yield Problem(

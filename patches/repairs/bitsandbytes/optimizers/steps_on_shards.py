@@ -1,0 +1,233 @@
+"""No optimizer of bitsandbytes steps under FSDP2.
+
+``fully_shard`` makes each parameter, and with it its gradient, a ``DTensor``: the whole by its shape, a shard in memory.
+The optimizers hand that to their kernels, with scales of 8-bit states for the whole: ``got mixed torch.Tensor and
+DTensor`` or ``does not have a sharding strategy registered`` in the first step, on a GPU an illegal memory access. All
+releases; before 0.50 nothing steps on a CPU, so that it is repaired from there on. (#1633)
+
+The repair hands the kernels what the rank has of the parameter, of its gradient and of its states. States and scales
+are sharded as the parameter is, so that ``torch.distributed.checkpoint`` saves and loads them as it does those of
+torch's optimizers, on any number of ranks. Blocks of 256 values share a scale: if each rank has an equal number of whole
+rows that are whole blocks, a step is that of one process to the bit. Where shards cut a block (odd sizes, a weight that
+is sharded along another dimension or along two) the state of that parameter has 32 bits instead, with a warning.
+On a GPU, paged states are not paged under FSDP2, with a warning. LARS and LAMB limit an update by its norm where the
+state has 32 bits (small parameters always do), which no rank knows: they still fail there, and say why.
+
+A step of anything else costs a type check for each parameter.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from ....engine import CannotShow, Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor, Placement
+
+BLOCK = 256
+"""Values of an 8-bit state that share a scale."""
+
+
+def _is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Whether ``tensor`` is spread over ranks; nothing is imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _cuts(parameter: DTensor) -> list[tuple[Placement, int]]:
+    """For each time that ``parameter`` was cut: how, and in how many parts."""
+    sizes = parameter.device_mesh.shape
+    return [(at, size) for at, size in zip(parameter.placements, sizes) if not at.is_replicate() and size > 1]
+
+
+def cuts_blocks(parameter: Tensor) -> bool:
+    """Whether a block of ``parameter`` would lie on two ranks, or the ranks have not the same number of them."""
+    if not _is_sharded(parameter) or not (cuts := _cuts(parameter)):
+        return False
+    how, parts = cuts[0]
+    even = parameter.shape[0] % parts == 0 == parameter.numel() % (parts * BLOCK)
+    if even and len(cuts) == 1 and how.is_shard(0):
+        return False
+    warnings.warn(
+        f"The shards of a parameter of shape {tuple(parameter.shape)} are no whole blocks of {BLOCK} values: "
+        "its optimizer state has 32 bits.",
+        stacklevel=2,
+    )
+    return True
+
+
+def is_unpaged(parameter: Tensor) -> bool:
+    """Whether a paged state of ``parameter`` is made as one that is not."""
+    if not _is_sharded(parameter):
+        return False
+    warnings.warn("Optimizer states of sharded parameters are not paged.", stacklevel=2)
+    return True
+
+
+def scales(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros of ``shape``, the last dimension of which counts the blocks of ``parameter``; sharded as that is."""
+    import torch
+
+    if not _is_sharded(parameter):
+        return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
+    last = Shard(len(shape) - 1)
+    placements = [Replicate() if at.is_replicate() else last for at in parameter.placements]
+    return zeros(*shape, dtype=torch.float32, device_mesh=parameter.device_mesh, placements=placements)
+
+
+def double(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros for two states of ``parameter``, one behind the other; sharded as that is."""
+    import torch
+
+    if not _is_sharded(parameter):
+        return torch.zeros((2, *parameter.size()), dtype=dtype, device=parameter.device)
+    return torch.stack([torch.zeros_like(parameter, dtype=dtype)] * 2)
+
+
+def local(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float = 0.0) -> tuple[Any, ...]:
+    """What this rank has of a parameter, of its gradient and of its states."""
+    if not _is_sharded(p):
+        return p, g, *states
+    if max_unorm > 0.0 and _cuts(p):
+        raise NotImplementedError(
+            "LARS and LAMB limit an update by its norm (max_unorm), which no rank knows under FSDP2: they cannot step "
+            "on shards of a parameter whose state has 32 bits. Take another optimizer."
+        )
+    if _is_sharded(g) and g.placements != p.placements:
+        g = g.redistribute(p.device_mesh, p.placements)
+    if not all(state is None or _is_sharded(state) for state in states):
+        raise ValueError(
+            f"An optimizer state of a sharded parameter of shape {tuple(p.shape)} is not sharded. To load a state dict of "
+            "one process, use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True."
+        )
+    own = p.to_local()
+    if not own.is_contiguous():
+        raise NotImplementedError(f"The shard of a parameter of shape {tuple(p.shape)} is not contiguous in memory.")
+    return own, _shard(g).contiguous(), *(None if state is None else _shard(state) for state in states)
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if _is_sharded(tensor) else tensor
+
+
+def defect() -> Finding:
+    """Three steps of AdamW8bit on a layer of FSDP2, on one rank, and the same without FSDP2."""
+    import copy
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from bitsandbytes.optim import AdamW8bit
+
+    if not dist.is_available():
+        raise CannotShow("this torch is built without torch.distributed")
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    def train(model: torch.nn.Module) -> None:
+        optimizer = AdamW8bit(model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 64)).square().sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    whole = torch.nn.Linear(64, 64)
+    sharded = copy.deepcopy(whole)
+    try:
+        train(whole)
+    except RuntimeError as error:
+        raise CannotShow("before 0.50 no optimizer of bitsandbytes steps on a CPU, sharded or not") from error
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("gloo", store=dist.FileStore(file.name, 1), rank=0, world_size=1)  # type: ignore[attr-defined]
+        try:
+            fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+            train(sharded)
+            assert isinstance(sharded.weight, DTensor)
+            found = sharded.weight.full_tensor()
+        except (RuntimeError, NotImplementedError) as error:
+            return Finding(True, f"{type(error).__name__}: {str(error).partition('.default ')[2][:60].strip()}")
+        finally:
+            dist.destroy_process_group()
+    off = (found - whole.weight).abs().max().item()
+    return Finding(off > 0, f"weights after 3 steps, sharded against not: largest difference {off}")
+
+
+_OPTIMIZER = "bitsandbytes.optim.optimizer"
+_ADEMAMIX = "bitsandbytes.optim.ademamix:AdEMAMix"
+_SCALES = {"_patches_scales": scales}
+_CUTS = {"_patches_cuts_blocks": cuts_blocks}
+_UNPAGED = {"_patches_is_unpaged": is_unpaged}
+_ROWS = "torch.zeros((blocks,), dtype=torch.float32, device=p.device)"
+
+
+def _init_state(target: str, scales_of: int) -> tuple[Rewrite, ...]:
+    return (
+        Rewrite(target, _ROWS, "_patches_scales(p, (blocks,))", count=scales_of, names=_SCALES),
+        Rewrite(
+            target,
+            'p.numel() < config["min_8bit_size"]',
+            'p.numel() < config["min_8bit_size"] or (dtype == torch.uint8 and _patches_cuts_blocks(p))',
+            names=_CUTS,
+        ),
+    )
+
+
+PATCH = Patch(
+    id="bitsandbytes-steps-on-shards",
+    summary="No optimizer of bitsandbytes steps under FSDP2: kernels get DTensors, on a GPU illegal memory access",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",),
+    requires=("bitsandbytes>=0.50", "torch>=2.6"),
+    tested_up_to="0.50.2",
+    seen_on=("2.13",),
+    edits=(
+        *_init_state(f"{_OPTIMIZER}:Optimizer1State.init_state", 1),
+        *_init_state(f"{_OPTIMIZER}:Optimizer2State.init_state", 2),
+        *_init_state(f"{_ADEMAMIX}.init_state", 1),
+        Rewrite(
+            f"{_ADEMAMIX}.init_state",
+            "torch.zeros((2, blocks), dtype=torch.float32, device=p.device)",
+            "_patches_scales(p, (2, blocks))",
+            names=_SCALES,
+        ),
+        Rewrite(
+            f"{_ADEMAMIX}._get_state_double_buffer",
+            "torch.zeros((2, *p.size()), dtype=dtype, device=p.device)",
+            "_patches_double(p, dtype)",
+            names={"_patches_double": double},
+        ),
+        *(
+            Rewrite(
+                target,
+                "not self.is_paged or p.numel() < 1e5",
+                "not self.is_paged or p.numel() < 1e5 or _patches_is_unpaged(p)",
+                names=_UNPAGED,
+            )
+            for target in (f"{_OPTIMIZER}:Optimizer8bit.get_state_buffer", f"{_ADEMAMIX}._get_state_double_buffer")
+        ),
+        Rewrite(
+            "bitsandbytes.functional:optimizer_update_32bit",
+            "param_norm = 0.0",
+            "p, g, state1, state2 = _patches_local(p, g, state1, state2, max_unorm=max_unorm)\n"
+            "if p.numel() == 0:\n    return\n"  # a rank without a row
+            "param_norm = 0.0",
+            names={"_patches_local": local},
+        ),
+        Rewrite(
+            "bitsandbytes.functional:optimizer_update_8bit_blockwise",
+            "is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])",
+            "p, g, state1, state2, absmax1, absmax2 = _patches_local(p, g, state1, state2, absmax1, absmax2)\n"
+            "is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])",
+            names={"_patches_local": local},
+        ),
+    ),
+    defect=defect,
+)
