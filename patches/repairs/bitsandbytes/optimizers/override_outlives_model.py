@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
@@ -38,16 +37,13 @@ class _Registered:
     A parameter may outlive the module that had it, and keeps its override then.
     """
 
-    def __init__(self, module: Module, name: str, gone: Callable[[], object]) -> None:
-        def forget(_: object) -> None:
-            if self._module() is None and self._parameter() is None:
-                gone()
-
+    def __init__(self, module: Module, name: str) -> None:
         parameter = getattr(module, "_parameters", {}).get(name)
-        self._parameter: Callable[[], Tensor | None] = lambda: None
-        self._module = weakref.ref(module, forget)
-        if parameter is not None:
-            self._parameter = weakref.ref(parameter, forget)
+        self._module = weakref.ref(module)
+        self._parameter = self._module if parameter is None else weakref.ref(parameter)
+
+    def is_gone(self) -> bool:
+        return self._module() is None and self._parameter() is None
 
     def __getattr__(self, name: str) -> Any:
         """What an optimizer asks for: the parameter that the module has now."""
@@ -63,18 +59,27 @@ class _Registered:
 def register(manager: GlobalOptimManager, module: Module, name: str, config: dict[str, Any]) -> None:
     """Note ``config`` for the parameter ``name`` of ``module``, while one of both is alive."""
     noted = manager.module_weight_config_triple
+    for entry in [*noted]:
+        if not is_alive(entry):
+            with contextlib.suppress(ValueError):  # by another thread
+                noted.remove(entry)
+    noted.append((_Registered(module, name), name, config))
 
-    def gone() -> None:
-        with contextlib.suppress(ValueError):
-            noted.remove(entry)
 
-    entry = (_Registered(module, name, gone), name, config)
-    noted.append(entry)
+def is_alive(entry: tuple[Any, str, dict[str, Any]]) -> bool:
+    return not isinstance(entry[0], _Registered) or not entry[0].is_gone()
+
+
+def alive(noted: list[Any]) -> list[Any]:
+    """What is registered now, without what is gone; another thread may register meanwhile."""
+    return [entry for entry in [*noted] if is_alive(entry)]
 
 
 def forget_with(parameter: Tensor, configs: dict[int, Any]) -> None:
     """Before ``configs`` gets an entry for the ``id()`` of ``parameter``: let it go with the parameter."""
-    if id(parameter) not in configs:
+    import torch
+
+    if id(parameter) not in configs and not torch.compiler.is_compiling():  # Dynamo cannot follow
         weakref.finalize(parameter, configs.pop, id(parameter), None).atexit = False
 
 
@@ -138,7 +143,8 @@ PATCH = Patch(
         Rewrite(
             f"{_MODULE}:Optimizer8bit.check_overrides",
             "self.mng.module_weight_config_triple",
-            "[*self.mng.module_weight_config_triple]",  # what dies meanwhile goes from the list itself
+            "_patches_alive(self.mng.module_weight_config_triple)",
+            names={"_patches_alive": alive},
         ),
         Rewrite(
             f"{_MODULE}:Optimizer8bit.check_overrides",

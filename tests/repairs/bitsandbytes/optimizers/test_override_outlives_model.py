@@ -14,6 +14,7 @@ from bitsandbytes.optim import Adam8bit, GlobalOptimManager
 from torch.nn import Linear, Parameter, Sequential
 
 import patches
+from patches.engine.gate import satisfied
 
 ID = "bitsandbytes-override-outlives-model"
 BITS_32 = {"optim_bits": 32}
@@ -89,7 +90,9 @@ def test_models_are_kept_by_nobody(use, embedding, tmp_path, manager, either):
     gc.collect()
     assert sum(weight() is not None for weight in alive) == (3 if registered and either == "unpatched" else 0)
     if either == "patched":
-        assert not manager.module_weight_config_triple and not manager.pid2config and not manager.index2config
+        assert not manager.pid2config and not manager.index2config
+        manager.register_module_override(Linear(4, 4), "weight", BITS_32)
+        assert len(manager.module_weight_config_triple) == 1, "the rest was dropped"
 
 
 def test_new_parameters_with_the_ids_of_old_ones_have_no_override(manager, either):
@@ -104,7 +107,7 @@ def test_new_parameters_with_the_ids_of_old_ones_have_no_override(manager, eithe
 
 def inherited() -> torch.dtype:
     """Before 0.50 an override by parameter alone is not looked up, and so not inherited."""
-    return torch.float32 if patches.engine.gate.satisfied("bitsandbytes>=0.50") else torch.uint8
+    return torch.float32 if satisfied("bitsandbytes>=0.50") else torch.uint8
 
 
 def test_a_live_parameter_at_the_same_place_has_no_override(manager, either):
@@ -185,16 +188,18 @@ def test_a_parameter_that_outlives_its_module(manager, either):
     assert states(parameters) == SECOND
 
 
-def test_what_dies_while_an_optimizer_looks_costs_nobody_an_override(manager):
+def test_what_is_registered_while_an_optimizer_looks_costs_nobody_an_override(manager):
+    """By another thread, as it is here by an attribute: what is gone by then is dropped."""
     patches.apply(ID, strict=True)
     dying = []
 
-    class Collects(Linear):
+    class Registers(Linear):
         def __getattr__(self, name):
             dying.clear()
+            manager.register_module_override(torch.nn.Linear(4, 4), "weight", BITS_32)
             return super().__getattr__(name)
 
-    first, net = Collects(64, 64), model()
+    first, net = Registers(64, 64), model()
     dying.append(Linear(64, 64))
     gone = weakref.ref(dying[0])
     for module in (dying[0], first, net[1]):
@@ -202,7 +207,23 @@ def test_what_dies_while_an_optimizer_looks_costs_nobody_an_override(manager):
     del module
     assert gone() is not None and len(manager.module_weight_config_triple) == 3
     assert states(net.parameters()) == SECOND and gone() is None
-    assert len(manager.module_weight_config_triple) == 2
+
+
+@pytest.mark.skipif(not satisfied("bitsandbytes>=0.50"), reason="before 0.50 nothing steps on a CPU")
+def test_a_compiled_step(manager, either):
+    """The first step, in which an optimizer looks for overrides, also for one that is gone."""
+    torch._dynamo.reset()
+    for _ in range(2):
+        net = Sequential(bnb.nn.StableEmbedding(64, 64), Linear(64, 64))
+        manager.register_module_override(Linear(64, 64), "weight", BITS_32)
+        optimizer = Adam8bit(net.parameters())
+        step = torch.compile(optimizer.step, fullgraph=True, backend="eager")
+        for _ in range(2):
+            net(torch.arange(8)).sum().backward()
+            step()
+        assert [optimizer.state[p]["state1"].dtype for p in (net[0].weight, net[1].weight)] == SECOND[::-1]
+        del net, optimizer, step
+        gc.collect()
 
 
 def test_what_was_registered_is_found_after_revert(manager):
@@ -211,9 +232,10 @@ def test_what_was_registered_is_found_after_revert(manager):
     manager.register_module_override(net[1], "weight", BITS_32)
     patches.revert()
     assert states(net.parameters()) == SECOND
+    gone = weakref.ref(net)
     del net
     gc.collect()
-    assert states(model().parameters())[0] == torch.uint8 and not manager.module_weight_config_triple
+    assert gone() is None and len(states(model().parameters())) == 2, "one that is gone is passed over"
 
 
 def test_values_of_a_configuration_that_is_kept(manager, either):
