@@ -24,6 +24,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers.optimizer_overrides import BY_PARAMETER
 
 if TYPE_CHECKING:
     from bitsandbytes.optim import GlobalOptimManager
@@ -154,12 +155,7 @@ PATCH = Patch(
             "self.mng.index2config.pop((gindex, pindex), None)",
             names=_FORGET,
         ),
-        Rewrite(
-            f"{_MODULE}:Optimizer8bit.get_config",
-            "return config",
-            'config.update(self.mng.pid2config.get(id(self.param_groups[gindex]["params"][pindex]), {}))\nreturn config',
-            when="bitsandbytes<0.50",
-        ),
+        BY_PARAMETER,
     ),
     defect=defect,
 )

@@ -1,0 +1,135 @@
+"""A copied or pickled optimizer of bitsandbytes cannot go on.
+
+torch copies and pickles of an optimizer what ``Optimizer.__getstate__`` gives: its defaults, states and groups. Those of
+bitsandbytes have more (whether their states have 8 bits, the tables of their codes, their names), set it in
+``__init__``, and do not say so: after ``copy.deepcopy((model, optimizer))``, or after ``torch.save`` of an optimizer and
+``torch.load``, ``step()``, ``load_state_dict()`` and since 0.49.2 ``state_dict()`` end in ``'Adam8bit' object has no
+attribute 'initialized'`` (or ``'non_castable_tensor_keys'``). All releases; those of torch go on.
+
+The repair lets them give the rest as well, with the configuration that overrides gave to their parameters, which the
+copies of these have then. What a process has one of (the managers) is that of the process where the copy is. A copy goes
+on to the bit as what it was made of. Paged states lie in memory that a copy is not made of: such an optimizer is copied as
+it was before, and its copy cannot go on, unless it is by ``state_dict()``. So does a file that was written unpatched: what
+it lacks is not guessed.
+
+It costs nothing in a step.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L189
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ...helpers.optimizer_overrides import BY_PARAMETER
+
+if TYPE_CHECKING:
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+    from torch import Tensor
+
+OWN = ("initialized", "name2qmap", "is_paged", "non_castable_tensor_keys", "args", "optimizer_name")
+"""What their constructors set, beside the managers of the process."""
+_OVERRIDES = "_patches_overrides"
+
+
+def __getstate__(self: Optimizer8bit) -> dict[str, Any]:
+    """What torch gives of an optimizer, and what one of bitsandbytes has beside that."""
+    from torch.optim import Optimizer
+
+    given = Optimizer.__getstate__(self)
+    own = vars(self)
+    if "mng" in own and not any(map(_is_paged, self.state.values())):
+        given.update({name: own[name] for name in OWN if name in own})
+        given[_OVERRIDES] = list(_overrides(self))
+    return given
+
+
+def _is_paged(state: dict[str, Any]) -> bool:
+    return any(getattr(value, "is_paged", False) for value in state.values())
+
+
+def _overrides(optimizer: Optimizer8bit) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """The parameters of ``optimizer`` that have a configuration of their own, and that."""
+    if not optimizer.initialized:
+        optimizer.check_overrides()  # what its first step would do: looks for those that were made by module
+    manager = optimizer.mng
+    for gindex, group in enumerate(optimizer.param_groups):
+        for pindex, parameter in enumerate(group["params"]):
+            by_place = manager.index2config.get((gindex, pindex), {})
+            if config := {**by_place, **manager.pid2config.get(id(parameter), {})}:
+                yield parameter, config
+
+
+def joined(optimizer: Optimizer8bit, state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` for ``__setstate__``: of a copy, with what this process has one of."""
+    from bitsandbytes.functional import GlobalPageManager
+    from bitsandbytes.optim import GlobalOptimManager
+
+    if _OVERRIDES not in state:  # load_state_dict, or a file that was written unpatched
+        return state
+    manager = GlobalOptimManager.get_instance()
+    for parameter, config in state[_OVERRIDES]:
+        manager.override_config(parameter, key_value_dict=dict(config))
+    kept = {name: value for name, value in state.items() if name != _OVERRIDES}
+    return {**kept, "mng": manager, "page_mng": GlobalPageManager.get_instance()}
+
+
+def defect() -> Finding:
+    """Train with Adam8bit, and go on with a copy and from a file."""
+    import copy
+    import io
+
+    import torch
+    from bitsandbytes.optim import Adam8bit
+
+    def step(model: torch.nn.Module, optimizer: Adam8bit) -> str:
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).square().sum().backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:  # before 0.50 nothing steps on a CPU
+            if "on the same GPU" not in str(error):
+                raise
+        except AttributeError as error:
+            return str(error)
+        return "steps"
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    optimizer = Adam8bit(model.parameters())
+    step(model, optimizer)
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    file.seek(0)
+    copies = {"copied": copy.deepcopy((model, optimizer)), "loaded": torch.load(file, weights_only=False)}
+    step(model, optimizer)
+    found = {name: step(*pair) for name, pair in copies.items()}
+    for name, (other, _) in copies.items():
+        if found[name] == "steps" and not torch.equal(other.weight, model.weight):
+            found[name] = "steps elsewhere"
+    return Finding(set(found.values()) != {"steps"}, "; ".join(f"{name}: {what}" for name, what in found.items()))
+
+
+_OPTIMIZER = "bitsandbytes.optim.optimizer:Optimizer8bit"
+
+PATCH = Patch(
+    id="bitsandbytes-optimizer-copies",
+    summary="A deep copy of an 8-bit optimizer, or one from a file, cannot step: it has lost what it is",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L189",),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    seen_on=("2.13",),
+    edits=(
+        SetAttribute(f"{_OPTIMIZER}.__getstate__", value=__getstate__),
+        Rewrite(
+            f"{_OPTIMIZER}.__setstate__",
+            "super().__setstate__(state)",
+            "super().__setstate__(_patches_joined(self, state))",
+            names={"_patches_joined": joined},
+        ),
+        BY_PARAMETER,
+    ),
+    defect=defect,
+)
