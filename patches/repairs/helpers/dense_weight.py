@@ -1,0 +1,51 @@
+"""The weight that a quantized layer stands for, for tuners of peft that know nothing of quantized layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from . import int8_scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def of(layer: Any) -> Tensor:
+    """The weight of ``layer``, dequantized if bitsandbytes quantized it; else the parameter itself."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+    from bitsandbytes.nn import Params4bit
+
+    weight: Tensor = layer.weight
+    if weight.device.type == "meta":
+        return weight  # offloaded, or not loaded yet
+    if is_codes(layer):
+        # Which scales are those of the codes is asked of their contents; a compiler cannot.
+        known = layer.state.SCB if torch.compiler.is_compiling() else None
+        dense: Tensor = int8_vectorwise_dequant(weight.data, int8_scales.scale(layer) if known is None else known)
+        return dense
+    if isinstance(weight, Params4bit) and weight.quant_state is not None:
+        dense = dequantize_4bit(weight.data, weight.quant_state)
+        return dense
+    return weight
+
+
+def is_codes(layer: Any) -> bool:
+    """Whether the weight of ``layer`` is INT8 codes."""
+    import torch
+    from bitsandbytes.nn import Int8Params
+
+    return isinstance(layer.weight, Int8Params) and layer.weight.dtype == torch.int8
+
+
+def unless_codes(layer: Any) -> Any:
+    """``layer``, or an error: what is added to codes as if they were weights is lost or wraps around."""
+    return _refuse(layer) if is_codes(layer) else layer
+
+
+def _refuse(layer: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds INT8 codes, and this tuner of peft merges into "
+        "unquantized weights only: call dequantize() on the base model before the adapter is added, load the adapter "
+        "onto that, and merge there"
+    )

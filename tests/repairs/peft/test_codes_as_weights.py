@@ -1,0 +1,165 @@
+"""HRA, PEANuT and DEFT on quantized layers, against the same adapter on the weights that these stand for."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+import patches
+from patches.engine.gate import satisfied
+
+ID = "peft-codes-as-weights"
+X = torch.linspace(-2, 2, 6 * 64).view(2, 3, 64)
+
+if satisfied("peft<0.16"):
+    pytest.skip("before peft 0.16 HRA on INT8 is an error", allow_module_level=True)
+
+TUNERS = {"HRA": lambda: peft.HRAConfig(r=4, target_modules=["0", "2"])}
+if satisfied("peft>=0.19"):
+    TUNERS["PEANuT"] = lambda: peft.PeanutConfig(target_modules=["0", "2"])
+if satisfied("peft>=0.20"):
+    TUNERS["DEFT"] = lambda: peft.DeftConfig(target_modules=["0", "2"])
+READ_IN_FORWARD = [name for name in TUNERS if name != "DEFT"]
+
+
+def layer(bits: int, bias: bool) -> torch.nn.Module:
+    if bits == 8:
+        return bnb.nn.Linear8bitLt(64, 64, bias=bias, has_fp16_weights=False)
+    return bnb.nn.Linear4bit(64, 64, bias=bias, compute_dtype=torch.float32, quant_type="nf4")
+
+
+def models(bits: int, bias: bool = True) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A quantized model, and one of the weights that it stands for."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(layer(bits, bias), torch.nn.ReLU(), layer(bits, bias)).to("cpu")
+    plain = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias), torch.nn.ReLU(), torch.nn.Linear(64, 64, bias)))
+    for quantized, dense in zip(model[::2], plain[::2], strict=True):
+        weight = quantized.weight
+        if bits == 8:
+            dense.weight.data = bnb.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+        else:
+            dense.weight.data = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+        if bias:
+            dense.bias.data.copy_(quantized.bias.data)
+    return model, plain
+
+
+def with_adapter(model: torch.nn.Module, name: str, trained: bool = True) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, TUNERS[name]()).train()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and trained:
+                parameter += torch.randn_like(parameter) * 0.05
+    return model
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    x = X.clone().requires_grad_()
+    model(x).pow(2).sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad and p.grad is not None)]
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((out.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_without_the_patch_codes_are_taken_for_weights(name):
+    model, plain = models(8)
+    assert relative_error(with_adapter(model, name)(X), with_adapter(plain, name)(X)) > 0.3
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", TUNERS)
+def test_it_equals_the_same_adapter_on_the_weights_that_are_stood_for(name, bits, bias):
+    model, plain = models(bits, bias)
+    with patches.applied():
+        model, plain = with_adapter(model, name), with_adapter(plain, name)
+        assert relative_error(model(X), plain(X)) < 0.02
+        grads, expected = gradients(model), gradients(plain)
+        assert len(grads) == len(expected) > 2
+        for grad, reference in zip(grads, expected, strict=True):
+            assert relative_error(grad, reference) < 0.05
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", TUNERS)
+def test_one_that_begins_as_the_identity_is_the_identity(name, bits):
+    model, plain = models(bits)
+    with patches.applied():
+        assert relative_error(with_adapter(model, name, trained=False)(X), plain(X)) < 0.02
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_unquantized_layers_are_bit_identical(name):
+    _, plain = models(8)
+    before = with_adapter(copy.deepcopy(plain), name)
+    out, grads = before(X), gradients(before)
+    before.merge_adapter()
+    merged = before(X)
+    with patches.applied(ID):
+        after = with_adapter(copy.deepcopy(plain), name)
+        assert torch.equal(after(X), out)
+        for grad, expected in zip(gradients(after), grads, strict=True):
+            assert torch.equal(grad, expected)
+        after.merge_adapter()
+        assert torch.equal(after(X), merged)
+        after.unmerge_adapter()
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_a_base_that_trains_too_gets_the_gradient_that_it_had(name):
+    def trained() -> list[torch.Tensor | None]:
+        model = with_adapter(models(8)[1], name)
+        model.requires_grad_(True)
+        model(X).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    before = trained()
+    with patches.applied(ID):
+        for grad, expected in zip(trained(), before, strict=True):
+            assert (grad is None and expected is None) or torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", TUNERS)
+def test_a_merge_into_codes_is_an_error_that_changes_nothing(name, bits):
+    model, _ = models(bits)
+    with patches.applied():
+        model = with_adapter(model, name)
+        before = model(X)
+        with pytest.raises(NotImplementedError if bits == 8 else RuntimeError) as raised:
+            model.merge_adapter()
+        if bits == 8:
+            assert "holds INT8 codes" in str(raised.value) and "dequantize()" in str(raised.value)
+        assert torch.equal(model(X), before)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", TUNERS)
+def test_a_saved_adapter_gives_the_same_outputs(name, bits, tmp_path):
+    with patches.applied():
+        model = with_adapter(models(bits)[0], name).eval()
+        expected = model(X)
+        model.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(models(bits)[0], tmp_path).eval()
+        assert torch.equal(again(X), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", READ_IN_FORWARD)
+def test_compiled_it_is_the_same(name, bits):
+    with patches.applied():
+        model = with_adapter(models(bits)[0], name)
+        eager = gradients(model)
+        model.zero_grad()
+        for grad, expected in zip(gradients(torch.compile(model, backend="aot_eager")), eager, strict=True):
+            assert relative_error(grad, expected) < 1e-5
