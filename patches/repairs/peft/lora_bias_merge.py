@@ -1,0 +1,104 @@
+"""Merging LoRA with ``lora_bias=True`` into a quantized layer gives another bias than the one that was trained.
+
+In a forward the bias of ``lora_B`` is scaled, as all that LoRA adds. ``merge`` of the layers for INT8 and 4-bit adds it
+unscaled: with ``lora_alpha=32`` and ``r=4`` an eighth of it, silently, and ``unmerge`` takes the same away, so that a
+round trip looks right (peft #3741; #2489 repaired the plain layers, in 0.16, and forgot these). ``safe_merge=True``
+does not get that far: ``Boolean value of Tensor with more than one value is ambiguous``, as its test for finite values
+lacks an ``all()``, and at that point the weight has been merged already, and nobody knows. So has it where the base has
+no bias: ``'NoneType' object has no attribute 'data'``. All releases that have ``lora_bias``, plain layers before 0.16.
+
+The repair scales what is added and taken away, looks at all of the bias, and looks at it, and whether there is one,
+before the weight is touched: an error leaves the layer as it was. Nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine.gate import satisfied
+
+
+def _bias_is_bad(layer: Any, adapter: str, safe_merge: bool) -> bool:
+    """False. Raises where the bias of ``adapter`` cannot be merged into ``layer``, whose weight is still what it was."""
+    import torch
+
+    if not layer.lora_bias[adapter]:
+        return False
+    bias = layer.get_base_layer().bias
+    if bias is None:
+        raise RuntimeError(
+            f"adapter {adapter!r} has lora_bias=True, and the layer that it is to be merged into has no bias to add its "
+            "own to: keep the adapter unmerged, or give the layer a bias of zeros"
+        )
+    added = layer.lora_B[adapter].bias * layer.scaling[adapter]
+    if safe_merge and not torch.isfinite(bias.data + added).all():
+        raise ValueError(f"adapter {adapter!r}: the merged bias is not finite; nothing was merged into this layer")
+    return False
+
+
+def defect() -> Finding:
+    """Merge an adapter with a bias and twice its weight, and ask the model the same again."""
+    import warnings
+
+    import bitsandbytes as bnb
+    import peft
+    import torch
+
+    if satisfied("peft<0.15") and not torch.cuda.is_available():
+        raise CannotShow("peft 0.14 dequantizes on CUDA only")
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)).to("cpu")
+    base.is_loaded_in_8bit = True  # type: ignore[assignment]  # as from_pretrained says it
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"], lora_bias=True, init_lora_weights=False)
+    model, x = peft.get_peft_model(base, config), torch.randn(4, 64)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft: merging rounds
+        expected = model(x)
+        error = ((model.merge_and_unload()(x) - expected).norm() / expected.norm()).item()
+    return Finding(error > 0.1, f"relative error of the merged model {error:.3f}")
+
+
+_BIAS = "self.lora_B[active_adapter].bias"
+_WEIGHT_IS_BAD = "safe_merge and not torch.isfinite(w_data).all()"
+
+
+def _scaled(method: str, count: int = 1, when: str = "") -> Rewrite:
+    return Rewrite(
+        f"peft.tuners.lora.{method}", find=_BIAS, replace=f"({_BIAS} * self.scaling[active_adapter])", count=count,
+        when=when,
+    )  # fmt: skip
+
+
+def _edits() -> Iterator[Rewrite]:
+    for name in ("Linear8bitLt", "Linear4bit"):
+        merge = f"peft.tuners.lora.bnb:{name}.merge"
+        yield _scaled(f"bnb:{name}.merge")
+        yield _scaled(f"bnb:{name}.unmerge")
+        yield Rewrite(merge, find="torch.isfinite(bias_data)", replace="torch.isfinite(bias_data).all()")
+        yield Rewrite(
+            merge,
+            find=_WEIGHT_IS_BAD,
+            replace=f"_patches_bias_is_bad(self, active_adapter, safe_merge) or ({_WEIGHT_IS_BAD})",
+            names={"_patches_bias_is_bad": _bias_is_bad},
+        )
+    for name in ("Linear", "_ConvNd"):
+        yield _scaled(f"layer:{name}.merge", count=2, when="peft<0.16")
+        yield _scaled(f"layer:{name}.unmerge", when="peft<0.16")
+
+
+PATCH = Patch(
+    id="peft-lora-bias-merge",
+    summary="a merge of lora_bias=True into a quantized layer forgets its scaling; safe_merge crashes half way",
+    links=(
+        "https://github.com/huggingface/peft/issues/3741",
+        "https://github.com/huggingface/peft/pull/3757",
+        "https://github.com/huggingface/peft/pull/2489",
+    ),
+    requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=tuple(_edits()),
+    defect=defect,
+)
