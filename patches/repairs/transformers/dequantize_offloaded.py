@@ -17,11 +17,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import offload_maps, offloaded
+from ..helpers import offload_maps, offloaded, source_layers
 
 if TYPE_CHECKING:
     import torch
-    from torch.nn import Linear, Module
+    from torch.nn import Module
 
 
 def dequantize_offloaded(model: Module, quantized: type[Any], dtype: torch.dtype | None) -> bool:
@@ -39,7 +39,7 @@ def dequantize_offloaded(model: Module, quantized: type[Any], dtype: torch.dtype
     return bool(away)
 
 
-def _plain(module: Any, dtype: torch.dtype | None) -> Linear:
+def _plain(module: Any, dtype: torch.dtype | None) -> Module:
     """The plain layer for ``module``, offloaded by its hook; ``module`` is left on meta without one."""
     import torch
     from accelerate.hooks import add_hook_to_module, remove_hook_from_module
@@ -49,8 +49,9 @@ def _plain(module: Any, dtype: torch.dtype | None) -> Linear:
     visit = offloaded.Visit(module, part)
     try:
         weight = dequantize_bnb_weight(module.weight, getattr(module, "state", None))
-        plain = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-        plain.weight = torch.nn.Parameter(weight if dtype is None else weight.to(dtype))
+        plain = source_layers.plain(module, module.bias)
+        weight = source_layers.as_stored(module, weight if dtype is None else weight.to(dtype))
+        plain.weight = torch.nn.Parameter(weight)
         plain.bias = module.bias
         plain.train(module.training)
         offload_maps.write(part, "weight", plain.weight)

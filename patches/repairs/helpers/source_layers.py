@@ -1,0 +1,33 @@
+"""What transformers quantized a layer from: an ``nn.Linear``, or the ``Conv1D`` of GPT-2, which keeps its weight transposed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+
+def _is_conv1d(quantized: Any) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    source = getattr(quantized, "source_cls", None)  # transformers notes it
+    return source is not None and issubclass(source, Conv1D)
+
+
+def plain(quantized: Any, bias: Any) -> Module:
+    """A layer on meta of the kind that ``quantized`` was made from; ``bias`` is None if there is none."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    with torch.device("meta"):
+        if _is_conv1d(quantized):
+            layer: Module = Conv1D(quantized.out_features, quantized.in_features)
+            return layer
+        return torch.nn.Linear(quantized.in_features, quantized.out_features, bias=bias is not None)
+
+
+def as_stored(quantized: Any, weight: Tensor) -> Tensor:
+    """``weight``, of shape (out, in), as a layer of that kind keeps it."""
+    return weight.t().contiguous() if _is_conv1d(quantized) else weight

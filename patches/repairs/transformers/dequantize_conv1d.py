@@ -1,0 +1,95 @@
+"""``dequantize()`` of a GPT-2 gives a model whose checkpoint cannot be loaded, or is loaded wrong.
+
+GPT-2, and what was made after it, has ``Conv1D`` layers, whose weights lie transposed. transformers turns them when it
+quantizes, which is why a quantized GPT-2 is right, and notes on each layer what it was made from. ``dequantize()`` does
+not ask: it makes an ``nn.Linear`` of each. The model computes what it should, but ``save_pretrained`` writes the weights
+of ``nn.Linear`` under names where the class expects those of ``Conv1D``. ``from_pretrained`` then ends with ``You set
+`ignore_mismatched_sizes` to `False```; with ``True`` it gives random weights to the layers that are not square and
+transposed ones to those that are (relative error of the logits 0.8), and says so in a table among its log lines. All
+releases that have ``dequantize()``.
+
+The repair makes the layer that was there: a ``Conv1D`` with the dequantized weight as it keeps it. Outputs are those of
+the ``nn.Linear`` but for the order in which a product is summed up. Models without ``Conv1D`` get the same layers as
+before. A checkpoint that was written without it is to be written again.
+"""
+
+from __future__ import annotations
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import source_layers
+
+
+def defect() -> Finding:
+    """Quantize a GPT-2 from disk, dequantize it, save it, and load it again."""
+    import tempfile
+
+    import torch
+    from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2, n_positions=32)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    ids = torch.arange(8)[None]
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        GPT2LMHeadModel(config).save_pretrained(folder)
+        model = GPT2LMHeadModel.from_pretrained(folder, quantization_config=how, device_map="cpu")
+        model = model.dequantize().float().eval()
+        expected = model(ids).logits
+        model.save_pretrained(folder)
+        try:
+            again = GPT2LMHeadModel.from_pretrained(folder).float().eval()
+        except RuntimeError as error:
+            if "mismatch" not in str(error):
+                raise
+            return Finding(True, "what dequantize() made cannot be loaded again: its weights lie transposed")
+        off = ((again(ids).logits - expected).norm() / expected.norm()).item()
+    return Finding(off > 1e-5, f"relative error of what was loaded again {off:.1e}")
+
+
+_MODULE = "transformers.integrations.bitsandbytes"
+_LINEAR = "torch.nn.Linear(module.in_features, module.out_features, bias=bias is not None)"
+_DEQUANTIZED = "dequantize_bnb_weight(module.weight, dtype, state)"
+_PLAIN = {"_patches_plain_layer": source_layers.plain}
+_STORED = {"_patches_as_stored": source_layers.as_stored}
+
+PATCH = Patch(
+    id="transformers-dequantize-conv1d",
+    summary="a dequantized GPT-2 is saved with transposed weights: it cannot be loaded, or gets random ones",
+    links=(
+        "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py#L287",
+    ),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            f"{_MODULE}:dequantize_and_replace",
+            find=_LINEAR,
+            replace="_patches_plain_layer(module, bias)",
+            names=_PLAIN,
+            when="transformers>=5",
+        ),
+        Rewrite(
+            f"{_MODULE}:dequantize_and_replace",
+            find="torch.nn.Parameter(weight)",
+            replace="torch.nn.Parameter(_patches_as_stored(module, weight))",
+            names=_STORED,
+            when="transformers>=5",
+        ),
+        Rewrite(
+            f"{_MODULE}:_dequantize_and_replace",
+            find=_LINEAR,
+            replace="_patches_plain_layer(module, bias)",
+            names=_PLAIN,
+            when="transformers<5",
+        ),
+        Rewrite(
+            f"{_MODULE}:_dequantize_and_replace",
+            find=_DEQUANTIZED,
+            replace=f"_patches_as_stored(module, {_DEQUANTIZED})",
+            names=_STORED,
+            when="transformers<5",
+        ),
+    ),
+    defect=defect,
+)
