@@ -58,6 +58,16 @@ def test_there_and_back(move, made, kind, device, other):
         assert_is(made, kind, place)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int8-outliers"])
+def test_a_layer_not_used_yet_whose_weight_is_brought_back_by_its_data(kind, device):
+    """As diffusers' group offloading does. Without the patches its codes and scales never leave the device."""
+    model = stack(kind, device).to("cpu")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device)
+    assert same(step(model, inputs(device)), step(stack(kind, device), inputs(device)))
+    assert places(model) == {device}
+
+
 def test_cpu_and_its_counterpart(made, kind, device):
     made.cpu()
     assert_is(made, kind, "cpu")

@@ -10,13 +10,18 @@ The repair wraps ``_apply`` of both classes: the new parameter is of the class i
 codes and scales follow the weight, on the parameter and in the state. From meta the scales come back
 uninitialized, as the weight does, so that ``load_state_dict`` can fill both. Scales are moved, never
 cast: ``.half()`` must not round them.
+
+Who moves a model away by ``.to`` and brings its parameters back by ``.data``, as the group offloading of
+diffusers does without streams, found the codes and scales of a layer that was not used yet still on the
+device. Now they are with the weight that was moved away, so where a layer settles they follow it back.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, SetAttribute
+from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ...helpers import int8_scales
 from ...helpers.module_moves import make_apply
 
 if TYPE_CHECKING:
@@ -46,6 +51,16 @@ def _follow(holder: Any, weight: Tensor) -> None:
         holder.SCB = torch.empty_like(scale, device=weight.device) if lost else scale.to(weight.device)
 
 
+def _bring(layer: Any) -> None:
+    """Put the codes and scales of a ``layer`` that settles where its weight was brought to by ``.data``."""
+    weight, state = layer.weight, layer.state
+    if weight.device == state.CB.device or weight.is_meta or weight.dtype != state.CB.dtype:
+        return
+    state.CB = weight.data
+    if not int8_scales.is_lost(state.SCB):
+        state.SCB = state.SCB.to(weight.device)
+
+
 def defect() -> Finding:
     """A quantized model to meta and back, as before loading a checkpoint."""
     import copy
@@ -71,9 +86,17 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
-    edits=tuple(
-        SetAttribute(f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Int8Params", _settle))
-        for layer in ("Linear8bitLt", "Embedding8bit")
+    edits=(
+        *(
+            SetAttribute(f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Int8Params", _settle))
+            for layer in ("Linear8bitLt", "Embedding8bit")
+        ),
+        Rewrite(
+            "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state",
+            "self.weight.CB = None",
+            "_patches_bring(self)\nself.weight.CB = None",
+            names={"_patches_bring": _bring},
+        ),
     ),
     defect=defect,
 )
