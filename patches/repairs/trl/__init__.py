@@ -1,0 +1,1 @@
+"""TRL: trainers with a fused head of their own."""

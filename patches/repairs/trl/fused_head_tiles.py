@@ -1,0 +1,92 @@
+"""TRL's fused head splits the compiled train step of whoever trains with ``torch_compile=True``.
+
+Since 1.16 SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer take log-probabilities from one autograd
+function, ``ChunkedLogProbFunction``, that projects hidden states tile by tile into a piece of one buffer. Dynamo
+refuses both things that it does with a tile:
+
+- ``torch.mm(..., out=tile)``: the tile is as wide as the vocabulary, the buffer 32768 wide; a product into what is
+  not contiguous is no part of a graph;
+- ``tile.stride(0)`` in the backward: while it traces a backward Dynamo asks nobody for strides. It starts again with
+  ``grad.contiguous()`` for each incoming gradient, and one of them is None: ``AttributeError('contiguous')``.
+
+The break is inside of peft's ``with self._enable_peft_forward_hooks``, so the frames of peft and of the model's own
+forward fall to eager, and with them whatever they do beside the backbone: 3 pieces of a step that is one graph.
+
+While compiling, a tile is a tensor of its own, of its own width: the same product, contiguous, and its stride is
+that width. Where Inductor puts it is Inductor's business, as with any intermediate. Eager steps use the buffer.
+
+1.15 has the function too, but imports it only where Triton is: it cannot be shown on a CPU, and is left alone. 1.1 to
+1.14 have one by another name that picks the scored positions with a mask before it, which breaks the graph anyway.
+1.16 does so too on CUDA and XPU (``hidden_states[mask]``): there the step is in two graphs at least.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..helpers.graphs import in_pieces
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    import torch
+
+
+def defect() -> Finding:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.trainer.utils import add_fused_lm_head
+
+    sizes = dict(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))  # what SFTTrainer asks for
+    ids = torch.arange(8)[None]
+    return in_pieces(lambda ids: model(ids, labels=ids, fused_lm_head=True).loss, ids)
+
+
+def tile(buffer: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Where the product of ``rows`` tokens with ``columns`` of the vocabulary is written."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return buffer.new_empty(rows, columns)
+    return buffer[:rows, :columns]
+
+
+def row_stride(tile: torch.Tensor) -> int:
+    """``tile.stride(0)``, which Dynamo does not say while it traces a backward."""
+    import torch
+
+    return tile.shape[1] if torch.compiler.is_compiling() else tile.stride(0)
+
+
+_FUNCTION = "trl.kernels.chunked_logprob:ChunkedLogProbFunction"
+
+
+def _own_tile(method: str) -> Rewrite:
+    return Rewrite(
+        f"{_FUNCTION}.{method}",
+        find="mm_buf[:n, : end - start]",
+        replace="_patches_tile(mm_buf, n, end - start)",
+        names={"_patches_tile": tile},
+    )
+
+
+PATCH = Patch(
+    id="trl-fused-head-tiles",
+    summary="torch.compile splits the train step at TRL's fused head, and leaves peft's frames to eager",
+    links=("https://github.com/huggingface/trl/blob/main/trl/kernels/chunked_logprob.py",),
+    requires=("trl>=1.16", "torch>=2.8"),
+    tested_up_to="1.16.0",
+    seen_on=("2.13",),
+    edits=(
+        _own_tile("forward"),
+        _own_tile("backward"),
+        Rewrite(
+            f"{_FUNCTION}.backward",
+            find="tile.stride(0)",
+            replace="_patches_row_stride(tile)",
+            names={"_patches_row_stride": row_stride},
+        ),
+    ),
+    defect=defect,
+)
