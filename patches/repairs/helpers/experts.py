@@ -1,0 +1,92 @@
+"""Experts that a quantized model keeps in floating point: parameters of three dimensions, which are no linear layer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+WORTH_A_WORD = 0.1
+"""The share of the model's parameters from which on it matters."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Those of one model, and how much of it they are."""
+
+    tensors: dict[str, torch.Tensor]
+    share: float
+    """Of the numbers that the model's parameters stand for."""
+    bytes_in_all: int
+    """Of all its parameters."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def dtypes(self) -> str:
+        return " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()}))
+
+    def __str__(self) -> str:
+        first = next(iter(self.tensors))
+        return first if len(self.tensors) == 1 else f"{first} and {len(self.tensors) - 1} more"
+
+
+def left_in(model: torch.nn.Module) -> Experts | None:
+    """The experts of ``model`` that are in floating point; None if they are too few to matter."""
+    tensors = dict(_stacked(model))
+    parameters = list(model.parameters())
+    share = sum(tensor.numel() for tensor in tensors.values()) / max(1, sum(map(_elements, parameters)))
+    if share < WORTH_A_WORD:
+        return None
+    return Experts(tensors, share, sum(parameter.nbytes for parameter in parameters))
+
+
+def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As many matrices in one parameter; convolutions and tables of positions (1, n, d) are none."""
+    from torch.nn.modules.conv import _ConvNd
+
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if parameter.dim() == 3 and parameter.shape[0] > 1 and parameter.is_floating_point():
+            if not isinstance(owner, _ConvNd):
+                yield name, parameter
+
+
+def _elements(parameter: torch.Tensor) -> int:
+    """What a parameter stands for: two numbers to each byte of 4-bit codes."""
+    packed = getattr(parameter, "bnb_quantized", False) and type(parameter).__name__ == "Params4bit"
+    return parameter.numel() * (2 * parameter.element_size() if packed else 1)
+
+
+def readable(count: int) -> str:
+    """A number of bytes, for a message."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1000:.0f} kB"
+
+
+def loaded_in_4bit() -> PreTrainedModel:
+    """A tiny Qwen3-MoE in bfloat16, saved and loaded in 4 bits: what the reproducers begin with."""
+    import tempfile
+
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
+
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
+    config = Qwen3MoeConfig(vocab_size=16, num_key_value_heads=1, **sizes, **experts)
+    kind = AutoModelForCausalLM
+    with tempfile.TemporaryDirectory() as folder:
+        kind.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model: PreTrainedModel = kind.from_pretrained(
+            folder, quantization_config=nf4, dtype=torch.bfloat16, device_map={"": "cpu"}
+        )
+    return model

@@ -1,0 +1,78 @@
+"""``load_in_4bit`` leaves most of a mixture of experts unquantized, and nobody says so.
+
+bitsandbytes quantizes ``nn.Linear``. transformers 5 keeps all experts of a layer in one parameter of three
+dimensions (Mixtral, Qwen3-MoE and their kin), which is none: of Qwen3-30B-A3B 95 % of the parameters stay in
+bfloat16, 58 GB. What was loaded "in 4 bits" then does not
+fit, and the configuration, the class of the model and ``is_loaded_in_4bit`` all say that it is quantized. INT8
+likewise.
+
+To quantize them here would be another model than the user saved, and checkpoints of it would not load without the
+plugin. So loading says it, with the figure and with what can be done.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from ..helpers.experts import left_in, loaded_in_4bit, readable
+from ..helpers.messages import LOGGER, heard
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def defect() -> Finding:
+    with heard() as said:
+        model = loaded_in_4bit()
+    left = left_in(model)
+    if left is None:
+        return Finding(False, "all experts are quantized")
+    return Finding(not said, f"{left.share:.0%} of the parameters left in {left.dtypes}, {len(said)} warnings")
+
+
+def tell(model: PreTrainedModel) -> None:
+    """Say which experts of ``model`` were not quantized."""
+    left = left_in(model)
+    if left is None:
+        return
+    remedy = ""
+    if importlib.util.find_spec("bitsandbytes.nn.parametrize") is not None:
+        remedy = " bitsandbytes.nn.parametrize.replace_parameter_4bit(module, name) quantizes one."
+    LOGGER.warning(
+        "%.0f %% of the parameters of this %s are not quantized, %s of its %s: bitsandbytes quantizes linear layers, "
+        "and the experts are parameters of three dimensions in %s (%s).%s",
+        100 * left.share, type(model).__name__, readable(left.bytes), readable(left.bytes_in_all), left.dtypes, left,
+        remedy,
+    )  # fmt: skip
+
+
+def _says(quantizer: str) -> Rewrite:
+    return Rewrite(
+        f"transformers.quantizers.{quantizer}._process_model_after_weight_loading",
+        find="return model",
+        replace="""
+            _patches_tell(model)
+            return model
+        """,
+        names={"_patches_tell": tell},
+    )
+
+
+PATCH = Patch(
+    id="transformers-experts-not-quantized",
+    summary="load_in_4bit leaves most of a mixture of experts unquantized, without a word",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
+        "https://github.com/unslothai/unsloth/issues/4032",
+    ),
+    requires=("transformers>=5", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        _says("quantizer_bnb_4bit:Bnb4BitHfQuantizer"),
+        _says("quantizer_bnb_8bit:Bnb8BitHfQuantizer"),
+    ),
+    defect=defect,
+)
