@@ -130,6 +130,16 @@ def test_experts_that_were_not_quantized():
     experts = sum(p.numel() for n, p in model.named_parameters() if "experts" in n)
     assert problem.what.startswith("63% of the parameters are 3-D expert parameters")
     assert f"{2 * experts / 1000:.1f} kB of bfloat16" in problem.what and len(problem.where) == 2
+    assert problem.patch == "transformers-experts-not-quantized"
+
+
+def test_experts_that_were_made_float32():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = peft.prepare_model_for_kbit_training(load(4, "moe", torch.bfloat16), use_gradient_checkpointing=False)
+    problem = only(model)
+    experts = sum(p.numel() for n, p in model.named_parameters() if "experts" in n)
+    assert f"{4 * experts / 1000:.1f} kB of float32" in problem.what and "bf16=True" in problem.remedy
+    assert problem.patch == "peft-upcasts-experts"
 
 
 def test_float32_that_the_first_input_has_fixed():

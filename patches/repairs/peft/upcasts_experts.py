@@ -1,0 +1,82 @@
+"""``prepare_model_for_kbit_training`` doubles a mixture of experts, and nobody says so.
+
+It makes float32 of every half-precision parameter that is not quantized: meant for norms and the head. transformers 5
+keeps all experts of a layer in one parameter of three dimensions, which bitsandbytes does not quantize, so nearly the
+whole model grows to twice its size: 276 kB become 540 kB for a tiny Qwen3-MoE, and the 58 GB of
+experts of Qwen3-30B-A3B become 116 GB.
+
+To leave them as they are is no repair that harms nobody. The norms are float32 afterwards, and so are hidden states
+in a step without autocast; measured on transformers 5.23, 4-bit, experts cast back to bfloat16:
+
+======================  ========================================  ================================
+experts_implementation  without autocast                         under autocast (``bf16=True``)
+======================  ========================================  ================================
+grouped_mm (default)    runs, in bfloat16: other numbers         runs, other numbers
+eager, batched_mm       RuntimeError: products of two dtypes     the same loss to the last digit
+======================  ========================================  ================================
+
+So it says what it does when it does it: how much, and how to have it otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..helpers.experts import left_in, loaded_in_4bit, readable
+from ..helpers.messages import LOGGER, heard
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    import torch
+
+
+def defect() -> Finding:
+    from peft import prepare_model_for_kbit_training
+
+    model = loaded_in_4bit()
+    before = sum(parameter.nbytes for parameter in model.parameters())
+    with heard() as said:
+        prepare_model_for_kbit_training(model)
+    after = sum(parameter.nbytes for parameter in model.parameters())
+    return Finding(after > 1.5 * before and not said, f"{before} bytes became {after}, {len(said)} warnings")
+
+
+def told(model: torch.nn.Module) -> Any:
+    """``model.parameters()``; says first which of them are experts that will be twice as large."""
+    left = left_in(model) if _loaded_quantized(model) else None
+    grown = sum(tensor.nbytes for tensor in left.tensors.values() if tensor.element_size() == 2) if left else 0
+    if left is not None and grown:
+        LOGGER.warning(
+            "prepare_model_for_kbit_training makes float32 of experts that were not quantized (%s): %s become %s. To "
+            "keep them as they are, cast them back (for p in model.parameters(): if p.dim() == 3: p.data = "
+            "p.data.to(torch.bfloat16)) and train under autocast (bf16=True): without it, experts_implementation "
+            "'eager' and 'batched_mm' fail, and 'grouped_mm' computes in bfloat16.",
+            left, readable(grown), readable(2 * grown),
+        )  # fmt: skip
+    return model.parameters()
+
+
+def _loaded_quantized(model: torch.nn.Module) -> bool:
+    return any(getattr(model, name, False) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit"))
+
+
+PATCH = Patch(
+    id="peft-upcasts-experts",
+    summary="prepare_model_for_kbit_training doubles the experts of a quantized model, without a word",
+    links=(
+        "https://github.com/unslothai/unsloth/issues/4032",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
+    ),
+    requires=("peft>=0.14", "transformers>=5", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "peft.utils.other:prepare_model_for_kbit_training",
+            find="model.parameters()",
+            replace="_patches_told(model)",
+            names={"_patches_told": told},
+        ),
+    ),
+    defect=defect,
+)
