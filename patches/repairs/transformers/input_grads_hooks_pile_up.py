@@ -1,0 +1,79 @@
+"""Every time checkpointing is switched on, the embedding gets one more hook, and none is ever taken away.
+
+``activation_checkpointing_enable`` (``gradient_checkpointing_enable``) of transformers 5 calls
+``enable_input_require_grads``, which registers a forward hook and forgets the one before; switching checkpointing off
+leaves it. Who switches it off for a reference pass and on again does so in every step: TRL's DPOTrainer, KTOTrainer,
+GRPOTrainer and RLOOTrainer do. After 10,000 steps the embedding calls 10,000 hooks, and with ``torch_compile=True``
+each step is compiled anew, because there is one hook more than the graph was made for, until Dynamo gives up.
+
+An embedding that has two of these hooks gets no third. Two and not one: ``disable_input_require_grads`` takes the last
+one away, and who enabled it twice still has one then, as before. What a hook does, it does once or ten times alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+CYCLES = 5
+
+_handles: WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+"""Of each embedding, those of the hooks that were registered here."""
+
+
+def defect() -> Finding:
+    """Checkpointing off for a reference pass and on again, as trainers of preferences do in each step."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    on = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    off = getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)
+    on()
+    for _ in range(CYCLES):
+        off()
+        on()
+    hooks = len(model.get_input_embeddings()._forward_hooks)
+    return Finding(hooks > 2, f"{hooks} hooks on the embedding after {CYCLES} times off and on")
+
+
+def registering(embedding: torch.nn.Module) -> Callable[[Callable[..., Any]], RemovableHandle]:
+    """``embedding.register_forward_hook``; the handle of the last one where there are two."""
+
+    def register(hook: Callable[..., Any]) -> RemovableHandle:
+        kept = [handle for handle in _handles.get(embedding, ()) if handle.id in embedding._forward_hooks]
+        if len(kept) < 2:
+            kept.append(embedding.register_forward_hook(hook))
+        _handles[embedding] = kept
+        return kept[-1]
+
+    return register
+
+
+PATCH = Patch(
+    id="transformers-input-grads-hooks-pile-up",
+    summary="one more hook on the embedding each time that checkpointing is switched off and on again",
+    links=(
+        "https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",
+        "https://github.com/huggingface/trl/blob/main/trl/models/utils.py",
+    ),
+    requires=("transformers>=5",),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",
+            find="input_embeddings.register_forward_hook",
+            replace="_patches_registering(input_embeddings)",
+            names={"_patches_registering": registering},
+        ),
+    ),
+    defect=defect,
+)
