@@ -26,13 +26,20 @@ def train(*arguments: str) -> dict:
 
 
 @pytest.mark.parametrize("options", [
-    ("sft", "4"), ("sft", "8"), ("sft", "4", "dora"), ("sft", "8", "dora"), ("sft", "4", "completion"),
+    ("sft", "4"), ("sft", "8"), ("sft", "4", "dora"), ("sft", "8", "dora"), ("sft", "4", "completion"), ("dpo", "4"),
 ], ids=" ".join)  # fmt: skip
 def test_one_graph_with_the_losses_of_eager(options):
     answer = train(*options)
     assert answer["graphs"] == 1
     assert answer["compiled"] == answer["eager"]
     assert len(set(answer["eager"]["loss"])) == 4, "it learns"
+
+
+def test_packed_rows_of_any_length():
+    """Each step has another length: whole graphs still, made again for the first lengths that come."""
+    answer = train("sft", "4", "packing")
+    assert answer["graphs"] <= 3
+    assert answer["compiled"] == answer["eager"]
 
 
 def test_several_graphs_without_the_patches():
