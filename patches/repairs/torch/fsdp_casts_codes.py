@@ -1,0 +1,96 @@
+"""FSDP2's mixed precision casts the packed codes of 4-bit weights as if they were numbers.
+
+``fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=...))`` casts every floating point parameter before it is
+gathered. The codes of a 4-bit layer are bytes, but with a ``quant_storage`` of a floating dtype (what bitsandbytes and
+peft advise for FSDP) they have one, and where that is not ``param_dtype`` they are cast. bfloat16 storage under
+float16, or the other way round, keeps the number of bytes and no code: outputs are 117 to 139 % off without a word.
+float32 storage under bfloat16, which peft's guide advises for FSDP1, loses half of the bytes; on a CPU that is an
+error about a shape (``shape '[64, 32]' is invalid for input of size 1024``). Seen on torch 2.13; 2.6 to 2.15 cast
+in the same line, and those up to 2.11 cast integers as well.
+
+The repair leaves codes in the dtype that they have, as torch itself leaves integers, so the layer computes what it
+computes without a policy. Its bias and everything else is cast as asked. FSDP2 decides once per parameter, before the
+first forward; nothing is added to a step. A model that has had its first forward already keeps what was decided.
+
+Upstream: https://github.com/huggingface/peft/pull/1550 (which storage is advised under mixed precision)
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    import torch
+
+_CASTS_NOTHING = "param_dtype == self.orig_dtype"
+
+
+def holds_codes(parameter: Any) -> bool:
+    """Whether an ``FSDPParam`` shards the packed weight of a layer that bitsandbytes has quantized to 4 bits."""
+    modules = sys.modules.get("bitsandbytes.nn.modules")
+    if modules is None:
+        return False
+    owner = parameter._module_info
+    if owner.param_name != "weight" or not isinstance(owner.module, (modules.Linear4bit, modules.Embedding4bit)):
+        return False
+    # The weight is a DTensor by now; the statistics on the layer are how its forward knows as well.
+    return getattr(owner.module, "quant_state", None) is not None
+
+
+def defect() -> Finding:
+    """Gather a 4-bit weight stored as bfloat16 under a ``param_dtype`` of float16."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from bitsandbytes.nn import Linear4bit
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, bias=False, quant_type="nf4", quant_storage=torch.bfloat16)
+    layer.requires_grad_(False).to("cpu")
+    codes = _bytes(layer.weight).clone()
+    with tempfile.NamedTemporaryFile() as file:
+        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+            layer.unshard()  # as every forward does
+            gathered = _bytes(layer.weight).clone()
+        finally:
+            dist.destroy_process_group()
+    others = int((gathered != codes).sum())
+    return Finding(others > 0, f"{others} of {len(codes)} bytes of codes are others once they are gathered")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().as_subclass(torch.Tensor).view(torch.uint8).flatten()
+
+
+PATCH = Patch(
+    id="torch-fsdp-casts-codes",
+    summary="FSDP2's MixedPrecisionPolicy casts packed 4-bit weights like numbers; outputs are silently wrong",
+    links=(
+        "https://github.com/huggingface/peft/pull/1550",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563",
+    ),
+    requires=("torch>=2.6", "bitsandbytes>=0.46.1"),
+    tested_up_to="2.15.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_dtype_attrs",
+            find=_CASTS_NOTHING,
+            replace=f"({_CASTS_NOTHING} or _patches_holds_codes(self))",
+            names={"_patches_holds_codes": holds_codes},
+        ),
+    ),
+    defect=defect,
+)
