@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import int8_scales
+from ...engine import Rewrite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,17 @@ def is_codes(layer: Any) -> bool:
 def unless_codes(layer: Any) -> Any:
     """``layer``, or an error: what is added to codes as if they were weights is lost or wraps around."""
     return _refuse(layer) if is_codes(layer) else layer
+
+
+def refuse_merge(merge: str, when: str = "") -> Rewrite:
+    """The edit of a ``merge`` of a layer of peft, ``module:Class.merge`` under ``peft.tuners``, that adds to codes."""
+    return Rewrite(
+        f"peft.tuners.{merge}",
+        find="base_layer = self.get_base_layer()",
+        replace="base_layer = _patches_unless_codes(self.get_base_layer())",
+        names={"_patches_unless_codes": unless_codes},
+        when=when,
+    )
 
 
 def _refuse(layer: Any) -> NoReturn:

@@ -50,17 +50,6 @@ _DENSE = "_patches_dense_weight(self.get_base_layer())"
 _NAMES = {"_patches_dense_weight": dense_weight.of}
 
 
-def _merge(method: str, when: str = "") -> Rewrite:
-    """The edit of a ``merge`` that would add to codes."""
-    return Rewrite(
-        f"{_TUNERS}.{method}",
-        find="base_layer = self.get_base_layer()",
-        replace="base_layer = _patches_unless_codes(self.get_base_layer())",
-        names={"_patches_unless_codes": dense_weight.unless_codes},
-        when=when,
-    )
-
-
 PATCH = Patch(
     id="peft-codes-as-weights",
     summary="HRA, PEANuT and DEFT take INT8 codes for weights: outputs and gradients are those of another model",
@@ -79,13 +68,13 @@ PATCH = Patch(
             names=_NAMES,
         ),
         Rewrite(f"{_TUNERS}.hra.layer:HRALinear.forward", f"{_WEIGHT}.data.dtype", "orig_weight.dtype"),
-        _merge("hra.layer:HRALinear.merge"),
+        dense_weight.refuse_merge("hra.layer:HRALinear.merge"),
         Rewrite(f"{_TUNERS}.peanut.layer:Linear.get_delta_weight", _WEIGHT, _DENSE, names=_NAMES, when="peft>=0.19"),
-        _merge("peanut.layer:Linear.merge", "peft>=0.19"),
+        dense_weight.refuse_merge("peanut.layer:Linear.merge", "peft>=0.19"),
         Rewrite(
             f"{_TUNERS}.deft.layer:DeftLayer.reset_deft_parameters", _WEIGHT, _DENSE, names=_NAMES, when="peft>=0.20"
         ),
-        _merge("deft.layer:DeftLinear.merge", "peft>=0.20"),
+        dense_weight.refuse_merge("deft.layer:DeftLinear.merge", "peft>=0.20"),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
     ),  # fmt: skip
     defect=defect,

@@ -1,0 +1,59 @@
+"""C3A, and MiSS and Bone of older peft, add their update to INT8 codes: the merged model has lost the adapter.
+
+These tuners know nothing of quantized layers. They train beside them, which is right, and merge by adding to
+``base_layer.weight``, which holds codes from -127 to 127 of a ``Linear8bitLt``. C3A leaves floats there; MiSS and Bone
+cast back to INT8. The layer goes on with the codes that it knows, so the merged model is the base model: nothing that
+was trained is in its outputs, and nothing is said. What is saved of it is neither of the two.
+C3A: peft since 0.16. MiSS: 0.17 to 0.19, before it merged through a backend that quantizes. Bone: up to 0.18.
+In 4 bits all three fail with shapes that do not fit.
+
+The repair is an error before anything is touched, which says what to do, as for HRA, PEANuT and DEFT
+(``codes_as_weights.py``). Unquantized layers are merged into as before.
+"""
+
+from __future__ import annotations
+
+from ..helpers import dense_weight
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
+from ...engine import Finding, Patch
+
+
+def defect() -> Finding:
+    """A model before and after C3A was merged into its INT8 layer."""
+    import bitsandbytes as bnb
+    import torch
+    from peft import C3AConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
+    model = get_peft_model(
+        torch.nn.Sequential(base), C3AConfig(block_size=16, target_modules=["0"], init_weights="gaussian")
+    )
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        expected = model(x)
+        with model.disable_adapter():
+            added = expected - model(x)
+        try:
+            model.merge_adapter()
+        except NotImplementedError as error:
+            return Finding(False, f"the merge is refused: {error}")
+        lost = float((model(x) - expected).norm() / added.norm())
+    return Finding(lost > 0.5, f"C3A merged into INT8: {lost:.0%} of what it adds is lost")
+
+
+PATCH = Patch(
+    id="peft-merge-into-codes",
+    summary="merging C3A, or MiSS and Bone of older peft, into INT8 layers loses the adapter, silently",
+    links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/c3a/layer.py",),
+    requires=("peft>=0.16", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=(
+        dense_weight.refuse_merge("c3a.layer:C3ALinear.merge"),
+        dense_weight.refuse_merge("miss.layer:MissLinear.merge", "peft>=0.17,<0.20"),
+        dense_weight.refuse_merge("bone.layer:BoneLinear.merge", "peft<0.19"),
+        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+    ),
+    defect=defect,
+)

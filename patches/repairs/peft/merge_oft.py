@@ -1,0 +1,66 @@
+"""OFT merges the transposed base weight into quantized layers, without the rotation.
+
+``merge`` of the quantized layers dequantizes the weight, transposes it, rotates it, transposes the product back, and then
+quantizes the transposed weight in place of the product. A square layer, such as most attention projections, holds its
+own transpose from then on, without a word: relative error 1.4 in INT8 and in 4 bits. Any other layer has the wrong shape.
+``unmerge`` of 4-bit layers makes the same mistake. peft 0.16 to 0.19; 0.20 cannot put OFT on quantized layers, and from
+0.21 on they are merged through a backend that is right.
+
+The repair quantizes the product. It is as good as quantizing the merged weight is. Unquantized layers have a ``merge`` of
+their own, which is right.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
+from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine.gate import satisfied
+
+
+def defect() -> Finding:
+    """A model before and after OFT was merged into its INT8 layer."""
+    import bitsandbytes as bnb
+    import peft
+    import torch
+
+    if satisfied("peft>=0.20"):
+        raise CannotShow("from peft 0.20 on OFT does not merge like this")
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)).to("cpu")
+    vars(base)["is_loaded_in_8bit"] = True  # as from_pretrained says it
+    x = torch.randn(4, 64)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft: merging rounds
+        config = peft.OFTConfig(r=0, oft_block_size=16, target_modules=["0"], init_weights=False)
+        model = peft.get_peft_model(base, config)
+        expected = model(x)
+        model.merge_adapter()
+        error = float((model(x) - expected).norm() / expected.norm())
+    return Finding(error > 0.1, f"merged into INT8: relative error {error:.2f}")
+
+
+def _product(method: str) -> Rewrite:
+    return Rewrite(
+        f"peft.tuners.oft.bnb:{method}",
+        find="output.to(oft_data.dtype).to(oft_data.device)",
+        replace="w_data.to(oft_data.dtype).to(oft_data.device)",
+    )
+
+
+PATCH = Patch(
+    id="peft-merge-oft",
+    summary="OFT of older peft merges the transposed base weight into quantized layers, silently",
+    links=("https://github.com/huggingface/peft/blob/v0.19.1/src/peft/tuners/oft/bnb.py",),
+    requires=("peft>=0.16,<0.20", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.19.1",
+    seen_on=("2.13",),
+    edits=(
+        _product("Linear8bitLt.merge"),
+        _product("Linear4bit.merge"),
+        _product("Linear4bit.unmerge"),
+        *KEEP_CODES_BEFORE_048,  # a merge moves the layer
+    ),
+    defect=defect,
+)
