@@ -14,8 +14,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from .engine.plan import NOT_FORGOTTEN
 from .engine.patch import unknown
+from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Status
 
 log = logging.getLogger("bnb_patches")

@@ -5,8 +5,8 @@ What is compiled keeps the file name, the line and column numbers, the enclosing
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import functools
 import inspect

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..helpers import offloaded
 from ...engine import Finding, Patch, Rewrite
+from ..helpers import offloaded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

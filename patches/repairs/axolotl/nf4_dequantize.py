@@ -14,8 +14,8 @@ Upstream: https://github.com/axolotl-ai-cloud/axolotl/pull/3677
 
 from __future__ import annotations
 
-from ..helpers.nf4_dequantize import compiled, traced
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.nf4_dequantize import compiled, traced
 
 
 def defect() -> Finding:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from . import int8_scales
 from ...engine import Rewrite
+from . import int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor

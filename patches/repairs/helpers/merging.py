@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from . import unmerged
 from ...engine import CannotShow, Finding, Rewrite
 from ...engine.gate import satisfied
+from . import unmerged
 
 LINKS = ("https://github.com/huggingface/trl/issues/3466", "https://github.com/huggingface/trl/issues/6688")
 IN_BNB = ("Linear8bitLt", "Linear4bit")

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ..helpers import held, offloaded
 from ...engine import Finding, Patch, Rewrite
+from ..helpers import held, offloaded
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ An empty cache is not emptied.
 
 from __future__ import annotations
 
-from ..helpers.graphs import in_pieces
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.graphs import in_pieces
 
 
 def defect() -> Finding:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..helpers.graphs import in_pieces
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...engine import Finding, Patch, Rewrite
 from ..helpers.graphs import in_pieces
 from ..helpers.input_grads import require_grads
-from ...engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..helpers import offloaded
 from ...engine import Finding, Patch, Rewrite
+from ..helpers import offloaded
 
 if TYPE_CHECKING:
     from torch.nn import Module

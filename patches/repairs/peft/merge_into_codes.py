@@ -13,9 +13,9 @@ The repair is an error before anything is touched, which says what to do, as for
 
 from __future__ import annotations
 
+from ...engine import Finding, Patch
 from ..helpers import dense_weight
 from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
-from ...engine import Finding, Patch
 
 
 def defect() -> Finding:

@@ -24,8 +24,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from ..helpers import offloaded
 from ...engine import Finding, Patch, Rewrite
+from ..helpers import offloaded
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import warnings
 
-from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:

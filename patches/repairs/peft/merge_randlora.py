@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import warnings
 
-from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:

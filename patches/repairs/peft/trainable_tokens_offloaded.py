@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..helpers import held, offloaded
 from ...engine import Finding, Patch, SetAttribute
+from ..helpers import held, offloaded
 
 
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:

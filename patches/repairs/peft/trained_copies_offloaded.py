@@ -17,8 +17,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from ..helpers import offloaded
 from ...engine import Finding, Patch, Rewrite
+from ..helpers import offloaded
 
 if TYPE_CHECKING:
     from torch.nn import Module

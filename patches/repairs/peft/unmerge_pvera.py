@@ -8,9 +8,9 @@ Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 
 from __future__ import annotations
 
-from ..helpers import merging
 from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
+from ..helpers import merging
 
 
 def defect() -> Finding:

@@ -9,10 +9,10 @@ Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 
 from __future__ import annotations
 
-from ..helpers import merging
-from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
+from ..helpers import merging
+from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...engine import Finding, Patch, Rewrite
 from ..helpers.experts import left_in, loaded_in_4bit, readable
 from ..helpers.messages import LOGGER, heard
-from ...engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+from ...engine import Finding, Patch, Rewrite
 from ..helpers.experts import left_in, loaded_in_4bit, readable
 from ..helpers.messages import LOGGER, heard
-from ...engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...engine import Finding, Patch, Rewrite
 from ..helpers.graphs import in_pieces
 from ..helpers.input_grads import require_grads
-from ...engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch

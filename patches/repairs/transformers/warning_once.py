@@ -18,8 +18,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..helpers.graphs import in_pieces
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.graphs import in_pieces
 
 ONCE = ("warning_once", "info_once")
 

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..helpers.graphs import in_pieces
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch

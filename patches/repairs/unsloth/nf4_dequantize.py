@@ -13,8 +13,8 @@ Upstream: https://github.com/unslothai/unsloth
 
 from __future__ import annotations
 
-from ..helpers.nf4_dequantize import compiled, traced
 from ...engine import CannotShow, Finding, Patch, Rewrite
+from ..helpers.nf4_dequantize import compiled, traced
 
 
 def defect() -> Finding:

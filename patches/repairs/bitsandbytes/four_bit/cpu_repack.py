@@ -45,8 +45,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...helpers import block_scales, live_objects, offloaded, tracing
 from ....engine import CannotShow, Finding, Patch, Rewrite
+from ...helpers import block_scales, live_objects, offloaded, tracing
 
 if TYPE_CHECKING:
     import torch

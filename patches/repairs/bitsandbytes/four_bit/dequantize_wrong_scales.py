@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...helpers import block_scales
 from ....engine import CannotShow, Finding, Patch, Rewrite
 from ....engine.gate import satisfied
+from ...helpers import block_scales
 
 
 def defect() -> Finding:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import block_scales
 from . import packed_weights
 from .digest import versioned
-from .. import block_scales
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
