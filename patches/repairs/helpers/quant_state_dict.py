@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,10 +14,31 @@ if TYPE_CHECKING:
 Tensors = dict[str, "torch.Tensor"]
 
 
+@dataclass(frozen=True)
+class Quantized:
+    """The quantized weight that a group of keys is to be read for."""
+
+    name: str
+    shape: tuple[int, ...]
+    quant_type: str
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the codes take, two to a byte."""
+        return -(-prod(self.shape) // 2)
+
+
 def bytes_of_codes(layer: Linear4bit) -> int:
-    """How many bytes the codes of the layer take, two to a byte."""
-    codes: int = -(-layer.out_features * layer.in_features // 2)
-    return codes
+    """How many bytes the codes of the layer take."""
+    return _weight_of(layer).nbytes
+
+
+def _weight_of(layer: Linear4bit) -> Quantized:
+    weight = layer.weight
+    return Quantized(
+        "weight", (layer.out_features, layer.in_features), getattr(weight, "quant_type", ""), weight.device
+    )
 
 
 def read(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
@@ -23,37 +46,42 @@ def read(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor,
 
     Raises ``ValueError`` with the reason if the group is not whole or does not fit the layer.
     """
+    return read_for(_weight_of(layer), group, assign)
+
+
+def read_for(weight: Quantized, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
+    """As :func:`read`, for a weight that need not be that of a layer."""
     import torch
     from bitsandbytes.functional import QuantState
     from bitsandbytes.utils import unpack_tensor_to_dict
 
-    if set(group) == {""} and group[""].shape == (layer.out_features, layer.in_features):
+    if set(group) == {""} and group[""].shape == weight.shape:
         raise ValueError("it is not quantized, and the layer is; load it into a layer that is not quantized yet")
     packed = [key for key in group if key.startswith("quant_state.")]
-    needed = {"", "absmax", "quant_map", *(packed or ["quant_state.bitsandbytes__" + layer.weight.quant_type])}
+    needed = {"", "absmax", "quant_map", *(packed or ["quant_state.bitsandbytes__" + weight.quant_type])}
     try:
         facts = unpack_tensor_to_dict(group[packed[0]]) if packed else {}
     except ValueError as error:
-        raise ValueError(f"'weight.{packed[0]}' cannot be read: {error}") from error
+        raise ValueError(f"{_name(weight, packed[0])} cannot be read: {error}") from error
     if "nested_blocksize" in facts:
         needed |= {"nested_absmax", "nested_quant_map"}
-    _refuse("the state dict lacks", needed - set(group))
-    _refuse("the state dict has, unexpectedly,", (set(group) - needed) | set(packed[1:]))
-    device = group[""].device if assign else layer.weight.device
+    _refuse(weight, "the state dict lacks", needed - set(group))
+    _refuse(weight, "the state dict has, unexpectedly,", (set(group) - needed) | set(packed[1:]))
+    device = group[""].device if assign else weight.device
     if device.type == "meta":
         raise ValueError("the layer is on the meta device, where nothing can be copied to; pass assign=True")
     try:
-        _check_sizes(layer, group, facts)
+        _check_sizes(weight, group, facts)
         plain = {key: tensor.detach().as_subclass(torch.Tensor) for key, tensor in group.items()}
         nested = "nested_absmax" in group
-        taken = {key: _as_saved(key, plain[key], nested).to(device, copy=not assign) for key in plain}
+        taken = {key: _as_saved(weight, key, plain[key], nested).to(device, copy=not assign) for key in plain}
         codes = taken.pop("")
         return codes, QuantState.from_dict(taken, device=device)
     except (KeyError, TypeError, AssertionError) as error:
-        raise ValueError(f"'weight.{packed[0]}' cannot be read: {error!r}") from error
+        raise ValueError(f"{_name(weight, packed[0])} cannot be read: {error!r}") from error
 
 
-def _as_saved(key: str, tensor: torch.Tensor, nested: bool) -> torch.Tensor:
+def _as_saved(weight: Quantized, key: str, tensor: torch.Tensor, nested: bool) -> torch.Tensor:
     """The entry ``key`` in the dtype that kernels read it as, whatever it was cast to since (they do not look)."""
     import torch
 
@@ -61,34 +89,34 @@ def _as_saved(key: str, tensor: torch.Tensor, nested: bool) -> torch.Tensor:
         return tensor
     if key == "absmax" and nested:
         if tensor.dtype != torch.uint8:
-            raise ValueError(f"{_name(key)} is {tensor.dtype}, but doubly quantized it is codes, torch.uint8")
+            raise ValueError(f"{_name(weight, key)} is {tensor.dtype}, but doubly quantized it is codes, torch.uint8")
     elif not tensor.is_floating_point():
-        raise ValueError(f"{_name(key)} is {tensor.dtype}, and no floating point")
+        raise ValueError(f"{_name(weight, key)} is {tensor.dtype}, and no floating point")
     else:
         return tensor.float()
     return tensor
 
 
-def _refuse(words: str, keys: set[str]) -> None:
+def _refuse(weight: Quantized, words: str, keys: set[str]) -> None:
     if keys:
-        raise ValueError(f"{words} {', '.join(map(_name, sorted(keys)))}")
+        raise ValueError(f"{words} {', '.join(_name(weight, key) for key in sorted(keys))}")
 
 
-def _name(key: str) -> str:
-    return repr("weight." + key if key else "weight")
+def _name(weight: Quantized, key: str) -> str:
+    return repr(f"{weight.name}.{key}" if key else weight.name)
 
 
-def _check_sizes(layer: Linear4bit, group: Tensors, facts: dict[str, Any]) -> None:
+def _check_sizes(weight: Quantized, group: Tensors, facts: dict[str, Any]) -> None:
     """Refuse what was quantized from a weight of another shape, or is not as long as it must be."""
-    shape = (layer.out_features, layer.in_features)
+    shape = weight.shape
     if tuple(facts["shape"]) != shape:
         raise ValueError(f"size mismatch: it was quantized from shape {tuple(facts['shape'])}, the layer's is {shape}")
-    blocks = -(-shape[0] * shape[1] // facts["blocksize"])
-    sizes = {"": (group[""].nbytes, bytes_of_codes(layer)), "absmax": (group["absmax"].numel(), blocks)}
+    blocks = -(-prod(shape) // facts["blocksize"])
+    sizes = {"": (group[""].nbytes, weight.nbytes), "absmax": (group["absmax"].numel(), blocks)}
     if "nested_absmax" in group:
         sizes["nested_absmax"] = (group["nested_absmax"].numel(), -(-blocks // facts["nested_blocksize"]))
     for key, (found, expected) in sizes.items():
         if found != expected:
             raise ValueError(
-                f"size mismatch: {_name(key)} holds {found} {'values' if key else 'bytes'}, not {expected}"
+                f"size mismatch: {_name(weight, key)} holds {found} {'values' if key else 'bytes'}, not {expected}"
             )

@@ -1,0 +1,151 @@
+"""A module with a parametrized 4-bit parameter cannot load what it saved.
+
+``bitsandbytes.nn.parametrize.replace_parameter_4bit`` keeps the codes of a parameter ``w`` (experts of MoE models) as
+``parametrizations.w.original``. A hook saves them as ``w``, with ``w.absmax`` and the other statistics beside it, and
+nothing takes these keys when a state dict is loaded: ``strict=True`` raises on missing and unexpected keys,
+``strict=False`` loads nothing and the module goes on with the weights that it had (outputs 138 % off). 0.48.2 to
+0.50.2, every release that has the function.
+
+The repair registers the other half of the hook: codes are loaded under the name that torch has for them, and the
+statistics that came with them become the parametrization's, copied, or with ``assign=True`` the given tensors. What is
+dequantized to stays the dtype of the module, as with every parameter that is loaded. A group of keys that is not whole,
+or was made from another shape, is an error that names the key, and this parameter is left as it was; so is one without
+statistics, as before. A parametrized module cannot be pickled, so the hook never leaves the process.
+
+It is for modules that are prepared after the patch is applied.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720 (where the saving hook came in)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ....engine import Finding, Patch, Rewrite
+from ...helpers.quant_state_dict import Quantized, read_for
+
+if TYPE_CHECKING:
+    import torch
+    from bitsandbytes.functional import QuantState
+
+_REGISTER = "module.register_forward_pre_hook(_enable_parametrization_cache)"
+
+
+def register(module: torch.nn.Module, parameter: str) -> None:
+    """Let ``module`` load the keys that it saves of ``parameter``."""
+    module.register_load_state_dict_pre_hook(partial(load, parameter=parameter))  # type: ignore[no-untyped-call]
+
+
+def load(
+    module: torch.nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+    *,
+    parameter: str,
+) -> None:
+    """Take the statistics of ``parameter`` out of ``state_dict``, and leave its codes there under torch's name."""
+    key = prefix + parameter
+    saved = {k[len(key) + 1 :]: v for k, v in state_dict.items() if k.startswith(key + ".")}
+    parametrization = _parametrization(module, parameter)
+    if key not in state_dict or not saved or parametrization is None:
+        return
+    codes = state_dict.pop(key)
+    for name in saved:
+        del state_dict[f"{key}.{name}"]
+    held = _chain(module, parameter).original
+    original = f"{prefix}parametrizations.{parameter}.original"
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    try:
+        state = _read(parameter, parametrization.quant_state, held, {"": codes, **saved}, assign)
+    except ValueError as error:
+        error_msgs.append(f"While loading the 4-bit parameter {key!r}, which was left as it was: {error}")
+        state_dict[original] = held.detach()
+    else:
+        parametrization.quant_state = state
+        state_dict[original] = codes
+
+
+def _parametrization(module: torch.nn.Module, parameter: str) -> Any:
+    """What dequantizes ``parameter``; ``None`` if nothing does any more."""
+    from bitsandbytes.nn.parametrize import Bnb4bitParametrization
+    from torch.nn.utils.parametrize import is_parametrized
+
+    if not is_parametrized(module, parameter):
+        return None
+    return next((one for one in _chain(module, parameter) if isinstance(one, Bnb4bitParametrization)), None)
+
+
+def _chain(module: torch.nn.Module, parameter: str) -> Any:
+    """The ``ParametrizationList`` of ``parameter``; its type is not known to ``nn.Module``."""
+    chains: Any = module.parametrizations
+    return chains[parameter]
+
+
+def _read(
+    parameter: str, old: QuantState, held: torch.Tensor, group: dict[str, torch.Tensor], assign: bool
+) -> QuantState:
+    """The state in ``group``. Raises ``ValueError`` if it, or its codes, are not for a parameter like ``held``."""
+    import torch
+
+    codes = group[""]
+    if (codes.shape, codes.dtype) != (held.shape, held.dtype):
+        found, expected = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (codes, held))
+        raise ValueError(f"its codes are {found}, and must be {expected}")
+    weight = Quantized(parameter, tuple(old.shape), old.quant_type, held.device)
+    # torch loads the codes themselves, sharded ones as well; here their number and device are enough.
+    stand_in = torch.empty(1, dtype=torch.uint8, device=codes.device).expand(weight.nbytes)
+    _, state = read_for(weight, {**group, "": stand_in}, assign)
+    state.dtype = old.dtype
+    return state
+
+
+def defect() -> Finding:
+    """Load what one module with 4-bit experts has saved into another one."""
+    import torch
+
+    try:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+    except ImportError:
+        return Finding(False, "this release has no parametrized 4-bit parameters")
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(4, 64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w
+
+    torch.manual_seed(0)
+    saved, live = Experts(), Experts()
+    for experts in (saved, live):
+        replace_parameter_4bit(experts, "w")
+    live.load_state_dict(saved.state_dict(), strict=False)
+    x = torch.randn(2, 64)
+    error = ((live(x) - saved(x)).norm() / saved(x).norm()).item()
+    return Finding(error > 0, f"relative error {error:.2f} after load_state_dict(strict=False)")
+
+
+PATCH = Patch(
+    id="bitsandbytes-parametrized-load-state-dict",
+    summary="modules with parametrized 4-bit parameters (MoE experts) cannot load their own state dict",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720",),
+    requires=("bitsandbytes>=0.48.2",),
+    tested_up_to="0.50.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "bitsandbytes.nn.parametrize:_register_parametrization_hooks",
+            _REGISTER,
+            f"{_REGISTER}\n_patches_register(module, param_name)",
+            names={"_patches_register": register},
+        ),
+    ),
+    defect=defect,
+)
