@@ -1,0 +1,80 @@
+"""A model that was loaded from a checkpoint saved quantized cannot be saved any more.
+
+transformers 5 notes on a model how its tensors were put together while it was loaded, and ``save_pretrained`` takes that
+apart again: fused experts become one tensor an expert, renamed keys get their old names. What it noted for a checkpoint
+of 4-bit or INT8 layers is how codes and their statistics become one parameter, and that has no way back:
+``save_pretrained`` ends in a bare ``NotImplementedError``. It does so whether the model is quantized still, has an
+adapter merged into it, or was made plain with ``dequantize()``, which is how a QLoRA run on a checkpoint that is
+published in 4 bits ends. An offloaded model ends in ``We could not revert some weight conversions because of offlading``.
+
+There is nothing to take apart: the layers themselves write codes and statistics under the names that a checkpoint has,
+and a plain layer has neither. A model that is quantized while it is loaded has no such note and is saved so. The repair
+passes over these notes while a model is saved and keeps all others; models without them are saved as before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...engine import Finding, Patch, Rewrite
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightTransform
+
+_DESERIALIZING = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
+
+
+def to_be_reverted(conversions: list[WeightTransform] | None) -> list[WeightTransform] | None:
+    """``conversions`` without those that put a quantized parameter together from what its layer writes."""
+    if conversions is None:
+        return None
+    return [conversion for conversion in conversions if not _deserializes(conversion)]
+
+
+def _deserializes(conversion: WeightTransform) -> bool:
+    operations = getattr(conversion, "operations", None) or ()
+    return any(type(operation).__name__ in _DESERIALIZING for operation in operations)
+
+
+def defect() -> Finding:
+    """Load a tiny Llama from a 4-bit checkpoint, dequantize it, save it and load it again."""
+    import tempfile
+
+    import torch
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(first)
+        LlamaForCausalLM.from_pretrained(first, quantization_config=how, device_map="cpu").save_pretrained(second)
+        model = LlamaForCausalLM.from_pretrained(second, device_map="cpu").dequantize()
+        try:
+            model.save_pretrained(first)
+        except NotImplementedError:
+            return Finding(True, "save_pretrained after dequantize(): NotImplementedError")
+        again = LlamaForCausalLM.from_pretrained(first, dtype=model.dtype).state_dict()
+    same = all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    return Finding(not same, "saved and loaded" if same else "other values were saved")
+
+
+_SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py"
+
+PATCH = Patch(
+    id="transformers-save-prequantized",
+    summary="a model loaded from a 4-bit or INT8 checkpoint cannot be saved, nor after dequantize()",
+    links=("https://github.com/huggingface/transformers/pull/45743", f"{_SOURCE}#L1887"),
+    requires=("transformers>=5", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.core_model_loading:revert_weight_conversion",
+            find="getattr(model, '_weight_conversions', None)",
+            replace="_patches_to_be_reverted(getattr(model, '_weight_conversions', None))",
+            names={"_patches_to_be_reverted": to_be_reverted},
+        ),
+    ),
+    defect=defect,
+)
