@@ -7,7 +7,7 @@ own transpose from then on, without a word: relative error 1.4 in INT8 and in 4 
 0.21 on they are merged through a backend that is right.
 
 The repair quantizes the product. It is as good as quantizing the merged weight is. Unquantized layers have a ``merge`` of
-their own, which is right.
+their own, which is right. To take an adapter out again exactly is the matter of ``unmerge_oft.py``.
 """
 
 from __future__ import annotations

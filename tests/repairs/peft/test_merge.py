@@ -17,6 +17,7 @@ if satisfied("peft<0.16"):
 pytestmark = pytest.mark.filterwarnings("ignore:Merge|Unmerge|Adapter cannot be set:UserWarning")
 X = torch.linspace(-2, 2, 6 * 64).view(2, 3, 64).cos()
 IDS = ("peft-merge-randlora", "peft-merge-oft", "peft-merge-into-codes")
+PUT_BACK = ("peft-unmerge-randlora", "peft-unmerge-oft")  # OFT's own unmerge from INT8 is 0.18 off
 IN_4BIT = ("bitsandbytes-params4bit-meta",)  # without it RandLoRA leaves a 4-bit layer unquantized
 
 RIGHT = {"RandLoRA": lambda: peft.RandLoraConfig(r=4, target_modules=["0"], init_weights=False)}
@@ -93,7 +94,7 @@ def test_a_merge_is_as_good_as_quantizing_the_merged_weight(name, bits, out, saf
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", RIGHT)
 def test_unloaded_and_taken_out_again(name, bits):
-    with patches.applied(*IDS, *IN_4BIT):
+    with patches.applied(*IDS, *IN_4BIT, *PUT_BACK):
         model = adapted(RIGHT[name], bits)
         before = model(X)
         model.merge_adapter()
