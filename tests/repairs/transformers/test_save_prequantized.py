@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(NOT_AFFECTED, reason="transformers 4 does not re
 HOW = {
     "int8": {"load_in_8bit": True},
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "fp4 nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    "nf4 nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
 }
 MODELS = ("llama", "gpt2", "mixtral")
 SIZE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
