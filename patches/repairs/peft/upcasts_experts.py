@@ -69,7 +69,7 @@ PATCH = Patch(
     ),
     requires=("peft>=0.14", "transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13",),
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "peft.utils.other:prepare_model_for_kbit_training",

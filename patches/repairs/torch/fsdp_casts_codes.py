@@ -5,8 +5,8 @@ gathered. The codes of a 4-bit layer are bytes, but with a ``quant_storage`` of 
 peft advise for FSDP) they have one, and where that is not ``param_dtype`` they are cast. bfloat16 storage under
 float16, or the other way round, keeps the number of bytes and no code: outputs are 117 % off without a word.
 float32 storage under bfloat16, which peft's guide advises for FSDP1, loses half of the bytes; on a CPU that is an
-error about a shape (``shape '[64, 32]' is invalid for input of size 1024``). Run on torch 2.13 alone; 2.15 has the
-same line, and earlier forms of it cast integers as well.
+error about a shape (``shape '[64, 32]' is invalid for input of size 1024``). Run on torch 2.13 and 2.15; earlier forms
+of the line, by reading, cast integers as well.
 
 The repair leaves codes in the dtype that they have, as torch itself leaves integers, so the layer computes what it
 computes without a policy. Its bias and everything else is cast as asked. FSDP2 decides once per parameter, before the
@@ -82,8 +82,8 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563",
     ),
     requires=("torch>=2.6", "bitsandbytes>=0.46.1"),
-    tested_up_to="2.13.0",
-    seen_on=("2.13",),
+    tested_up_to="2.15.0",
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_dtype_attrs",

@@ -69,7 +69,7 @@ PATCH = Patch(
     ),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.23.0",
-    seen_on=("2.13",),
+    seen_on=("2.13", "2.15"),
     edits=(
         _says("quantizer_bnb_4bit:Bnb4BitHfQuantizer"),
         _says("quantizer_bnb_8bit:Bnb8BitHfQuantizer"),

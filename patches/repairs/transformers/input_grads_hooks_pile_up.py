@@ -66,7 +66,7 @@ PATCH = Patch(
     ),
     requires=("transformers>=5",),
     tested_up_to="5.23.0",
-    seen_on=("2.13",),
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",

@@ -34,7 +34,7 @@ _REGISTER = "module.register_forward_pre_hook(_enable_parametrization_cache)"
 
 def register(module: torch.nn.Module, parameter: str) -> None:
     """Let ``module`` load the keys that it saves of ``parameter``."""
-    module.register_load_state_dict_pre_hook(partial(load, parameter=parameter))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(partial(load, parameter=parameter))
 
 
 def load(
@@ -138,7 +138,7 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720",),
     requires=("bitsandbytes>=0.48.2",),
     tested_up_to="0.50.2",
-    seen_on=("2.13",),
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "bitsandbytes.nn.parametrize:_register_parametrization_hooks",

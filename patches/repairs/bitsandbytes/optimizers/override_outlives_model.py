@@ -127,7 +127,7 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.13",),
+    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             f"{_MODULE}:GlobalOptimManager.register_module_override",
