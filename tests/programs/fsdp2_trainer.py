@@ -1,4 +1,4 @@
-"""Worker of test_fsdp2_trainer.py, one process a rank: ``fsdp2_trainer.py OUT MODEL``.
+"""Worker of test_fsdp2_trainer.py, one process a rank: ``fsdp2_trainer.py OUT MODEL KIND...``, of ``nf4`` and ``int8``.
 
 QLoRA and INT8 LoRA with the Trainer and ``fsdp``: trained, saved, and resumed from the middle, with state dicts of
 both kinds. Writes ``OUT/<rank>.json``.
@@ -24,7 +24,6 @@ from bitsandbytes import optim  # noqa: F401  # with this import the entry point
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
-KINDS = ("nf4", "int8")
 STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 ROWS = [{name: (torch.arange(12) * (i + 3)) % 128 for name in ("input_ids", "labels")} for i in range(8)]
 
@@ -99,7 +98,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    answer = {kind: {s: run(kind, model, out / kind / s, s) for s in STATE_DICTS} for kind in sys.argv[3:] or KINDS}
+    answer = {kind: {s: run(kind, model, out / kind / s, s) for s in STATE_DICTS} for kind in sys.argv[3:]}
     (out / f"{os.environ['RANK']}.json").write_text(json.dumps(answer))
     torch.distributed.destroy_process_group()
 

@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 import patches
+from patches.engine import gate
 from tests.programs.models import save_llama
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 WORKER = Path(__file__).with_name("fsdp2_trainer.py")
+FOUR_BIT = gate.satisfied("bitsandbytes>=0.47")
+"""Before, no 4-bit layer whose codes are stored as another dtype than uint8 can be dequantized on a CPU."""
+KINDS = ("nf4", "int8") if FOUR_BIT else ("int8",)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(model, torchrun, tmp_path_factory) -> list[dict]:
-    return torchrun(WORKER, tmp_path_factory.mktemp("ranks"), str(model))
+    return torchrun(WORKER, tmp_path_factory.mktemp("ranks"), str(model), *KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +37,18 @@ def expected(model, tmp_path_factory) -> dict[str, list[float]]:
     from tests.programs import fsdp2_trainer as program
 
     with patches.applied():
-        return {
-            kind: program.losses(program.train(kind, model, tmp_path_factory.mktemp("whole"))) for kind in program.KINDS
-        }
+        return {kind: program.losses(program.train(kind, model, tmp_path_factory.mktemp("whole"))) for kind in KINDS}
 
 
 @pytest.mark.parametrize("state_dict", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_trained_saved_and_resumed(kind, state_dict, ranks, expected):
+    if kind not in KINDS:
+        pytest.skip("before 0.47 codes that are stored as float32 cannot be dequantized on a CPU")
     for rank in (answer[kind][state_dict] for answer in ranks):
         assert rank["distributed"].endswith("FSDP, version 2") and rank["parameters"] == ["DTensor"]
-        assert rank["losses"] == pytest.approx(expected[kind], abs=2e-5)
+        # A sum in another order can move an INT8 code of an activation by one: 4e-5 of a loss here.
+        assert rank["losses"] == pytest.approx(expected[kind], abs=1e-4)
         assert rank["adapter loaded again"] < 1e-5
         assert rank["resumed"] == rank["losses"], "to the same end as without a stop"
 
