@@ -64,7 +64,7 @@ def _in_memory(kept: MutableMapping[str, Tensor], key: str, tensor: Tensor) -> N
     start = _first_values(old)
     names = [name for name, other in kept.items() if _is_same_memory(other, old)]
     for name, other in kept.items():
-        if name not in names and (other.dtype, other.shape) == (old.dtype, old.shape):
+        if name not in names and (other.dtype, other.shape, other.device) == (old.dtype, old.shape, old.device):
             if start.equal(_first_values(other)) and old.equal(other):
                 raise _tied(key, name, "its own in memory")
     kept.update(dict.fromkeys(names, tensor))
