@@ -63,7 +63,7 @@ def run_layer(case: Case, observe: Observe) -> None:
 @contextlib.contextmanager
 def plugin(ids: frozenset[str]) -> Iterator[None]:
     """Exactly the patches ``ids`` are in; with none, the plugin cannot even be imported, as if not installed."""
-    active = {result.id for result in patches.report().with_status(patches.Status.APPLIED)}
+    active = _active()
     if not ids:
         assert not active
         with _not_installed():
@@ -74,6 +74,19 @@ def plugin(ids: frozenset[str]) -> Iterator[None]:
         assert not active
         with patches.applied(*ids):
             yield
+
+
+_known: tuple[object, frozenset[str]] = (None, frozenset())
+"""A state of the registry, and the patches that are in then."""
+
+
+def _active() -> frozenset[str]:
+    global _known
+    state = patches.REGISTRY._store.read()
+    if state is not _known[0]:  # a report takes longer than most programs
+        active = patches.report().with_status(patches.Status.APPLIED)
+        _known = state, frozenset(result.id for result in active)
+    return _known[1]
 
 
 @contextlib.contextmanager
@@ -90,7 +103,9 @@ def _not_installed() -> Iterator[None]:
 def _clean(case: Case) -> Iterator[None]:
     """The process as a program may expect it, and the proof that it was left so."""
     random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():  # where it is not, a seed waits for it in a list, each with its stack
+        torch.cuda.manual_seed_all(0)
     before = _settings()
     logging.disable()
     try:
