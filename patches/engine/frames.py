@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
@@ -30,17 +31,29 @@ def in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
     return used
 
 
-def outlives(codes: Iterable[CodeType], name: str) -> bool:
-    """Whether something alive can still run a part of ``codes`` that names ``name``.
+def outlived(codes: Iterable[CodeType], names: Iterable[str]) -> set[str]:
+    """Which of ``names`` something alive can still look up in a part of ``codes``.
 
     A generator that waits, or a function that was defined inside: both live on when the frame is gone.
     """
-    suspects: list[CodeType] = []
+    wanted = frozenset(names)
+    suspects: dict[str, list[CodeType]] = {}
     for code in codes:
         outer, *inner = nested(code)
-        suspects += [part for part in inner if name in part.co_names]
-        if outer.co_flags & _SUSPENDABLE and any(name in part.co_names for part in nested(outer)):
-            suspects.append(outer)
+        for part in inner:
+            for name in wanted.intersection(part.co_names):
+                suspects.setdefault(name, []).append(part)
+        if outer.co_flags & _SUSPENDABLE:
+            for name in wanted.intersection(chain.from_iterable(part.co_names for part in (outer, *inner))):
+                suspects.setdefault(name, []).append(outer)
+    # Each look is a walk over all that is alive; mostly the first one finds nobody.
+    if not _held(part for parts in suspects.values() for part in parts):
+        return set()
+    return {name for name, parts in suspects.items() if _held(parts)}
+
+
+def _held(codes: Iterable[CodeType]) -> bool:
+    suspects = list(codes)
     return bool(suspects) and any(isinstance(holder, _HOLDERS) for holder in gc.get_referrers(*suspects))
 
 

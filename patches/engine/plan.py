@@ -7,7 +7,7 @@ from types import CodeType
 from typing import Any
 
 from .edits import Edit
-from .frames import in_frames, outlives
+from .frames import in_frames, outlived
 from .locate import Conflict
 from .report import Status
 from .slots import NameSlot, Slot, slots_of
@@ -186,11 +186,11 @@ class Draft:
         spaces: dict[int, set[str]] = {}
         for slot in idle.values():
             spaces.setdefault(id(vars(slot.owner)), set()).add(slot.attribute)
-        used, retired = in_frames(spaces), self._retired()
+        used = in_frames(spaces)
+        kept = outlived(self._retired(), {slot.attribute for slot in idle.values()})
         for key, slot in idle.items():
-            if (id(vars(slot.owner)), slot.attribute) in used or outlives(retired, slot.attribute):
-                continue
-            del self.slots[key]
+            if slot.attribute not in kept and (id(vars(slot.owner)), slot.attribute) not in used:
+                del self.slots[key]
 
     # -- what came of it -----------------------------------------------------------------------
 
