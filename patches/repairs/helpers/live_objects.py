@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_COMMON = {"Linear4bit", "Linear8bitLt", "Params4bit"}
+_COMMON = {"Embedding4bit", "Linear4bit", "Linear8bitLt", "Params4bit"}
 """Classes of ``bitsandbytes.nn`` that the walk looks for, whatever was asked first."""
 _Found = dict[type, list[Any]]
 _shared: list[_Found] | None = None
