@@ -8,15 +8,20 @@ from __future__ import annotations
 import __future__
 
 import ast
+import builtins
+import contextlib
 import functools
 import inspect
 import linecache
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
+_BEGINS = re.compile(r"^(?:(?:async )?def |class )?(\w+)", re.MULTILINE)
+"""The names that the lines of a file define at its top level, and a few words more."""
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
@@ -43,9 +48,13 @@ class Source:
     """The function's own lines, decorators included; the first is line ``code.co_firstlineno``."""
     file: list[str]
     """All lines of its file."""
+    _unused: list[tuple[ast.Module, FunctionNode]] = field(default_factory=list, compare=False, repr=False)
+    """The syntax tree that it was found right with, until somebody asks for one."""
 
     def parse(self) -> tuple[ast.Module, FunctionNode]:
-        """A new syntax tree, and the function in it."""
+        """A syntax tree that nobody else has, and the function in it."""
+        with contextlib.suppress(IndexError):
+            return self._unused.pop()
         tree = ast.parse(self.text, self.code.co_filename)
         node: ast.AST = tree
         for _ in range(self.depth + 1):
@@ -76,7 +85,9 @@ def read(function: FunctionType, code: CodeType) -> Source:
             for block, imports in candidate(function, code, lines):
                 text, depth = _in_scopes(block, code, function.__qualname__)
                 found = Source(code, text, depth, imports, block, lines)
-                if compiled(found.parse()[0], code) == code:
+                parsed = found.parse()
+                if compiled(parsed[0], code) == code:
+                    found._unused.append(parsed)
                     return found
             problem = None
         except (SyntaxError, IndexError, LookupError) as error:
@@ -102,6 +113,9 @@ def _guess(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator
     block = lines[code.co_firstlineno - 1 : max(ends)]
     used = {name: function.__globals__.get(name) for c in codes for name in c.co_names}
     yield block, _import_of({name for name, value in used.items() if _is_foreign(value, function.__module__)})
+    # Constants too, and what was not there to import: all but locals and what a line of the file begins with.
+    own = {name for c in codes for name in (*c.co_varnames, *c.co_cellvars)}.union(_BEGINS.findall("".join(lines)))
+    yield block, _import_of({name for name in used if name not in own and not hasattr(builtins, name)})
 
 
 def _exact(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
