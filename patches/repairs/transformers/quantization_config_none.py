@@ -1,0 +1,83 @@
+"""``quantization_config=None`` reads a checkpoint that holds codes as if it held weights.
+
+Training scripts write ``quantization_config=bnb_config if use_4bit else None``, and that is what a checkpoint which is
+quantized already is loaded with: there is nothing to ask for. The ``AutoModel`` classes hand the None on to the
+configuration, where it takes the place of what the checkpoint says of itself. The model is built from plain layers: an
+INT8 checkpoint is loaded into them silently, its codes as weights, and every output is that of another model; one of 4
+bits dies of shapes that do not fit. ``LlamaForCausalLM`` and its like are right, as are the ``AutoModel`` classes
+without the argument; TRL's own scripts leave it out for this reason ("Passing None would not be treated the same as
+omitting the argument"). All releases.
+
+With the repair None means for a checkpoint of bitsandbytes what leaving it out means. For any other it means what it
+did: a checkpoint of BitNet, say, may hold plain weights beside its configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+
+_KEY = "quantization_config"
+
+
+def without_none(stored: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``kwargs`` for the configuration ``stored``, without a None for the quantization that it has.
+
+    ``AutoModel`` asks for what the configuration does not use; who asks for a configuration alone may mean the None.
+    """
+    if kwargs.get("return_unused_kwargs") and kwargs.get(_KEY, "") is None and _of_bitsandbytes(stored.get(_KEY)):
+        return {name: value for name, value in kwargs.items() if name != _KEY}
+    return kwargs
+
+
+def _of_bitsandbytes(quantization: Any) -> bool:
+    if not isinstance(quantization, dict):
+        return False
+    return quantization.get("quant_method") == "bitsandbytes" or any(
+        quantization.get(how)
+        for how in ("load_in_4bit", "load_in_8bit")  # written before there was a method
+    )
+
+
+def defect() -> Finding:
+    """A tiny Llama saved in INT8, loaded with ``quantization_config=None`` and without it."""
+    import tempfile
+
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = torch.arange(8)[None]
+    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as codes, torch.no_grad():
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(plain)
+        how = BitsAndBytesConfig(load_in_8bit=True)
+        LlamaForCausalLM.from_pretrained(plain, quantization_config=how, device_map="cpu").save_pretrained(codes)
+        loaded = AutoModelForCausalLM.from_pretrained(codes, quantization_config=None, device_map="cpu")
+        expected = AutoModelForCausalLM.from_pretrained(codes, device_map="cpu")(ids).logits
+        off = ((loaded(ids).logits - expected).norm() / expected.norm()).item()
+    layer = type(loaded.model.layers[0].mlp.up_proj).__name__
+    return Finding(off > 0, f"loaded into {layer}, logits off by {off:.2f} of their norm")
+
+
+PATCH = Patch(
+    id="transformers-quantization-config-none",
+    summary="quantization_config=None loads the codes of an INT8 checkpoint as weights, silently; 4 bits die",
+    links=(
+        "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/auto/auto_factory.py#L340",
+        "https://github.com/huggingface/trl/blob/main/trl/scripts/sft.py",
+    ),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
+            find="config_class.from_dict(config_dict, **unused_kwargs)",
+            replace="config_class.from_dict(config_dict, **_patches_without_none(config_dict, unused_kwargs))",
+            names={"_patches_without_none": without_none},
+        ),
+    ),
+    defect=defect,
+)
