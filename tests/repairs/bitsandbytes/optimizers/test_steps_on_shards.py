@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(
 WORKER = Path(__file__).with_name("shards_worker.py")
 LIMITED = ("LARS", "LAMB")
 BROKEN = ("AdEMAMix32bit", "PagedAdEMAMix32bit")
-"""Step on no CPU, sharded or not: their first state is half as large as their kernel needs."""
+"""Step nowhere, sharded or not, without bitsandbytes-ademamix-32bit, which the ranks have as well."""
 NAMES = sorted(
     name for name, kind in vars(bitsandbytes.optim).items()
-    if isinstance(kind, type) and issubclass(kind, Optimizer8bit) and not name.startswith(LIMITED) and name not in BROKEN
+    if isinstance(kind, type) and issubclass(kind, Optimizer8bit) and not name.startswith(LIMITED)
 )  # fmt: skip
 FROM = ["resumed", "resumed in one process", "from full", "from rank 0", "its own state dict"]
 
@@ -34,13 +34,7 @@ def ranks(torchrun, tmp_path_factory):
 
 
 def test_there_are_all_the_others():
-    assert len(NAMES) >= 27 and {"AdamW8bit", "Lion", "SGD8bit", "PagedAdEMAMix8bit"} <= set(NAMES)
-    with torch.no_grad():
-        for name in BROKEN:
-            weight = torch.nn.Parameter(torch.zeros(64, 64))
-            weight.grad = torch.ones_like(weight)
-            with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
-                getattr(bitsandbytes.optim, name)([weight]).step()
+    assert len(NAMES) >= 29 and {"AdamW8bit", "Lion", "SGD8bit", "PagedAdEMAMix8bit", *BROKEN} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,7 +77,7 @@ def test_what_cannot_be_stepped_says_why(ranks):
         assert "set_optimizer_state_dict with full_state_dict=True" in rank["refusals"]["state of one process"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("Paged")])
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("Paged") and name not in BROKEN])
 def test_whole_parameters_are_stepped_as_before(name):
     def train() -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -1,0 +1,98 @@
+"""``AdEMAMix32bit`` and ``PagedAdEMAMix32bit`` have room for one of the two averages that they keep.
+
+AdEMAMix keeps a fast and a slow average of the gradient, one behind the other in its first state. ``AdEMAMix`` makes
+that state twice as large as the parameter; these two classes are not made of it but of its base, which does not: on a
+CPU (from 0.50 on) the first ``step()`` ends in ``output with shape [64] doesn't match the broadcast shape [64, 64]``, on
+a GPU, by the source, the kernel reads and writes the slow average behind the end of the state, where other tensors are.
+``t_alpha`` and ``t_beta3`` do nothing. All releases; ``AdEMAMix(optim_bits=32)`` is the same optimizer, and right.
+
+The repair gives both classes the states of ``AdEMAMix``, and its step where there is a schedule: they are that optimizer
+to the bit. A state of the old size, from an optimizer or a file made before, lacks the slow average: a step with it is an
+error that says so. It costs a comparison for each parameter and step.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2075
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ....engine import Finding, Patch, SetAttribute
+
+if TYPE_CHECKING:
+    from bitsandbytes.optim import AdEMAMix32bit
+    from torch import Tensor
+
+
+def _of_ademamix(name: str) -> Callable[[Any], Any]:
+    """Take the method ``name`` that ``AdEMAMix`` has: the very function, so that a repair of it is one of both."""
+
+    def make(_: None) -> Any:
+        from bitsandbytes.optim import AdEMAMix
+
+        return vars(AdEMAMix)[name]
+
+    return make
+
+
+def update_step(self: AdEMAMix32bit, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+    """The step of ``AdEMAMix`` where it has a schedule; where it has none, that is the one of the base."""
+    from bitsandbytes.optim import AdEMAMix
+    from bitsandbytes.optim.optimizer import Optimizer2State
+
+    if self.state[p]["state1"].numel() != 2 * p.numel():
+        raise RuntimeError(
+            f"The state of a parameter of shape {tuple(p.shape)} was made by {type(self).__name__} without a place for "
+            "its slow average, and cannot be completed. Clear optimizer.state, to begin with a new one."
+        )
+    config = self.get_config(gindex, pindex, group)
+    scheduled = config["t_alpha"] or config["t_beta3"]
+    (AdEMAMix if scheduled else Optimizer2State).update_step(self, group, p, gindex, pindex)
+
+
+def defect() -> Finding:
+    """Three steps of AdEMAMix32bit, and of AdEMAMix, which has 32 bits unless it is told otherwise."""
+    import torch
+    from bitsandbytes.optim import AdEMAMix, AdEMAMix32bit
+
+    said = ""
+
+    def train(kind: Any) -> tuple[torch.Size, Tensor]:
+        nonlocal said
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(64, 64)
+        optimizer = kind(layer.parameters(), t_alpha=4)
+        for _ in range(3):
+            layer(torch.ones(2, 64)).square().sum().backward()
+            try:
+                optimizer.step()
+            except (AttributeError, RuntimeError) as error:  # before 0.50 there is no step on a CPU, but its state
+                said = f"; {error}"
+        return optimizer.state[layer.weight]["state1"].shape, layer.weight.detach()
+
+    shape, weight = train(AdEMAMix32bit)
+    figure = f"the first state of a weight of {tuple(weight.shape)} is {tuple(shape)}{said}"
+    expected, right = train(AdEMAMix)
+    return Finding(shape != expected or not torch.equal(weight, right), figure)
+
+
+_CLASS = "bitsandbytes.optim.ademamix:AdEMAMix32bit"
+
+PATCH = Patch(
+    id="bitsandbytes-ademamix-32bit",
+    summary="AdEMAMix32bit keeps two averages in a state made for one: an error on a CPU, on a GPU memory of others",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2075",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2076",
+    ),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    seen_on=("2.13",),
+    edits=(
+        SetAttribute(f"{_CLASS}.init_state", make=_of_ademamix("init_state")),
+        SetAttribute(f"{_CLASS}._get_state_double_buffer", make=_of_ademamix("_get_state_double_buffer")),
+        SetAttribute(f"{_CLASS}.update_step", value=update_step),
+    ),
+    defect=defect,
+)
