@@ -84,6 +84,12 @@ def forget_with(parameter: Tensor, configs: dict[int, Any]) -> None:
         weakref.finalize(parameter, configs.pop, id(parameter), None).atexit = False
 
 
+def is_noted(parameter: Tensor, configs: dict[int, Any]) -> bool:
+    """Whether ``configs`` has an entry for ``parameter``. If not, it gets one next, and that goes with the parameter."""
+    forget_with(parameter, configs)
+    return id(parameter) in configs
+
+
 def defect() -> Finding:
     """Train two models with an embedding, then one without, and look what is left of the former."""
     import gc
@@ -116,7 +122,6 @@ def defect() -> Finding:
 
 
 _MODULE = "bitsandbytes.optim.optimizer"
-_FORGET = {"_patches_forget_with": forget_with}
 
 PATCH = Patch(
     id="bitsandbytes-override-outlives-model",
@@ -137,9 +142,9 @@ PATCH = Patch(
         ),
         Rewrite(
             f"{_MODULE}:GlobalOptimManager.override_config",
-            "self.pid2config[id(p)] = key_value_dict",
-            "_patches_forget_with(p, self.pid2config)\nself.pid2config[id(p)] = key_value_dict",
-            names=_FORGET,
+            "id(p) in self.pid2config",
+            "_patches_is_noted(p, self.pid2config)",
+            names={"_patches_is_noted": is_noted},
         ),
         Rewrite(
             f"{_MODULE}:Optimizer8bit.check_overrides",
@@ -153,7 +158,7 @@ PATCH = Patch(
             "_patches_forget_with(p, self.mng.pid2config)\n"
             "self.mng.pid2config[id(p)] = config\n"
             "self.mng.index2config.pop((gindex, pindex), None)",
-            names=_FORGET,
+            names={"_patches_forget_with": forget_with},
         ),
         BY_PARAMETER,
     ),
