@@ -1,0 +1,68 @@
+"""Paged AdEMAMix steps on no parameter of a CPU that is large enough to be paged.
+
+Since 0.50 the optimizers step on a CPU, where the states of paged ones are made as those of others, with a warning.
+AdEMAMix makes the state of its two averages by itself and lacks that: of 100,000 values on it asks the library for managed
+memory, which no CPU has. ``PagedAdEMAMix`` and ``PagedAdEMAMix8bit`` (``paged_ademamix_32bit`` and ``paged_ademamix_8bit``
+of ``Trainer``) end in ``Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes``. Before 0.50 nothing
+steps on a CPU.
+
+The repair makes the state as that of ``AdEMAMix``, which it then is to the bit. Elsewhere it costs a look at the device
+when a paged state is made.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....engine import CannotShow, Finding, Patch, Rewrite
+
+
+def defect() -> Finding:
+    """A step of PagedAdEMAMix8bit on a layer with 102,400 weights, and the same of AdEMAMix8bit."""
+    import torch
+    from bitsandbytes.optim import AdEMAMix8bit, PagedAdEMAMix8bit
+
+    def train(kind: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(320, 320)
+        layer(torch.ones(2, 320)).square().sum().backward()
+        kind(layer.parameters()).step()
+        return layer.weight.detach()
+
+    try:
+        expected = train(AdEMAMix8bit)
+    except RuntimeError as error:
+        raise CannotShow("before 0.50 no optimizer of bitsandbytes steps on a CPU") from error
+    try:
+        found = train(PagedAdEMAMix8bit)
+    except RuntimeError as error:
+        return Finding(True, str(error).splitlines()[0])
+    off = (found - expected).abs().max().item()
+    return Finding(off > 0, f"weights after a step, paged against not: largest difference {off}")
+
+
+_PAGED = "buff = F.get_paged(*(2, *p.size()), dtype=dtype, device=p.device)"
+
+PATCH = Patch(
+    id="bitsandbytes-paged-ademamix-cpu",
+    summary="paged AdEMAMix asks for managed memory on a CPU, where other paged optimizers do without",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/ademamix.py#L260",
+    ),
+    requires=("bitsandbytes>=0.50",),
+    tested_up_to="0.50.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "bitsandbytes.optim.ademamix:AdEMAMix._get_state_double_buffer",
+            _PAGED,
+            'if p.device.type == "cpu":\n'
+            "    return torch.zeros((2, *p.size()), dtype=dtype, device=p.device)\n"
+            f"{_PAGED}",
+        ),
+    ),
+    defect=defect,
+)
