@@ -16,21 +16,21 @@ def edits(patch: Patch) -> list[Edit]:
     return [edit for edit in patch.edits if not edit.when or gate.satisfied(edit.when)]
 
 
-def _modules(patch: Patch) -> set[str]:
+def modules(patch: Patch) -> set[str]:
     """What ``patch`` edits, and the package that it repairs: an edit may be in torch, and the defect is not."""
     return {gate.module_name(patch.package), *map(module_of, edits(patch))}
 
 
 def import_targets(patch: Patch) -> None:
     """Import what ``patch`` edits here; what cannot be imported stays missing."""
-    for name in sorted(_modules(patch)):
+    for name in sorted(modules(patch)):
         with contextlib.suppress(ImportError, NotImplementedError):  # the latter from unsloth without a GPU
             importlib.import_module(name)
 
 
 def missing(patch: Patch) -> set[str]:
     """Modules that ``patch`` edits, or whose package it repairs, and that are not imported whole."""
-    return {name for name in _modules(patch) if not imported(name)}
+    return {name for name in modules(patch) if not imported(name)}
 
 
 def packages(patch: Patch) -> set[str]:

@@ -37,10 +37,8 @@ class Registry:
         forget_compiled: Callable[[], str | None] = lambda: "",
         survey: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """``forget_compiled`` is called after each change, outside of it: it makes compilers forget what they made
-        of the old code, and returns what the report is to say; None if that must wait. ``survey`` is entered
-        around the ``damage()`` of several patches.
-        """
+        """``forget_compiled`` is called after each change, outside of it: compilers forget what they made of the old
+        code; returns what the report is to say, None if that must wait. ``survey`` is entered around ``damage()``."""
         self.patches: dict[str, Patch] = {}
         for patch in patches:
             if patch.id in self.patches:
@@ -115,6 +113,11 @@ class Registry:
         finally:
             if fresh:
                 self.revert(*fresh)
+
+    def prepare(self) -> None:
+        """Work out what :meth:`apply` would change now, for whoever applies next; change nothing."""
+        draft = Draft(self._store.read(), self._rank, self._built, {})
+        self._plan_apply(dict.fromkeys(self.patches, False), frozenset(), draft)
 
     # -- features: edits that are in while someone uses them -----------------------------------
 

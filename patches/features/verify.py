@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..engine import gate, table
+from ..engine import gate, needs, table
 from ..engine.patch import CannotShow, Finding, Patch
 from ..engine.report import Status
 from .verify_processes import ask
@@ -93,16 +93,32 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     chosen = [REGISTRY.patches[result.id] for result in REGISTRY.report(*ids)]
     verdicts = {patch.id: gate.check(patch) for patch in chosen}
     tasks = [(p.id, phase) for p in chosen for phase in _phases(verdicts[p.id].status)]
-    packages = sorted({name for p in chosen for name in verdicts[p.id].versions} - _MEDDLESOME)
-    preload = ["torch", *(name.replace("-", "_") for name in packages)]
     findings: dict[str, dict[str, Answer]] = {patch.id: {} for patch in chosen}
-    answers = ask(f"{__name__}:answer", tasks, preload, jobs or min(4, _processors()))
+    preload = _preload([(p, verdicts[p.id]) for p in chosen])
+    answers = ask(f"{__name__}:answer", tasks, preload, f"{__name__}:prepare", jobs or min(4, _processors()))
     with contextlib.closing(answers), _bar(len(tasks), progress) as advance:
         for index, finding in answers:
             patch_id, phase = tasks[index]
             findings[patch_id][phase] = finding
             advance()
     return Verification(tuple(_judged(p, verdicts[p.id], findings[p.id]) for p in chosen))
+
+
+def _preload(chosen: Sequence[tuple[Patch, gate.Verdict]]) -> list[str]:
+    """What more than one process needs: the packages, and the modules that are edited where there is a defect."""
+    packages = {name for _, verdict in chosen for name in verdict.versions} - _MEDDLESOME
+    fitting = (patch for patch, verdict in chosen if verdict.status is Status.AVAILABLE)
+    edited = {
+        name for patch in fitting for name in needs.modules(patch) if needs.packages(patch).isdisjoint(_MEDDLESOME)
+    }
+    return ["torch", *(name.replace("-", "_") for name in sorted(packages)), *sorted(edited)]
+
+
+def prepare() -> None:
+    """For the process that the others are copies of: work out what patches change, which else each of them does."""
+    from .. import REGISTRY
+
+    REGISTRY.prepare()
 
 
 def answer(patch_id: str, phase: str) -> Answer:

@@ -51,7 +51,12 @@ class Workers(Protocol):
 
 
 def ask(
-    function: str, questions: Sequence[Sequence[str]], preload: Sequence[str], jobs: int, timeout: float | None = None
+    function: str,
+    questions: Sequence[Sequence[str]],
+    preload: Sequence[str],
+    prepare: str,
+    jobs: int,
+    timeout: float | None = None,
 ) -> Generator[tuple[int, Answer], None, None]:
     """Call ``function`` (``module:name``) with each of ``questions``; yield their indices and answers as they come.
 
@@ -70,7 +75,7 @@ def ask(
     left = set(range(len(questions)))
     with tempfile.TemporaryDirectory(prefix="bnb-patches-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        Asked(function, questions, preload, jobs, timeout).write(folder)
+        Asked(function, questions, preload, prepare, jobs, timeout).write(folder)
         if _can_fork():
             yield from _gather(folder, left, _ForkServer(folder))
         yield from _gather(folder, left, Crew(folder, left, lambda i: _start_one(folder, i), jobs, timeout))

@@ -8,6 +8,7 @@ asked holds the other end of our standard input: when that ends, it is gone, and
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -21,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 Answer = tuple[bool | None, str]
 """Whether the defect is there (None: no answer) and the figure, or why there is no answer."""
@@ -39,6 +40,8 @@ class Asked:
     questions: Sequence[Sequence[str]]
     preload: Sequence[str]
     """Modules that the fork server imports, once for all."""
+    prepare: str
+    """``module:name``, called there once, after them; empty for none."""
     jobs: int
     timeout: float
     """Seconds that one question may take, and that the preloading may take."""
@@ -207,6 +210,10 @@ def _preload(asked: Asked, asker: _Asker) -> bool:
                 importlib.import_module(name)
             if _has_accelerator():
                 return False
+        if asked.prepare:
+            with contextlib.suppress(Exception):  # as above
+                _named(asked.prepare)()
+        gc.freeze()  # else each child walks over all of it again and again, and gets pages of its own by that
         return True
     finally:
         done.set()
@@ -231,10 +238,14 @@ def _answer(folder: Path, asked: Asked, index: int) -> None:
         os._exit(code)
 
 
+def _named(function: str) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def _called(function: str, question: Sequence[str]) -> Answer:
     try:
-        module, _, name = function.partition(":")
-        answer: Answer = getattr(importlib.import_module(module), name)(*question)
+        answer: Answer = _named(function)(*question)
         return answer
     except BaseException as error:  # SystemExit as well: a reproducer that leaves has not answered
         at = traceback.extract_tb(error.__traceback__)[-1]

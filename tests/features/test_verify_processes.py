@@ -48,7 +48,7 @@ def folder(tmp_path_factory, monkeypatch) -> Path:
 def answers(
     *questions: tuple[str, ...], jobs: int = 2, preload: tuple[str, ...] = (), timeout: float = 30
 ) -> list[Answer]:
-    got = dict(ask(f"{TOYS}:answer", questions, preload, jobs, timeout))
+    got = dict(ask(f"{TOYS}:answer", questions, preload, "", jobs, timeout))
     assert sorted(got) == list(range(len(questions)))
     return [got[index] for index in sorted(got)]
 
@@ -109,7 +109,7 @@ def test_where_no_server_can_fork_each_gets_an_interpreter(tmp_path, monkeypatch
 
 @pytest.mark.skipif(not FORKS, reason="this system is not forked")
 def test_a_server_that_is_killed_meanwhile_loses_no_question():
-    with contextlib.closing(ask(f"{TOYS}:answer", [("where",), ("sleep", "2"), ("where",)], (), 1, 30)) as asked:
+    with contextlib.closing(ask(f"{TOYS}:answer", [("where",), ("sleep", "2"), ("where",)], (), "", 1, 30)) as asked:
         index, (_, figure) = next(asked)
         os.kill(int(figure.split()[0]), signal.SIGKILL)
         rest = dict(asked)
@@ -165,7 +165,7 @@ from patches.features import verify_processes
 if {{kind!r}} == "interpreters":
     verify_processes._can_fork = lambda: False
 try:
-    for _ in verify_processes.ask("{TOYS}:answer", [("linger", path) for path in sys.argv[1:]], (), 2, 60):
+    for _ in verify_processes.ask("{TOYS}:answer", [("linger", path) for path in sys.argv[1:]], (), "", 2, 60):
         pass
 except KeyboardInterrupt:
     sys.exit("interrupted")
@@ -201,7 +201,7 @@ def test_whoever_asks_takes_all_processes_along(tmp_path, folder, kind, sent):
 @PROC
 def test_to_stop_listening_ends_all(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("MARK", str(tmp_path))
-    asked = ask(f"{TOYS}:answer", [("echo", "first"), ("linger", str(tmp_path / "ready"))], (), 2, 60)
+    asked = ask(f"{TOYS}:answer", [("echo", "first"), ("linger", str(tmp_path / "ready"))], (), "", 2, 60)
     assert next(asked) == (0, (True, "first"))
     while not (tmp_path / "ready").exists():
         time.sleep(0.05)
