@@ -17,19 +17,29 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from ...engine import Finding, Patch, SetAttribute
+from ...engine import Finding, Patch, Rewrite, SetAttribute
 
 _told: WeakSet[Any] = WeakSet()
 
 
-def _make(original: Callable[..., Any] | None) -> Callable[..., Any]:
+def in_training(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``layer.training``, asked by a ``layer`` for which checkpointing is on; what it was called with, for the warning."""
     import torch
 
-    inherited = original or torch.nn.Module.__call__
+    training: bool = layer.training
+    if not training and not torch.compiler.is_compiling():
+        _warn(layer, args, kwargs)
+    return training
+
+
+def _make(original: None) -> Callable[..., Any]:
+    import torch
+
+    inherited = torch.nn.Module.__call__
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.gradient_checkpointing and not self.training and not torch.compiler.is_compiling():
-            _warn(self, args, kwargs)
+        if self.gradient_checkpointing:
+            in_training(self, args, kwargs)
         return inherited(self, *args, **kwargs)
 
     return __call__
@@ -84,6 +94,8 @@ def defect() -> Finding:
     return Finding(idle and not messages, f"{len(kept)} tensors kept, {len(messages)} warnings")
 
 
+_CALL = "transformers.modeling_layers:GradientCheckpointingLayer.__call__"
+
 PATCH = Patch(
     id="transformers-checkpointing-in-eval",
     summary="gradient checkpointing does nothing, without a word, while the base model is in eval",
@@ -92,12 +104,15 @@ PATCH = Patch(
     tested_up_to="5.23.0",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
-        SetAttribute(
-            "transformers.modeling_layers:GradientCheckpointingLayer.__call__",
-            make=_make,
-            over="self.training",
-            missing_ok=True,
+        Rewrite(
+            _CALL,
+            find="self.training",
+            replace="_patches_in_training(self, args, kwargs)",
+            names={"_patches_in_training": in_training},
+            when="transformers<5.23",
         ),
+        # Later layers checkpoint in ``forward``, and have no ``__call__`` of their own.
+        SetAttribute(_CALL, make=_make, when="transformers>=5.23"),
     ),
     defect=defect,
 )
