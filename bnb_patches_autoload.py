@@ -23,7 +23,7 @@ from types import ModuleType
 _OURS = Path(__file__).resolve().parent / "patches" / "__init__.py"
 _ALIAS = "bnb_patches"
 """The name our package gets where the user has a ``patches`` of their own."""
-_WITHOUT_BITSANDBYTES = ("accelerate", "peft", "torchao", "transformers", "trl")
+_WITHOUT_BITSANDBYTES = ("accelerate", "llamafactory", "peft", "torchao", "transformers", "trl")
 """Those that have something to repair where bitsandbytes is never imported."""
 _NO = ("0", "false", "no", "off")
 

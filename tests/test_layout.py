@@ -10,7 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "patches"
-LIBRARIES = {"accelerate", "axolotl", "bitsandbytes", "peft", "torch", "torchao", "transformers", "trl", "unsloth"}
+LIBRARIES = {
+    "accelerate",
+    "axolotl",
+    "bitsandbytes",
+    "llamafactory",
+    "peft",
+    "torch",
+    "torchao",
+    "transformers",
+    "trl",
+    "unsloth",
+}
 PATCH_FILES = sorted(
     path for path in PACKAGE.glob("repairs/*/**/*.py")
     if path.name != "__init__.py" and "helpers" not in path.relative_to(PACKAGE).parts

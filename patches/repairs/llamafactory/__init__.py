@@ -1,0 +1,1 @@
+"""LLaMA-Factory: gradient checkpointing with a function of its own."""
