@@ -17,7 +17,8 @@ While compiling, the partial holds the layer's ``_wrapped_call_impl``, which is 
 to the layer: the same call, and Dynamo knows its ``__self__``. A layer whose ``super().__call__`` is another one
 keeps it. The hidden states are tied to an anchor, as at the embedding of ``transformers-input-grads-hook``: the values
 are the same, and a reentrant checkpoint, LLaMA-Factory's default, gets an input that requires grad even where the
-graph ends before it. Eager steps run the lines that they ran.
+graph ends before it. Eager steps run the lines that they ran. A model that was loaded before the patch went in keeps
+the function that it got.
 """
 
 from __future__ import annotations
