@@ -10,7 +10,9 @@ from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, Functi
 from typing import Any
 
 _SUSPENDABLE = 0x20 | 0x80 | 0x200  # CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR
-_HOLDERS = (FunctionType, FrameType, GeneratorType, CoroutineType, AsyncGeneratorType)
+_HOLDERS = {FunctionType: "__code__", FrameType: "f_code", GeneratorType: "gi_code", CoroutineType: "cr_code",
+            AsyncGeneratorType: "ag_code"}  # fmt: skip
+"""What holds code that may run, and where it holds it."""
 
 
 def nested(code: CodeType) -> list[CodeType]:
@@ -46,15 +48,14 @@ def outlived(codes: Iterable[CodeType], names: Iterable[str]) -> set[str]:
         if outer.co_flags & _SUSPENDABLE:
             for name in wanted.intersection(chain.from_iterable(part.co_names for part in (outer, *inner))):
                 suspects.setdefault(name, []).append(outer)
-    # Each look is a walk over all that is alive; mostly the first one finds nobody.
-    if not _held(part for parts in suspects.values() for part in parts):
-        return set()
-    return {name for name, parts in suspects.items() if _held(parts)}
+    every = {id(part): part for parts in suspects.values() for part in parts}
+    held = {id(getattr(holder, _HOLDERS[type(holder)])) for holder in _holders(every.values())}
+    return {name for name, parts in suspects.items() if not held.isdisjoint(map(id, parts))}
 
 
-def _held(codes: Iterable[CodeType]) -> bool:
-    suspects = list(codes)
-    return bool(suspects) and any(isinstance(holder, _HOLDERS) for holder in gc.get_referrers(*suspects))
+def _holders(codes: Collection[CodeType]) -> list[Any]:
+    """It takes a walk over all that is alive."""
+    return [holder for holder in gc.get_referrers(*codes) if type(holder) in _HOLDERS] if codes else []
 
 
 def running() -> list[tuple[dict[str, Any], CodeType]]:
