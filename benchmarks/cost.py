@@ -139,8 +139,13 @@ def subjects(device: str) -> dict[str, Callable[[], Any]]:
     torch.manual_seed(0)
     hidden = 64 if device == "cpu" else 2048
     x = torch.randn(4, hidden, device=device, dtype=torch.bfloat16)
-    four = bnb.nn.Linear4bit(hidden, hidden, compute_dtype=torch.bfloat16, quant_type="nf4").to(device)
-    eight = bnb.nn.Linear8bitLt(hidden, hidden, has_fp16_weights=False, threshold=6.0).to(device)
+
+    def layers(bias: bool) -> tuple[Any, Any]:
+        four = bnb.nn.Linear4bit(hidden, hidden, bias, compute_dtype=torch.bfloat16, quant_type="nf4").to(device)
+        return four, bnb.nn.Linear8bitLt(hidden, hidden, bias, has_fp16_weights=False, threshold=6.0).to(device)
+
+    four, eight = layers(bias=False)
+    biased_four, biased_eight = layers(bias=True)
 
     def train(layer: Any) -> Callable[[], Any]:
         leaf = x.clone().requires_grad_()
@@ -156,6 +161,9 @@ def subjects(device: str) -> dict[str, Callable[[], Any]]:
         f"Linear4bit {hidden}, forward and backward": train(four),
         f"Linear8bitLt {hidden}, forward": infer(eight),
         f"Linear8bitLt {hidden}, forward and backward": train(eight),
+        # Unpatched, the first forward rounds such a bias for good; patched, it stays and is cast in each.
+        f"Linear4bit {hidden}, float32 bias, forward and backward": train(biased_four),
+        f"Linear8bitLt {hidden}, float32 bias, forward and backward": train(biased_eight),
     }
 
 
