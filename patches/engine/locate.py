@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
+from .frames import nested
+
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 _BEGINS = re.compile(r"^(?:(?:async )?def |class )?(\w+)", re.MULTILINE)
@@ -106,7 +108,7 @@ _Candidate = tuple[list[str], tuple[ast.stmt, ...]]
 
 def _guess(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
     """Where it ends and what is imported, read from the code object and the module: nearly always right."""
-    codes = _nested(code)
+    codes = nested(code)
     ends = [end for c in codes for _, end, _, _ in getattr(c, "co_positions", tuple)() if end]  # Python 3.11
     if not ends:
         return
@@ -123,14 +125,6 @@ def _exact(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator
     block = inspect.getblock(lines[code.co_firstlineno - 1 :])
     yield block, ()
     yield block, _imports("".join(lines))
-
-
-def _nested(code: CodeType) -> list[CodeType]:
-    """``code`` and the code objects inside it."""
-    found = [code]
-    for outer in found:
-        found += [const for const in outer.co_consts if isinstance(const, CodeType)]
-    return found
 
 
 def _is_foreign(value: object, module: str) -> bool:
