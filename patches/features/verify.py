@@ -111,7 +111,7 @@ def _preload(chosen: Sequence[tuple[Patch, gate.Verdict]]) -> list[str]:
     edited = {
         name for patch in fitting for name in needs.modules(patch) if needs.packages(patch).isdisjoint(_MEDDLESOME)
     }
-    return ["torch", *(name.replace("-", "_") for name in sorted(packages)), *sorted(edited)]
+    return ["torch", *sorted(map(gate.module_name, packages)), *sorted(edited)]
 
 
 def prepare() -> None:
