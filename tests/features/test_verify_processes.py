@@ -108,6 +108,13 @@ def test_where_no_server_can_fork_each_gets_an_interpreter(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(not FORKS, reason="this system is not forked")
+def test_what_the_server_prepared_all_have():
+    got = dict(ask(f"{TOYS}:answer", [("prepared",)] * 2, (), f"{TOYS}:prepare", 2, 30))
+    servers = {server for _, figure in got.values() for server in figure.split()}
+    assert len(got) == 2 and len(servers) == 1 and str(os.getpid()) not in servers
+
+
+@pytest.mark.skipif(not FORKS, reason="this system is not forked")
 def test_a_server_that_is_killed_meanwhile_loses_no_question():
     with contextlib.closing(ask(f"{TOYS}:answer", [("where",), ("sleep", "2"), ("where",)], (), "", 1, 30)) as asked:
         index, (_, figure) = next(asked)

@@ -19,6 +19,21 @@ def answer(name: str, argument: str = "") -> Answer:
     return QUESTIONS[name](argument)
 
 
+_prepared_by = 0
+
+
+def prepare() -> None:
+    """Called in the fork server, once."""
+    global _prepared_by
+    assert not _prepared_by
+    _prepared_by = os.getpid()
+
+
+def prepared(argument: str) -> Answer:
+    """Which process was prepared, and which one forked this one."""
+    return True, f"{_prepared_by} {os.getppid()}"
+
+
 def echo(argument: str) -> Answer:
     return True, argument
 
@@ -82,5 +97,5 @@ def linger(argument: str) -> Answer:
 
 QUESTIONS: dict[str, Callable[[str], Answer]] = {
     question.__name__: question
-    for question in (echo, noise, die, kill, leave, fail, sleep, span, environment, where, linger)
+    for question in (echo, prepared, noise, die, kill, leave, fail, sleep, span, environment, where, linger)
 }
