@@ -49,23 +49,6 @@ def test_apply_is_idempotent_and_revert_is_exact(toy, registry):
     assert snapshot(toy) == before
 
 
-def test_what_was_prepared_is_what_apply_puts_in_and_nothing_before(toy, registry):
-    before, made = snapshot(toy), []
-
-    def make(original):
-        made.append(original)
-        return lambda self: "made"
-
-    r = registry((Rewrite("toy:plain", "y * 2", "y * 3"), SetAttribute("toy:Base.who", over="'base'", make=make)))
-    r.prepare()
-    assert snapshot(toy) == before and not r.report().with_status(Status.APPLIED)
-    assert made == [vars(toy.Base)["who"]]
-    r.apply(strict=True)
-    assert len(made) == 1 and toy.Base().who() == "made"
-    r.revert()
-    assert snapshot(toy) == before
-
-
 def test_patches_on_one_attribute_chain_and_one_can_be_taken_out_of_the_middle(toy, registry):
     def adds(letter):
         return (SetAttribute("toy:Base.who", over="'base'", make=lambda old: lambda self: old(self) + letter),)
