@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -121,7 +120,7 @@ def test_no_processes_at_a_time_is_an_error(jobs):
 def test_by_default_one_process_for_each_processor_at_most_four(monkeypatch):
     asked = []
     monkeypatch.setattr(verification, "ask", lambda *arguments: asked.append(arguments[-1]) or (_ for _ in ()))
-    monkeypatch.setattr(verification, "gate", SimpleNamespace(check=lambda _: Verdict(Status.NOT_INSTALLED, "", {})))
+    monkeypatch.setattr(verification.gate, "check", lambda _: Verdict(Status.NOT_INSTALLED, "", {}))
     for processors, expected in ((1, 1), (3, 3), (64, 4)):
         monkeypatch.setattr(verification, "_processors", lambda n=processors: n)
         verification.verify()
