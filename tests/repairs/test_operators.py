@@ -32,7 +32,10 @@ for name, layer in layers.items():
     torch.compile(layer, fullgraph=True)(x).sum().backward()
     aot = counters["aot_autograd"]
     found[name] = {"hit": aot["autograd_cache_hit"], "miss": aot["autograd_cache_miss"], "grad": x.grad.flatten().tolist()}
-print(json.dumps(found))
+from patches.repairs.helpers.operators import int8_linear, linear_4bit, tie
+
+names = [module.OPERATOR.name() for module in (int8_linear, linear_4bit, tie)]
+print(json.dumps({"names": names, "found": found}))
 """
 
 CHANGES = {
@@ -44,10 +47,12 @@ CHANGES = {
 """Another version of the plugin: each change doubles the gradients of one layer, and no output."""
 
 
-@pytest.fixture
-def another_version(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = Path(patches.__file__).parent
-    copy = shutil.copytree(package, tmp_path / "another" / "patches", ignore=shutil.ignore_patterns("__pycache__"))
+    copy = shutil.copytree(
+        package, tmp_path_factory.mktemp("another") / "patches", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name, (old, new) in CHANGES.items():
         (file,) = (f for f in copy.rglob(Path(name).name) if f.match(name))
         text = file.read_text()
@@ -56,13 +61,21 @@ def another_version(tmp_path: Path) -> Path:
     return copy.parent
 
 
-def test_a_repair_reaches_who_has_a_warm_cache(fresh, tmp_path, another_version):
-    def step(folder: Path | None = None) -> dict[str, dict]:
+@pytest.fixture(scope="module")
+def steps(fresh, tmp_path_factory, another_version) -> list[dict]:
+    """Three processes in turn with one cache: the plugin, the plugin again, another version of it."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+
+    def step(seed: str, folder: Path | None = None) -> dict:
         path = os.environ["PYTHONPATH"] if folder is None else f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"
-        env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path}
+        env = {"TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
         return json.loads(fresh(STEP, cwd=folder, **env).splitlines()[-1])
 
-    first, same, other = step(), step(), step(another_version)
+    return [step("1"), step("2"), step("1", another_version)]
+
+
+def test_a_repair_reaches_who_has_a_warm_cache(steps):
+    first, same, other = (step["found"] for step in steps)
     for name in first:
         assert (first[name]["miss"], first[name]["hit"]) == (1, 0)
         assert (same[name]["miss"], same[name]["hit"]) == (0, 1) and same[name]["grad"] == first[name]["grad"]
@@ -71,16 +84,10 @@ def test_a_repair_reaches_who_has_a_warm_cache(fresh, tmp_path, another_version)
         assert other[name]["grad"] == pytest.approx(twice), "the graph of the other version was taken"
 
 
-NAMES = """
-import patches
-from patches.repairs.helpers.operators import int8_linear, linear_4bit, tie
-print(*(module.OPERATOR.name() for module in (int8_linear, linear_4bit, tie)))
-"""
-
-
-def test_a_name_is_the_same_in_every_process(fresh):
-    one, other = (fresh(NAMES, PYTHONHASHSEED=seed) for seed in "12")
-    assert one == other and len(one.split()) == 3
+def test_a_name_is_the_same_in_every_process(steps):
+    first, same, other = (step["names"] for step in steps)
+    assert first == same and len(set(first)) == 3, "whatever the hash seed"
+    assert first != other, "and not in another version"
 
 
 def test_the_digest_is_one_of_all_code_that_is_reached():
