@@ -1,6 +1,6 @@
-"""Worker of test_fsdp2.py, one process a rank: ``fsdp2.py OUT MODEL BITS``.
+"""Worker of test_fsdp2.py, one process a rank: ``fsdp2.py OUT MODEL``.
 
-A 4-bit or INT8 Llama with LoRA, loaded from MODEL as users load it, is trained for two steps: once
+A 4-bit and then an INT8 Llama with LoRA, loaded from MODEL as users load it, is trained for two steps: once
 whole, on the whole batch, and once under FSDP2 over both ranks, each on its half. Then it is saved and
 loaded in each way that torch offers. The parent's tests judge what is written to ``OUT/<rank>.json``.
 The entry point of bitsandbytes has applied the patches, unless ``PATCHES_AUTOLOAD=0``.
@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import patches
 
-OUT, MODEL, BITS = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+OUT, MODEL = Path(sys.argv[1]), sys.argv[2]
 Tensors = dict[str, torch.Tensor]
 IDS = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(5))
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-answer: dict[str, Any] = {}
 
 
 def main() -> None:
@@ -48,16 +48,19 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    answer["states"] = {r.id: str(r.status) for r in patches.check_ranks()}
+    answers: dict[str, Any] = {}
     try:
-        run(rank)
+        for bits in ("4", "8"):
+            answers[bits] = {"states": {r.id: str(r.status) for r in patches.check_ranks()}}
+            run(rank, bits, answers[bits])
     finally:
-        (OUT / f"{rank}.json").write_text(json.dumps(answer))
+        (OUT / f"{rank}.json").write_text(json.dumps(answers))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(rank: int) -> None:
+def run(rank: int, bits: str, answer: dict[str, Any]) -> None:
+    attempt, load = partial(_attempt, answer), partial(_load, bits)
     whole = load(MODEL)
     optimizer = optimizer_of(whole)
     losses = [step(whole, optimizer, IDS) for _ in range(2)]
@@ -81,13 +84,13 @@ def run(rank: int) -> None:
 
     sharded = {"model": attempt("get_model_state_dict", lambda: get_model_state_dict(model))}
     sharded["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    attempt("save", lambda: dcp.save(sharded, checkpoint_id=OUT / "dcp") and None)
+    attempt("save", lambda: dcp.save(sharded, checkpoint_id=OUT / bits) and None)
 
     trained = logits(model)
     fresh = shard(load(f"{MODEL}-other", seed=7))  # other codes, other statistics, other adapters
     answer["logits of another model"] = difference(logits(fresh), trained)
     fresh_optimizer = optimizer_of(fresh)
-    attempt("load", lambda: load_checkpoint(fresh, fresh_optimizer))
+    attempt("load", lambda: load_checkpoint(OUT / bits, fresh, fresh_optimizer))
     answer["logits after load"] = difference(logits(fresh), trained)
     answer["next losses"] = [train(model, optimizer), train(fresh, fresh_optimizer)]
 
@@ -111,9 +114,9 @@ def run(rank: int) -> None:
     attempt("mixed precision", lambda: answer.update(cast=difference(logits(cast), logits(load(MODEL)))))
 
 
-def load(path: str, seed: int = 1) -> torch.nn.Module:
+def _load(bits: str, path: str, seed: int = 1) -> torch.nn.Module:
     options = {"load_in_8bit": True}
-    if BITS == "4":
+    if bits == "4":
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         options["bnb_4bit_compute_dtype"] = torch.float32
     model = AutoModelForCausalLM.from_pretrained(
@@ -152,9 +155,9 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
     return (losses / dist.get_world_size()).tolist()
 
 
-def load_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     into = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(into, checkpoint_id=OUT / "dcp")
+    dcp.load(into, checkpoint_id=folder)
     set_model_state_dict(model, into["model"])
     set_optimizer_state_dict(model, optimizer, into["optimizer"])
 
@@ -175,8 +178,8 @@ def same(name: str, a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
 
 
-def attempt(name: str, run: Callable[[], Any]) -> Any:
-    """The result, or None and the error in the answer. What it was that failed is for the tests to judge."""
+def _attempt(answer: dict[str, Any], name: str, run: Callable[[], Any]) -> Any:
+    """The result, or None and the error in ``answer``. What it was that failed is for the tests to judge."""
     try:
         result = run()
         answer[name] = "ok"

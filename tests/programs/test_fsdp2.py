@@ -13,6 +13,8 @@ import pytest
 from patches.engine import gate
 from tests.programs.models import save_llama
 
+WORKER = Path(__file__).with_name("fsdp2.py")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
@@ -23,12 +25,26 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["4", "8"], ids=["4bit", "int8"])
-def run(request, models, torchrun, tmp_path_factory):
-    """What both ranks wrote."""
-    return torchrun(
-        Path(__file__).with_name("fsdp2.py"), tmp_path_factory.mktemp(request.param), str(models), request.param
-    )
+@pytest.fixture(scope="module")
+def ranks(models, torchrun, tmp_path_factory) -> list[dict]:
+    """What both ranks wrote, of a 4-bit model and of an INT8 model after it."""
+    return torchrun(WORKER, tmp_path_factory.mktemp("ranks"), str(models))
+
+
+@pytest.fixture(scope="module")
+def bare(models, torchrun, tmp_path_factory) -> list[dict]:
+    """The same without the patches."""
+    return torchrun(WORKER, tmp_path_factory.mktemp("bare"), str(models), PATCHES_AUTOLOAD="0")
+
+
+@pytest.fixture(params=["4", "8"], ids=["4bit", "int8"])
+def bits(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def run(ranks, bits) -> list[dict]:
+    return [rank[bits] for rank in ranks]
 
 
 def test_autoload_repairs_every_rank_alike(run):
@@ -75,11 +91,10 @@ def test_limit_broadcast_from_rank_0_sends_codes_alone(run):
     assert "RuntimeError" in run[1]["broadcast"] and "broadcast_from_rank0" in run[1]["broadcast"]
 
 
-def test_without_the_patches(request, run, models, torchrun, tmp_path):
+def test_without_the_patches(request, bits):
     if not gate.satisfied("bitsandbytes>=0.50"):
         pytest.skip("shown on the newest series only: each run takes two processes half a minute")
-    bits = request.node.callspec.params["run"]
-    for rank in torchrun(Path(__file__).with_name("fsdp2.py"), tmp_path, str(models), bits, PATCHES_AUTOLOAD="0"):
+    for rank in (rank[bits] for rank in request.getfixturevalue("bare")):
         assert "applied" not in rank["states"].values()
         if bits == "8":
             assert "object has no attribute 'CB'" in rank["train"]

@@ -26,6 +26,7 @@ num_machines: 1
 num_processes: 1
 mixed_precision: 'no'
 """
+BITS = pytest.mark.parametrize("bits", ["4", "8"], ids=["4bit", "int8"])
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +36,16 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def launch(site, model, tmp_path_factory):
-    """Launch the worker; its answer, and the folder it wrote to."""
+    """Launch the worker; its answers, and the folder it wrote to."""
 
-    def run(bits: str, *checkpoint: str, **environ: str) -> tuple[dict, Path]:
-        out = tmp_path_factory.mktemp(f"run{bits}")
+    def run(bits: str, *former: Path, **environ: str) -> tuple[dict, Path]:
+        out = tmp_path_factory.mktemp("run")
         config = out / "accelerate.yaml"
         config.write_text(CONFIG)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)]), "PATCHES_AUTOLOAD": "1",
                "OMP_NUM_THREADS": "1", **environ}  # fmt: skip
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        worker = [str(ROOT / "tests" / "programs" / "train.py"), str(out), str(model), bits, *checkpoint]
+        worker = [str(ROOT / "tests" / "programs" / "train.py"), str(out), str(model), bits, *map(str, former)]
         done = subprocess.run(command + worker, capture_output=True, text=True, env=env, timeout=280)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
         return json.loads((out / "answer.json").read_text()), out
@@ -52,32 +53,46 @@ def launch(site, model, tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module", params=["4", "8"], ids=["4bit", "int8"])
-def whole(request, launch) -> tuple[str, dict, Path]:
-    """Six steps without interruption."""
-    return request.param, *launch(request.param)
+@pytest.fixture(scope="module")
+def whole(launch) -> tuple[dict, Path]:
+    """Six steps without interruption, of a 4-bit model and of an INT8 model after it."""
+    return launch("48")
 
 
-def test_it_is_launched_repaired_and_compiled(whole):
-    bits, answer, _ = whole
-    assert answer["launched by accelerate"] and answer["steps here"] == 6
-    assert "bitsandbytes-bias-written-in-forward" in answer["applied"]
-    assert answer["compiled graphs"] == 1, "the evaluations in between are eager and change nothing"
+@pytest.fixture(scope="module")
+def resumed(whole, launch) -> dict:
+    """The last three of them, in a new process."""
+    return launch("48", whole[1])[0]
 
 
-def test_the_loss_after_resume_equals_the_uninterrupted_run(whole, launch):
+@pytest.fixture(scope="module")
+def bare(launch) -> dict:
+    """The six steps without the patches, of what can be trained so to the end."""
+    return launch("8" if gate.satisfied("bitsandbytes<0.47") else "48", PATCHES_AUTOLOAD="0")[0]
+
+
+@BITS
+def test_it_is_launched_repaired_and_compiled(whole, bits):
+    answers, _ = whole
+    assert answers["launched by accelerate"] and answers[bits]["steps here"] == 6
+    assert "bitsandbytes-bias-written-in-forward" in answers["applied"]
+    assert answers[bits]["compiled graphs"] == 1, "the evaluations in between are eager and change nothing"
+
+
+@BITS
+def test_the_loss_after_resume_equals_the_uninterrupted_run(whole, resumed, bits):
     """From the checkpoint of step 3, in a new process, with dropout and evaluations in between."""
-    bits, answer, out = whole
-    resumed, _ = launch(bits, str(out / "checkpoint-3"))
-    assert resumed["steps here"] == 3
+    answer, again = whole[0][bits], resumed[bits]
+    assert again["steps here"] == 3
     assert len(set(answer["losses"].values())) == 6 and set(answer["eval losses"]) == {"2", "4", "6"}
-    assert resumed["losses"] == answer["losses"] and resumed["eval losses"] == answer["eval losses"]
+    assert again["losses"] == answer["losses"] and again["eval losses"] == answer["eval losses"]
     for what in ("base", "merged"):
-        assert resumed[what] == answer[what]
+        assert again[what] == answer[what]
 
 
-def test_adapters_and_the_merged_model_are_saved_whole(whole):
-    bits, answer, out = whole
+@BITS
+def test_adapters_and_the_merged_model_are_saved_whole(whole, bits):
+    answer, out = whole[0][bits], whole[1] / bits
     assert answer["base"] > 0.5, "training changed the logits by more than quantization does"
     assert answer["adapter loaded again"] == 0
     assert answer["merged"] < {"4": 0.15, "8": 0.02}[bits], "what quantizing the merged weights costs"
@@ -85,14 +100,14 @@ def test_adapters_and_the_merged_model_are_saved_whole(whole):
     assert (out / "merged" / "model.safetensors").is_file() and (out / "merged" / "config.json").is_file()
 
 
-def test_without_the_patches(whole, launch):
-    bits, answer, _ = whole
+@BITS
+def test_without_the_patches(request, whole, bits):
     first_int8 = bits == "8" and gate.satisfied("bitsandbytes<0.47")
     if not (first_int8 or gate.satisfied("bitsandbytes>=0.50")):
         pytest.skip("shown on the first and the newest series only: each launch takes half a minute")
-    bare, _ = launch(bits, PATCHES_AUTOLOAD="0")
-    assert bare["applied"] == [] and bare["compiled graphs"] > answer["compiled graphs"] + 2, "it falls to pieces"
+    answer, bare = whole[0][bits], request.getfixturevalue("bare")
+    assert bare["applied"] == [] and bare[bits]["compiled graphs"] > answer["compiled graphs"] + 2, "it falls to pieces"
     if first_int8:
-        assert bare["losses"] != answer["losses"] and bare["adapter loaded again"] > 1, "silently wrong"
+        assert bare[bits]["losses"] != answer["losses"] and bare[bits]["adapter loaded again"] > 1, "silently wrong"
     else:
-        assert bare["losses"] == answer["losses"], "the repairs change no number of a sound run"
+        assert bare[bits]["losses"] == answer["losses"], "the repairs change no number of a sound run"

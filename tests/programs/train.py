@@ -1,8 +1,8 @@
-"""Worker of test_trainer.py, started by ``accelerate launch``: ``train.py OUT MODEL BITS [CHECKPOINT]``.
+"""Worker of test_trainer.py, started by ``accelerate launch``: ``train.py OUT MODEL BITS [FORMER]``.
 
-QLoRA (or INT8 LoRA) with the Trainer as users write it: compiled, checkpointed, with dropout, evaluated
-and saved on the way; resumed if CHECKPOINT is given. Afterwards the adapters are merged, saved and
-loaded again. Writes ``OUT/answer.json``.
+QLoRA (BITS has a 4) and INT8 LoRA (an 8) with the Trainer as users write it: compiled, checkpointed, with dropout,
+evaluated and saved on the way; resumed from step 3 of the launch that wrote the folder FORMER, if it is given.
+Afterwards the adapters are merged, saved and loaded again. Writes ``OUT/answer.json``.
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ def texts(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def train(answer: dict[str, Any]) -> PeftModel:
-    model = load(MODEL, BITS)
+def train(bits: str, answer: dict[str, Any]) -> PeftModel:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = load(MODEL, bits)
     model.config.use_cache = False
     model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     torch.manual_seed(3)
     lora = LoraConfig(r=4, lora_alpha=32, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     arguments = TrainingArguments(
-        output_dir=str(OUT), max_steps=STEPS, learning_rate=1e-2, per_device_train_batch_size=2, seed=11,
+        output_dir=str(OUT / bits), max_steps=STEPS, learning_rate=1e-2, per_device_train_batch_size=2, seed=11,
         gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
         torch_compile=True, torch_compile_backend="aot_eager", use_cpu=True,
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=3, logging_steps=1,
@@ -67,18 +69,18 @@ def train(answer: dict[str, Any]) -> PeftModel:
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=texts(8, 0), eval_dataset=texts(2, 1))
     trainer.add_callback(counter := Counter())
-    trainer.train(resume_from_checkpoint=CHECKPOINT)
+    trainer.train(resume_from_checkpoint=str(FORMER / bits / "checkpoint-3") if FORMER else None)
     answer["steps here"] = counter.steps
     history = trainer.state.log_history
     answer["losses"] = {row["step"]: row["loss"] for row in history if "loss" in row}
     answer["eval losses"] = {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}
     answer["distributed"] = str(trainer.accelerator.distributed_type)
     answer["compiled graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    trainer.save_model(str(OUT / "adapter"))
+    trainer.save_model(str(OUT / bits / "adapter"))
     return model
 
 
-def finish(model: PeftModel, answer: dict[str, Any]) -> None:
+def finish(bits: str, model: PeftModel, answer: dict[str, Any]) -> None:
     ids = torch.stack([row["input_ids"] for row in texts(2, 1)])
 
     def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -86,13 +88,13 @@ def finish(model: PeftModel, answer: dict[str, Any]) -> None:
             return model.eval()(input_ids=ids).logits.float()
 
     trained = logits(model)
-    again = logits(PeftModel.from_pretrained(same_casts(load(MODEL, BITS)), str(OUT / "adapter")))
+    again = logits(PeftModel.from_pretrained(same_casts(load(MODEL, bits)), str(OUT / bits / "adapter")))
     answer["adapter loaded again"] = error(again, trained)
-    answer["base"] = error(logits(load(MODEL, BITS)), trained)
+    answer["base"] = error(logits(load(MODEL, bits)), trained)
     merged = model.merge_and_unload()
     answer["merged"] = error(expected := logits(merged), trained)
-    merged.save_pretrained(str(OUT / "merged"))
-    loaded = AutoModelForCausalLM.from_pretrained(str(OUT / "merged"), device_map={"": "cpu"})
+    merged.save_pretrained(str(OUT / bits / "merged"))
+    loaded = AutoModelForCausalLM.from_pretrained(str(OUT / bits / "merged"), device_map={"": "cpu"})
     answer["merged is quantized"] = loaded.is_quantized
     answer["merged loaded again"] = error(logits(same_casts(loaded)), expected)
 
@@ -110,15 +112,17 @@ def main() -> None:
     logging.disable(logging.INFO)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    answer: dict[str, Any] = {"launched by accelerate": "ACCELERATE_DYNAMO_BACKEND" in os.environ}
-    answer["applied"] = [r.id for r in patches.report().with_status(patches.Status.APPLIED)]
+    answers: dict[str, Any] = {"launched by accelerate": "ACCELERATE_DYNAMO_BACKEND" in os.environ}
+    answers["applied"] = [r.id for r in patches.report().with_status(patches.Status.APPLIED)]
     try:
-        finish(train(answer), answer)
+        for bits in sys.argv[3]:
+            answer = answers[bits] = {}
+            finish(bits, train(bits, answer), answer)
     finally:
-        (OUT / "answer.json").write_text(json.dumps(answer))
+        (OUT / "answer.json").write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
-    OUT, MODEL, BITS = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    CHECKPOINT = sys.argv[4] if len(sys.argv) > 4 else None
+    OUT, MODEL = Path(sys.argv[1]), sys.argv[2]
+    FORMER = Path(sys.argv[4]) if len(sys.argv) > 4 else None
     main()
