@@ -34,16 +34,17 @@ ANYWHERE = (
 """Tests that bitsandbytes has no part in: run with the last release only."""
 ONCE = ("harm/test_aot_cache.py",)
 """Slow, and about torch: run with one release, which has less to do otherwise."""
-PROGRAMS = (
+LAUNCHED = (
     "device", "features/test_ranks.py",
-    *(f"features/test_inspection{name}.py" for name in ("", "_only_looks", "_training", "_weights")),
-    *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "fsdp2_trainer", "trainer", "trainer_ranks")),
-    "repairs/accelerate/test_load_and_quantize.py",
-    *(f"repairs/peft/test_offloaded_{name}.py" for name in ("copies", "dequantize", "loading", "memory", "merge")),
-    *(f"repairs/peft/test_offloaded_{name}.py" for name in ("trainer", "training")),
-    *(f"repairs/transformers/test_{name}.py" for name in ("refuses_offloaded_checkpoint", "save_offloaded")),
+    *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "fsdp2_trainer", "trainer_ranks")),
 )  # fmt: skip
-"""Whole programs, the slowest: run with the first and the last release; `tests_all` runs all."""
+"""Whole programs that start processes, the slowest: run with the last release only."""
+OTHERS = (
+    "programs/test_trainer.py", *(f"features/test_inspection{name}.py" for name in ("", "_only_looks", "_training", "_weights")),
+    *(f"repairs/{name}" for name in ("accelerate", "peft", "torch", "transformers", "trl", "test_operators.py")),
+)  # fmt: skip
+"""What is not about the code of bitsandbytes: run with the first and the last release. With those between, the
+reproducer of each patch shows what it repairs, as with all, and the catalogue of harm what it must not change."""
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
 WITHOUT_TORCH = (
@@ -77,7 +78,7 @@ def lint(session: nox.Session) -> None:
 @nox.parametrize("bnb", SHORT, ids=SHORT)
 def tests(session: nox.Session, bnb: str) -> None:
     """The suite on four releases of bitsandbytes. Arguments after ``--`` go to pytest."""
-    run_suite(session, bnb, without=() if bnb in (SHORT[0], SHORT[-1]) else PROGRAMS)
+    run_suite(session, bnb, without={SHORT[0]: LAUNCHED, SHORT[-1]: ()}.get(bnb, LAUNCHED + OTHERS))
 
 
 @nox.session(venv_backend="none")
@@ -167,7 +168,9 @@ def run_suite(session: nox.Session, release: str, without: tuple[str, ...] = ())
         without += ANYWHERE
     if release != SHORT[1]:
         without += ONCE
-    whole = ["-q", "-n", "2", "--dist", "worksteal", *(f"--ignore=tests/{name}" for name in without)]
+    # A file is run whole by one worker, for its tests share what they launch; tests/conftest.py has the order.
+    whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    whole += [f"--ignore=tests/{name}" for name in without]
     arguments = session.posargs or whole
     env = environment(bitsandbytes(session, release), ROOT)
     session.run(sys.executable, "-m", "pytest", *arguments, env=env, external=True)

@@ -38,6 +38,12 @@ def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first: workers that take whole files then end together."""
+    first = ("tests/programs/", "tests/device/", "tests/harm/", "tests/test_")
+    items.sort(key=lambda item: next((at for at, start in enumerate(first) if item.nodeid.startswith(start)), 9))
+
+
 @pytest.fixture(params=_devices())
 def device(request: pytest.FixtureRequest) -> str:
     """Each device that quantized layers run on here: "cpu", and "cuda" where there is one; or the simulated one."""
