@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine.gate import satisfied
 from ..helpers import offloaded
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def defect() -> Finding:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+    if not satisfied("accelerate>=1.1"):
+        raise CannotShow("before 1.1 accelerate refuses in other code, which is not repaired")
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size)).save_pretrained(base)
