@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 
 import pytest
 
@@ -110,6 +111,9 @@ def verified(fresh, kind: str, *ids: str) -> list[dict]:
     rows = json.loads(fresh(VERIFY, *ids, **{processor.VARIABLE: kind}).splitlines()[-1])["rows"]
     wrong = [f"{row['id']}: {row['reason']}{drift.forgotten(row)}" for row in rows if row["verdict"] == "wrong"]
     assert not wrong, "\n".join(wrong)
+    absent = [said for row in rows for present, said in row["findings"].values() if present is False]
+    unsure = [said for said in absent if re.search(r"\bnan\b", said)]
+    assert not unsure, "NaN is less than any bound, and shows nothing"
     return rows
 
 

@@ -62,9 +62,13 @@ def defect() -> Finding:
                 raise
             return Finding(True, str(error))
         expected = AutoModelForCausalLM.from_pretrained(codes, device_map="cpu")(ids).logits
-        off = ((loaded(ids).logits - expected).norm() / expected.norm()).item()
+        logits = loaded(ids).logits
     layer = type(loaded.model.layers[0].mlp.up_proj).__name__
-    return Finding(off > 0, f"loaded into {layer}, logits off by {off:.2f} of their norm")
+    # NaN is equal here: on 0.46 the codes of a float16 model lose their scales, which other patches repair.
+    if torch.equal(logits.nan_to_num(), expected.nan_to_num()):
+        return Finding(False, f"loaded into {layer}, the same logits")
+    off = ((logits - expected).norm() / expected.norm()).item()
+    return Finding(True, f"loaded into {layer}, logits off by {off:.2f} of their norm")
 
 
 PATCH = Patch(
