@@ -29,8 +29,8 @@ oldest: .venv/.dev  ## the oldest transformers, peft and accelerate that are sup
 verify: .venv/.dev  ## each patch: is the defect there without it, gone with it, back after revert
 	$(PY) -m patches verify
 
-torture: .venv/.dev  ## an error at every step of apply and revert, over the whole registry; takes hours, EVERY=10 one step in ten
-	PATCHES_AUTOLOAD=0 PATCHES_TEST_PROCESSOR=plain $(PY) -m tests.engine.torture --every $(or $(EVERY),1)
+torture: .venv/.dev  ## an error at every step of apply and revert, over the whole registry; takes hours, EVERY=10 one step in ten, VERB=revert
+	PATCHES_AUTOLOAD=0 PATCHES_TEST_PROCESSOR=plain $(PY) -m tests.engine.torture --every $(or $(EVERY),1) $(if $(VERB),--verb $(VERB))
 
 bench: .venv/.bench  ## step times, first calls and memory, side by side; arguments in BENCH="..."
 	$(PY) -m benchmarks $(BENCH)

@@ -11,8 +11,7 @@ hour or two. ``--every N`` takes one step in N. The suite runs a seeded sample.
 from __future__ import annotations
 
 import argparse
-
-
+import gc
 import itertools
 import os
 import random
@@ -202,10 +201,13 @@ def everything() -> Subject:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.torture", description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="one step in so many")
-    every = parser.parse_args().every
+    parser.add_argument("--verb", choices=("apply", "revert"), help="only this one")
+    options = parser.parse_args()
+    every, verbs = options.every, [options.verb] if options.verb else ["apply", "revert"]
     os.environ["PATCHES_AUTOLOAD"] = "0"
     subject = everything()
-    for verb, fine, cold in itertools.product(("apply", "revert"), (False, True), (False, True)):
+    gc.collect(), gc.freeze()  # each verb walks over what is alive
+    for verb, fine, cold in itertools.product(verbs, (False, True), (False, True)):
         if cold and (fine or verb == "revert"):
             continue  # the same functions, entered a thousand times as often
         total = count(subject, verb, fine, cold)
