@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -26,6 +28,12 @@ if simulated.kind():
 _ENVIRON = dict(os.environ)  # what libraries set later, Inductor among them, is not for other processes
 
 import patches  # noqa: E402
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in the background of a script; every process would inherit it
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _devices() -> list[str]:

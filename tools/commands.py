@@ -23,5 +23,6 @@ def run(*command: str | Path, cwd: Path | None = None, with_errors: bool = False
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env={**clean, **environ}, capture_output=True, text=True)
     both = f"{done.stdout}\n{done.stderr}"
-    expect(done.returncode == 0, f"`{' '.join(words)[:200]}` failed:\n{both[-4000:]}")
+    tests = "".join(f"{line}\n" for line in both.splitlines() if line.startswith("FAILED"))
+    expect(done.returncode == 0, f"`{' '.join(words)[:200]}` failed:\n{tests}{both[-4000:]}")
     return both if with_errors else done.stdout
