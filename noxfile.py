@@ -38,13 +38,13 @@ LAUNCHED = (
     "device", "features/test_ranks.py",
     *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "fsdp2_trainer", "trainer_ranks")),
 )  # fmt: skip
-"""Whole programs that start processes, the slowest: run with the last release only."""
+"""Whole programs that start processes, the slowest: run with the last release; `tests_all` runs all with each."""
 OTHERS = (
     "programs/test_trainer.py", *(f"features/test_inspection{name}.py" for name in ("", "_only_looks", "_training", "_weights")),
     *(f"repairs/{name}" for name in ("accelerate", "peft", "torch", "transformers", "trl", "test_operators.py")),
 )  # fmt: skip
 """What is not about the code of bitsandbytes: run with the first and the last release. With those between, the
-reproducer of each patch shows what it repairs, as with all, and the catalogue of harm what it must not change."""
+reproducer of each patch shows what it repairs and the catalogue of harm what it must not change; `tests_all` runs all."""
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
 WITHOUT_TORCH = (

@@ -29,9 +29,8 @@ _ENVIRON = dict(os.environ)  # what libraries set later, Inductor among them, is
 
 import patches  # noqa: E402
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as in the background of a script; every process would inherit it
+# As in the background of a script: every process that a test starts would inherit it, and not be stopped by Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

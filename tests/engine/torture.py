@@ -5,7 +5,7 @@ once, and touches no code. After each error the process must be as it was before
 the report must say which, and the next call must work.
 
 ``python -m tests.engine.torture`` does it at every step, for the whole registry on what is installed; it takes an
-hour or two. ``--every N`` takes one step in N. The suite runs a seeded sample.
+hour or two. ``--every N`` takes one step in N, ``--verb`` one verb alone. The suite runs a seeded sample.
 """
 
 from __future__ import annotations
