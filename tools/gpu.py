@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ROOT / ".gpu" / "wheels"
 SITE = ROOT / ".gpu" / "site"
 STEPS = {
-    "suite": ("-m", "pytest", "-q", "-n", "4", "--dist", "worksteal"),
+    "suite": ("-m", "pytest", "-q", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"),
     "verify": ("-m", "patches", "verify"),
     "demo": ("examples/offload_lora.py",),
     "benchmarks": ("-m", "benchmarks", "--rounds", "5"),
