@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests import device as simulated
-from tests import processor
+from tests import forks, processor
 
 os.environ["PATCHES_AUTOLOAD"] = "0"  # a test says itself what is applied
 os.environ["PYTHONPATH"] = processor.path_for_children()
@@ -84,6 +85,11 @@ def unpatched() -> Iterator[None]:
         patches.revert()
 
 
+def _succeeded(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
 @pytest.fixture(scope="session")
 def fresh() -> Callable[..., str]:
     """Run Python source in a fresh process and return what it printed; its failure fails the test."""
@@ -91,9 +97,21 @@ def fresh() -> Callable[..., str]:
     def run(source: str, *arguments: str, timeout: float = 600, cwd: Path | None = None, **environ: str) -> str:
         env = {**_ENVIRON, **environ}
         command = [sys.executable, "-c", textwrap.dedent(source), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=timeout)
-        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        return _succeeded(subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=timeout))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def forked() -> Callable[..., str]:
+    """As ``fresh``, for a program that torch and transformers may be imported in before it begins (:mod:`.forks`)."""
+
+    def run(source: str, *arguments: str, timeout: float = 600, cwd: Path | None = None, **environ: str) -> str:
+        program = forks.Program(
+            ["-c", textwrap.dedent(source), *arguments], {**_ENVIRON, **environ}, str(cwd or Path.cwd())
+        )
+        (done,) = forks.run(program, timeout=timeout)
+        return _succeeded(done)
 
     return run
 
@@ -114,18 +132,45 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def torchrun(site: Path) -> Callable[..., list[dict]]:
+def repaired(site: Path) -> dict[str, str]:
+    """The environment of a program that the entry points repair."""
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(site)])
+    env = {**_ENVIRON, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve
+    return env
+
+
+@pytest.fixture(scope="session")
+def torchrun(repaired: dict[str, str]) -> Callable[..., list[dict]]:
     """Run a worker under torchrun on two ranks, over gloo; what each wrote to ``OUT/<rank>.json``, in order."""
 
     def run(worker: Path, out: Path, *arguments: str, timeout: float = 240, **environ: str) -> list[dict]:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)]), "PATCHES_AUTOLOAD": "1",
-               "OMP_NUM_THREADS": "1", **environ}  # fmt: skip
-        if sys.platform == "linux":
-            env["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run([*command, str(worker), str(out), *arguments],
-                              capture_output=True, text=True, env=env, timeout=timeout)  # fmt: skip
-        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
+        command += [str(worker), str(out), *arguments]
+        env = {**repaired, **environ}
+        _succeeded(subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout))
+        return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def two_ranks(repaired: dict[str, str]) -> Callable[..., list[dict]]:
+    """As ``torchrun``, in forks that begin with torch imported, each with the variables that torchrun sets."""
+
+    def run(worker: Path, out: Path, *arguments: str, timeout: float = 240, **environ: str) -> list[dict]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2",
+                     "LOCAL_WORLD_SIZE": "2"}  # fmt: skip
+        programs = [
+            forks.Program([str(worker), str(out), *arguments],
+                          {**repaired, **world, **environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(2)
+        ]  # fmt: skip
+        for done in sorted(forks.run(*programs, timeout=timeout), key=lambda done: done.returncode < 0):
+            _succeeded(done)
         return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
     return run

@@ -218,9 +218,9 @@ print(json.dumps(wrong))
 
 
 @pytest.fixture(scope="module")
-def wrong(fresh) -> dict[str, str]:
+def wrong(forked) -> dict[str, str]:
     """What of ``EXACTLY`` failed, and where. To import every target takes longer than all of it."""
-    return json.loads(fresh(SNAPSHOT + IN_TURN, json.dumps(EXACTLY), str(len(HERE))).splitlines()[-1])
+    return json.loads(forked(SNAPSHOT + IN_TURN, json.dumps(EXACTLY), str(len(HERE))).splitlines()[-1])
 
 
 @pytest.mark.parametrize("what", EXACTLY)

@@ -172,7 +172,7 @@ with patches.applied():
 """
 
 
-def test_a_sharded_model_and_an_optimizer_that_can_step_it_or_not(fresh):
+def test_a_sharded_model_and_an_optimizer_that_can_step_it_or_not(forked):
     if Version(bnb.__version__) < Version("0.50"):
         pytest.skip("before 0.50 the optimizers of bitsandbytes have no kernels for a CPU, sharded or not")
-    assert fresh(SHARDED, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}").split() == ["4", "8"]
+    assert forked(SHARDED, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}").split() == ["4", "8"]

@@ -40,9 +40,9 @@ def test_ranks_that_are_equal_pass_and_report_the_same(torchrun, tmp_path):
     assert "one of 2 processes" in one["before init"] and "init_process_group()" in one["before init"]
 
 
-def test_a_rank_with_another_bitsandbytes_is_named_on_every_rank(torchrun, tmp_path):
+def test_a_rank_with_another_bitsandbytes_is_named_on_every_rank(two_ranks, tmp_path):
     version, folder = another_release()
-    one, two = torchrun(WORKER, tmp_path, RANK1_FOLDER=str(folder))
+    one, two = two_ranks(WORKER, tmp_path, RANK1_FOLDER=str(folder))
     assert (one["bitsandbytes"], two["bitsandbytes"]) == (importlib.metadata.version("bitsandbytes"), version)
     assert one["error"] == two["error"] and "report" not in one
     assert f"bitsandbytes: {one['bitsandbytes']} on rank 0; {version} on rank 1" in one["error"]

@@ -26,15 +26,15 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(models, torchrun, tmp_path_factory) -> list[dict]:
+def ranks(models, two_ranks, tmp_path_factory) -> list[dict]:
     """What both ranks wrote, of a 4-bit model and of an INT8 model after it."""
-    return torchrun(WORKER, tmp_path_factory.mktemp("ranks"), str(models))
+    return two_ranks(WORKER, tmp_path_factory.mktemp("ranks"), str(models))
 
 
 @pytest.fixture(scope="module")
-def bare(models, torchrun, tmp_path_factory) -> list[dict]:
+def bare(models, two_ranks, tmp_path_factory) -> list[dict]:
     """The same without the patches."""
-    return torchrun(WORKER, tmp_path_factory.mktemp("bare"), str(models), PATCHES_AUTOLOAD="0")
+    return two_ranks(WORKER, tmp_path_factory.mktemp("bare"), str(models), PATCHES_AUTOLOAD="0")
 
 
 @pytest.fixture(params=["4", "8"], ids=["4bit", "int8"])

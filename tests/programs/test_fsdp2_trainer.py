@@ -27,8 +27,8 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(model, torchrun, tmp_path_factory) -> list[dict]:
-    return torchrun(WORKER, tmp_path_factory.mktemp("ranks"), str(model), *KINDS)
+def ranks(model, two_ranks, tmp_path_factory) -> list[dict]:
+    return two_ranks(WORKER, tmp_path_factory.mktemp("ranks"), str(model), *KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,6 @@ def test_trained_saved_and_resumed(kind, state_dict, ranks, expected):
         assert rank["resumed"] == rank["losses"], "to the same end as without a stop"
 
 
-def test_int8_without_the_patches(model, torchrun, tmp_path):
+def test_int8_without_the_patches(model, two_ranks, tmp_path):
     with pytest.raises(AssertionError, match="has no attribute 'CB'"):
-        torchrun(WORKER, tmp_path, str(model), "int8", PATCHES_AUTOLOAD="0")
+        two_ranks(WORKER, tmp_path, str(model), "int8", PATCHES_AUTOLOAD="0")

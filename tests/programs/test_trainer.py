@@ -1,13 +1,12 @@
 """The Trainer as users launch it: ``accelerate launch`` with a config file, compiled, checkpointed, resumed.
 
-tests/programs/train.py trains, evaluates on the way, saves, merges and loads again; each launch is a
-process of its own that the entry point of bitsandbytes repairs.
+tests/programs/train.py trains, evaluates on the way, saves, merges and loads again; each run is a process of its own
+that the entry point of bitsandbytes repairs. The first is launched so, the others are forks (:mod:`.forks`).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from patches.engine import gate
+from tests import forks
 from tests.processor import ROOT
 from tests.programs.models import save_qwen2
 
@@ -35,18 +35,20 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def launch(site, model, tmp_path_factory):
-    """Launch the worker; its answers, and the folder it wrote to."""
+def launch(repaired, model, tmp_path_factory):
+    """Run the worker, launched or forked; its answers, and the folder it wrote to."""
 
-    def run(bits: str, *former: Path, **environ: str) -> tuple[dict, Path]:
+    def run(bits: str, *former: Path, launched: bool = False, **environ: str) -> tuple[dict, Path]:
         out = tmp_path_factory.mktemp("run")
-        config = out / "accelerate.yaml"
-        config.write_text(CONFIG)
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)]), "PATCHES_AUTOLOAD": "1",
-               "OMP_NUM_THREADS": "1", **environ}  # fmt: skip
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+        env = {**repaired, **environ}
         worker = [str(ROOT / "tests" / "programs" / "train.py"), str(out), str(model), bits, *map(str, former)]
-        done = subprocess.run(command + worker, capture_output=True, text=True, env=env, timeout=280)
+        if launched:
+            config = out / "accelerate.yaml"
+            config.write_text(CONFIG)
+            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+            done = subprocess.run(command + worker, capture_output=True, text=True, env=env, timeout=280)
+        else:
+            (done,) = forks.run(forks.Program(worker, env), timeout=280)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
         return json.loads((out / "answer.json").read_text()), out
 
@@ -56,7 +58,7 @@ def launch(site, model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(launch) -> tuple[dict, Path]:
     """Six steps without interruption, of a 4-bit model and of an INT8 model after it."""
-    return launch("48")
+    return launch("48", launched=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """The Trainer on two ranks of a CPU, as ``accelerate launch`` starts them from a config file.
 
 tests/programs/train_ranks.py trains a 4-bit and an INT8 LoRA model (DDP over gloo) and saves; each rank is a process
-of its own that the entry point of bitsandbytes repairs.
+of its own that the entry point of bitsandbytes repairs. To resume, the ranks are forks (:mod:`.forks`).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ num_processes: 2
 main_process_port: 0
 mixed_precision: 'no'
 """
+WORKER = ROOT / "tests" / "programs" / "train_ranks.py"
 BITS = pytest.mark.parametrize("bits", ["4", "8"], ids=["4bit", "int8"])
 
 
@@ -35,20 +35,16 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def launch(site, model, tmp_path_factory):
+def launch(repaired, model, tmp_path_factory):
     """Launch the worker; the answer of each rank, and the folder it wrote to."""
 
     def run(distributed_type: str, batch: int, *options: str) -> tuple[list[dict], Path]:
         out = tmp_path_factory.mktemp("ranks")
         config = out / "accelerate.yaml"
         config.write_text(CONFIG.format(type=distributed_type))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(site)]), "PATCHES_AUTOLOAD": "1",
-               "OMP_NUM_THREADS": "1"}  # fmt: skip
-        if sys.platform == "linux":
-            env["GLOO_SOCKET_IFNAME"] = "lo"  # a host name need not resolve
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        worker = [str(ROOT / "tests" / "programs" / "train_ranks.py"), str(out), str(model), str(batch), *options]
-        done = subprocess.run(command + worker, capture_output=True, text=True, env=env, timeout=280)
+        done = subprocess.run([*command, str(WORKER), str(out), str(model), str(batch), *options],
+                              capture_output=True, text=True, env=repaired, timeout=280)  # fmt: skip
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
         return [json.loads(path.read_text()) for path in sorted(out.glob("?.json"))], out
 
@@ -62,9 +58,9 @@ def two(launch) -> tuple[list[dict], Path]:
 
 
 @pytest.fixture(scope="module")
-def resumed(two, launch) -> list[dict]:
-    """The last two of them, in a new launch that compiles nothing."""
-    return launch("MULTI_GPU", 2, "--resume", str(two[1]))[0]
+def resumed(two, two_ranks, model, tmp_path_factory) -> list[dict]:
+    """The last two of them, in new processes that compile nothing."""
+    return two_ranks(WORKER, tmp_path_factory.mktemp("resumed"), str(model), "2", "--resume", str(two[1]))
 
 
 @pytest.fixture(scope="module")

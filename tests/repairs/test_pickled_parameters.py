@@ -79,7 +79,7 @@ print(json.dumps([{p.stem: [read(p), read(p, weights_only=False)] for p in sorte
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, fresh: Callable[..., str]) -> dict[tuple[str, str], dict]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, forked: Callable[..., str]) -> dict[tuple[str, str], dict]:
     """By how it was written and how it was read: of each file, what it gave by default and with weights_only=False."""
     folders: dict[str, Path] = {writer: tmp_path_factory.mktemp(writer) for writer in ("unpatched", "patched")}
     for writer, folder in folders.items():
@@ -90,7 +90,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, fresh: Callable[..., str]
         patches.revert()
     found = {}
     for reader in folders:
-        read = json.loads(fresh(READ, reader, *map(str, folders.values())).splitlines()[-1])
+        read = json.loads(forked(READ, reader, *map(str, folders.values())).splitlines()[-1])
         found |= {(writer, reader): outcome for writer, outcome in zip(folders, read, strict=True)}
     return found
 

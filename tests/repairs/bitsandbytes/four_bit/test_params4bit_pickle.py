@@ -79,7 +79,7 @@ def test_tied_weights_stay_tied_and_shared_storage_is_saved_once(device):
     assert loaded[1].weight is loaded[0].weight
 
 
-def test_loads_without_the_patch(fresh, tmp_path):
+def test_loads_without_the_patch(forked, tmp_path):
     with patches.applied(ID):
         torch.save(make().to("cpu"), tmp_path / "layer.pt")
     assert b"patches" not in (tmp_path / "layer.pt").read_bytes()
@@ -88,4 +88,4 @@ def test_loads_without_the_patch(fresh, tmp_path):
         layer = torch.load(sys.argv[1], weights_only=False)
         print(type(layer.weight).__name__, layer.weight.quant_state is not None)
     """
-    assert fresh(script, str(tmp_path / "layer.pt")).split() == ["Params4bit", "True"]
+    assert forked(script, str(tmp_path / "layer.pt")).split() == ["Params4bit", "True"]

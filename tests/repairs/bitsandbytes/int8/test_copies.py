@@ -80,11 +80,11 @@ def test_the_codes_are_written_once():
         assert size() <= before
 
 
-def test_a_pickle_loads_without_this_package(fresh, tmp_path):
+def test_a_pickle_loads_without_this_package(forked, tmp_path):
     with patches.applied(ID):
         torch.save(weight(), tmp_path / "weight.pt")
         torch.save(torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 16, has_fp16_weights=False)), tmp_path / "model.pt")
-    out = fresh(
+    out = forked(
         """
         import sys, torch
 

@@ -139,9 +139,9 @@ def test_transformers_with_a_tied_head(tmp_path):
         assert "lm_head.weight" in model.state_dict()
 
 
-def test_fsdp2_on_one_rank(fresh):
+def test_fsdp2_on_one_rank(forked):
     """FSDP2 throws the Int8Params away, before or after the first forward, and shards plain codes."""
-    out = fresh("""
+    out = forked("""
         import copy, os
         import bitsandbytes as bnb, patches, torch
         import torch.distributed as dist

@@ -28,9 +28,9 @@ FROM = ["resumed", "resumed in one process", "from full", "from rank 0", "its ow
 
 
 @pytest.fixture(scope="module")
-def ranks(torchrun, tmp_path_factory):
+def ranks(two_ranks, tmp_path_factory):
     """What both ranks wrote."""
-    return torchrun(WORKER, tmp_path_factory.mktemp("shards"), ",".join(NAMES))
+    return two_ranks(WORKER, tmp_path_factory.mktemp("shards"), ",".join(NAMES))
 
 
 def test_there_are_all_the_others():

@@ -1,0 +1,96 @@
+"""Forks of the server are to a test what new processes are: :mod:`.forks`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests import forks  # noqa: E402
+
+SAYS = """
+import json, os, sys
+assert __name__ == "__main__" and sys.modules["__main__"].json is json
+late = [name for name in ("bitsandbytes", "peft", "patches") if name in sys.modules]
+found = {"argv": sys.argv, "here": os.getcwd(), "set": os.environ.get("SET"), "late": late, "first": sys.path[0]}
+print(json.dumps({**found, "stdin": sys.stdin.read(), "torch": "torch" in sys.modules}))
+"""
+
+
+def run(source: str, *arguments: str, timeout: float = 60, **environ: str) -> tuple[int, str, str]:
+    program = forks.Program(["-c", source, *arguments], {**os.environ, **environ})
+    (done,) = forks.run(program, timeout=timeout)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["source", "file"])
+def test_a_program_finds_what_it_was_given_and_nothing_else(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "says.py"
+    file.write_text(SAYS)
+    start = ["-c", SAYS] if kind == "source" else [str(file)]
+    program = forks.Program([*start, "a", "b"], {**os.environ, "SET": "1"}, str(tmp_path))
+    (done,) = forks.run(program, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["argv"] == [start[0], "a", "b"] and found["first"] == ("" if kind == "source" else str(tmp_path))
+    assert found["here"] == str(tmp_path) and found["set"] == "1" and found["stdin"] == "" and not found["late"]
+    assert run(SAYS)[0] == 0 and json.loads(run(SAYS)[1])["set"] is None, "nothing is left to the next"
+
+
+@pytest.mark.parametrize(
+    "source, code, said",
+    [
+        ("import sys; print('done'); sys.exit(3)", 3, "done"),
+        ("import sys; sys.exit('in words')", 1, "in words"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("import atexit; atexit.register(print, 'at the end')", 0, "at the end"),
+        ("import threading, time; threading.Thread(target=lambda: time.sleep(0.1) or print('thread')).start()", 0, "thread"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+    ],
+)  # fmt: skip
+def test_it_ends_as_an_interpreter_ends(source: str, code: int, said: str) -> None:
+    returned, out, err = run(source)
+    assert returned == code and said in out + err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it asks /proc")
+def test_one_that_hangs_is_killed_with_what_it_started() -> None:
+    source = (
+        "import os, subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin = open(0)\n"
+    )
+    returned, out, _ = run(source + "while True: pass", timeout=2)
+    assert returned == forks.TIMED_OUT
+    late = time.monotonic() + 10
+    while _runs(int(out)):  # it is not ours to wait for
+        assert time.monotonic() < late
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_when_one_of_two_fails_the_other_is_killed() -> None:
+    fails, waits = (
+        forks.Program(["-c", source], dict(os.environ)) for source in ("1 / 0", "import time; time.sleep(60)")
+    )
+    first, second = forks.run(fails, waits, timeout=30)
+    assert first.returncode == 1 and second.returncode == forks.TIMED_OUT
+
+
+def test_another_processor_gets_an_interpreter_of_its_own() -> None:
+    program = forks.Program(
+        ["-c", "import sys; print('torch' in sys.modules)"], {**os.environ, "PATCHES_TEST_PROCESSOR": "host"}
+    )
+    (done,) = forks.run(program, timeout=60)
+    assert done.stdout == "False\n"
