@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar
@@ -14,6 +14,8 @@ from .edits import Rewrite
 from .locate import Conflict, FunctionNode, Source, compiled
 
 _SHARED = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)  # the parser has one node of each
+_CHILDLESS = frozenset({ast.Name, ast.Constant, *(kind for shared in _SHARED for kind in shared.__subclasses__())})
+"""Types of most nodes: none of them has a node below it that is its own."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def check(edit: Rewrite) -> None:
 
 def occurrences(source: Source, text: str) -> int:
     """How many times the expression or statements ``text`` stand in ``source``."""
-    return len(_runs(_places(source.parse()[1]), list(_pattern(text, text)[0])))
+    find = list(_pattern(text, text)[0])
+    return len(_runs(_places(source.parse()[1], {type(find[0])}), find))
 
 
 @functools.cache
@@ -96,32 +99,38 @@ _Place = tuple[list[Any], int, ast.AST, str]
 """A node: the list that it is in, its index there, and the node and the field that hold them."""
 
 
-def _places(function: FunctionNode) -> dict[type, list[_Place]]:
-    """Every node in the body of ``function``, by type: nearly all are of another type than what is looked for."""
-    places: dict[type, list[_Place]] = {}
+def _places(function: FunctionNode, kinds: Collection[type]) -> dict[type, list[_Place]]:
+    """Every node of the ``kinds`` in the body of ``function``, by type; written for speed, it sees every node."""
+    places: dict[type, list[_Place]] = {kind: [] for kind in kinds}
     pending: list[ast.AST] = [function]
     while pending:
         holder = pending.pop()
+        values = vars(holder)
         for field in ("body",) if holder is function else holder._fields:
-            value = getattr(holder, field, None)
-            children = value if isinstance(value, list) else [value]
+            children = values.get(field)
+            if isinstance(children, ast.AST):
+                children = [children]
+            elif type(children) is not list:
+                continue
             for at, child in enumerate(children):
-                if isinstance(child, ast.AST) and not isinstance(child, _SHARED):
-                    places.setdefault(type(child), []).append((children, at, holder, field))
+                kind = type(child)
+                if kind in places:
+                    places[kind].append((children, at, holder, field))
+                if kind not in _CHILDLESS and isinstance(child, ast.AST):
                     pending.append(child)
     return places
 
 
 def _runs(places: dict[type, list[_Place]], find: list[ast.AST]) -> list[tuple[list[ast.AST], ast.AST, str]]:
     """Where the nodes ``find`` stand: neighbouring nodes, and the node and field that hold them."""
-    runs = [(nodes[at : at + len(find)], holder, field) for nodes, at, holder, field in places.get(type(find[0]), ())]
+    runs = [(nodes[at : at + len(find)], holder, field) for nodes, at, holder, field in places[type(find[0])]]
     return [run for run in runs if _same(find, run[0])]
 
 
 def matches(function: FunctionNode, edits: Sequence[Rewrite]) -> list[Match]:
     claimed: dict[int, Rewrite] = {}
     matches = []
-    places = _places(function)
+    places = _places(function, {type(_pattern(edit.find, edit.replace)[0][0]) for edit in edits})
     for number, edit in enumerate(edits):
         if any((e.find, e.replace, e.count) == (edit.find, edit.replace, edit.count) for e in edits[:number]):
             continue  # made already, for another patch
