@@ -22,6 +22,7 @@ from .layers import quantized
 from .rule import Died, Raised, Trace
 
 Observe = Callable[[], contextlib.AbstractContextManager[Any]]
+_OURS = ("patches", "bnb_patches_autoload")
 Sets = tuple[frozenset[str], frozenset[str]]
 """The patches that are in until a program hands over, and those after. Both the same for any other program."""
 
@@ -76,22 +77,13 @@ def plugin(ids: frozenset[str]) -> Iterator[None]:
             yield
 
 
-_known: tuple[object, frozenset[str]] = (None, frozenset())
-"""A state of the registry, and the patches that are in then."""
-
-
 def _active() -> frozenset[str]:
-    global _known
-    state = patches.REGISTRY._store.read()
-    if state is not _known[0]:  # a report takes longer than most programs
-        active = patches.report().with_status(patches.Status.APPLIED)
-        _known = state, frozenset(result.id for result in active)
-    return _known[1]
+    return frozenset(patches.REGISTRY._store.read().active)  # a report takes longer than most programs
 
 
 @contextlib.contextmanager
 def _not_installed() -> Iterator[None]:
-    hidden = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in ("patches", "bnb_patches_autoload")}
+    hidden = {n: m for n, m in sys.modules.items() if n.startswith(_OURS) and n.partition(".")[0] in _OURS}
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: import raises
     try:
         yield
