@@ -33,10 +33,11 @@ def in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
     return used
 
 
-def outlived(codes: Iterable[CodeType], names: Iterable[str]) -> set[str]:
+def outlived(codes: Iterable[CodeType], names: Iterable[str], losing: Collection[int]) -> set[str]:
     """Which of ``names`` something alive can still look up in a part of ``codes``.
 
-    A generator that waits, or a function that was defined inside: both live on when the frame is gone.
+    A generator that waits, or a function that was defined inside: both live on when the frame is gone. ``losing``:
+    the ``id`` of each function that has one of ``codes`` and is about to lose it.
     """
     wanted = frozenset(names)
     suspects: dict[str, list[CodeType]] = {}
@@ -49,7 +50,9 @@ def outlived(codes: Iterable[CodeType], names: Iterable[str]) -> set[str]:
             for name in wanted.intersection(chain.from_iterable(part.co_names for part in (outer, *inner))):
                 suspects.setdefault(name, []).append(outer)
     every = {id(part): part for parts in suspects.values() for part in parts}
-    held = {id(getattr(holder, _HOLDERS[type(holder)])) for holder in _holders(every.values())}
+    held = {
+        id(getattr(holder, _HOLDERS[type(holder)])) for holder in _holders(every.values()) if id(holder) not in losing
+    }
     return {name for name, parts in suspects.items() if not held.isdisjoint(map(id, parts))}
 
 

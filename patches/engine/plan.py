@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -10,7 +10,7 @@ from .edits import Edit
 from .frames import in_frames, outlived
 from .locate import Conflict
 from .report import Status
-from .slots import NameSlot, Slot, slots_of
+from .slots import CodeSlot, NameSlot, Slot, slots_of
 from .state import Duty, Installed, Outcome, State
 from .transaction import Step
 
@@ -187,7 +187,8 @@ class Draft:
         for slot in idle.values():
             spaces.setdefault(id(vars(slot.owner)), set()).add(slot.attribute)
         used = in_frames(spaces)
-        kept = outlived(self._retired(), {slot.attribute for slot in idle.values()})
+        losing = {id(slot.function) for slot, _ in self._taken() if isinstance(slot, CodeSlot)}
+        kept = outlived(self._retired(), {slot.attribute for slot in idle.values()}, losing)
         for key, slot in idle.items():
             if slot.attribute not in kept and (id(vars(slot.owner)), slot.attribute) not in used:
                 del self.slots[key]
@@ -245,12 +246,13 @@ class Draft:
         return State(self.slots, self.outcomes, self.waiting, self.holders, self.duties, self._retired(), self.notes)
 
     def _retired(self) -> tuple[CodeType, ...]:
-        """Code that this change takes out, as long as there are names of it."""
+        """Code that was taken out, by this change or before, as long as there are names of it."""
         if not any(not known.edits for known in self.slots.values()):
             return ()
-        taken = (
-            known.value
-            for key, known in self.before.slots.items()
-            if isinstance(known.value, CodeType) and (key not in self.slots or self.slots[key].value is not known.value)
-        )
-        return tuple(dict.fromkeys((*self.before.retired, *taken)))
+        return tuple(dict.fromkeys((*self.before.retired, *(code for _, code in self._taken()))))
+
+    def _taken(self) -> Iterator[tuple[Slot, CodeType]]:
+        """The code that this change takes out, and where."""
+        for key, known in self.before.slots.items():
+            if isinstance(known.value, CodeType) and (key not in self.slots or self.slots[key].value is not known.value):
+                yield known.slot, known.value

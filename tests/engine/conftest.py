@@ -82,6 +82,12 @@ def outer(q):
 
 
 closure = outer(10)
+
+
+def counted(x):
+    while True:
+        yield x
+        x = x + 1
 '''
 
 

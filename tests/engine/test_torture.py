@@ -13,7 +13,7 @@ from tests.engine.torture import Subject, count, everything, torture
 
 @pytest.fixture
 def toys(toy, registry) -> Subject:
-    """A registry with every kind of edit, two patches on one function, and one that looks for damage."""
+    """A registry with every kind of edit, two patches on one function, one on a generator, and one that looks for damage."""
     return Subject(
         registry(
             (
@@ -21,6 +21,7 @@ def toys(toy, registry) -> Subject:
                 SetAttribute("toy:Base.new", 5),
             ),
             (Rewrite("toy:plain", "y > 3", "y > 4"), DeleteAttribute("toy:Base.made")),
+            (Rewrite("toy:counted", "x + 1", "_patches_next(x)", names={"_patches_next": lambda x: x + 2}),),
             (SetAttribute("toy:Base.who", over="'base'", make=lambda old: lambda self: old(self) + "!"),),
             damage=lambda: ("something",),
         )
