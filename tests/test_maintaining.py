@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from patches import REGISTRY
-from patches.engine import gate
+from patches.engine import requirement
 from patches.engine.gate import Verdict
 from patches.engine.report import Status
 from patches.features.verify import PHASES, _judged
@@ -48,7 +48,7 @@ def test_a_defect_that_is_still_there_is_not_called_repaired():
 def test_the_range_of_a_patch_is_one_line():
     """What ends it is written once: the first of `requires`, in the file of the patch."""
     for patch in REGISTRY.patches.values():
-        assert len([text for text in patch.requires if gate._parsed(text).name == patch.package]) == 1, patch.id
+        assert len([text for text in patch.requires if requirement.parse(text).name == patch.package]) == 1, patch.id
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md", ".github/ISSUE_TEMPLATE/bug_report.md"])

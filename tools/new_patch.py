@@ -40,7 +40,7 @@ PATCH = Patch(
     id="{id}",
     summary="TODO: what goes wrong for the user without it, in one line",
     links=("https://github.com/TODO/{package}/issues/0",),
-    requires=("{package}>=TODO",),  # PEP 508; the first names the package that is repaired
+    requires=("{package}>=TODO",),  # the first names the package that is repaired
     tested_up_to="TODO",
     seen_on=("TODO: the series of torch on which the reproducer was seen",),
     edits=(

@@ -37,7 +37,7 @@ class Rewrite:
         Globals that ``replace`` needs, put into the function's module before the code that uses
         them and taken out after it: name (begin it with ``_patches_``) to object.
     when:
-        PEP 508 requirements, joined by " and "; on other releases the edit is skipped.
+        Requirements, joined by " and "; on other releases the edit is skipped.
     reach:
         Finds the function where no dotted name leads to it; raises ``LookupError`` with the reason
         if it is not there. ``target`` then only names it, in its module.
@@ -73,7 +73,7 @@ class SetAttribute:
     keep:
         Where the package has the attribute already (a later release, a source build), that one stays.
     when:
-        PEP 508 requirements, joined by " and "; on other releases the edit is skipped.
+        Requirements, joined by " and "; on other releases the edit is skipped.
     """
 
     target: str

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from . import imports
+from . import imports, requirement
 from .patch import Patch
 from .report import Status
 
@@ -74,19 +73,16 @@ def _read_version(package: str) -> str:
     return line[1] if line else found.version
 
 
-_parsed = functools.lru_cache(maxsize=None)(Requirement)
-
-
 def packages(patch: Patch) -> list[str]:
     """The distributions that ``patch`` requires."""
-    return [_parsed(text).name for text in patch.requires]
+    return [requirement.parse(text).name for text in patch.requires]
 
 
 def satisfied(requirements: str) -> bool:
-    """Whether what is installed meets PEP 508 requirements joined by " and "; absent packages meet none."""
-    for text in requirements.split(" and "):
-        version = installed(_parsed(text).name)
-        if version is None or not _contains(text, version):
+    """Whether what is installed meets requirements joined by " and "; absent packages meet none."""
+    for needed in map(requirement.parse, requirements.split(" and ")):
+        version = installed(needed.name)
+        if version is None or not _contains(needed, version):
             return False
     return True
 
@@ -97,15 +93,15 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     With ``untested``, a release newer than any that the patch was tested on is no obstacle: the
     exact match of the source still decides.
     """
-    requirements = [_parsed(text) for text in patch.requires]
-    versions = {r.name: installed(r.name) for r in requirements}
+    requirements = [requirement.parse(text) for text in patch.requires]
+    versions = {needed.name: installed(needed.name) for needed in requirements}
     for name, found in versions.items():
         if found is None:
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
-    for text, requirement in zip(patch.requires, requirements):
-        version = str(versions[requirement.name])
-        if not _contains(text, version):
-            reason = f"{requirement.name} {version} is outside {requirement.specifier}"
+    for needed in requirements:
+        version = str(versions[needed.name])
+        if not _contains(needed, version):
+            reason = f"{needed.name} {version} is outside {needed.specifier}"
             return Verdict(Status.NOT_AFFECTED, reason, versions)
     package, version = requirements[0].name, str(versions[requirements[0].name])
     if not untested and _newer(version, patch.tested_up_to):
@@ -119,25 +115,8 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
 
 
 @functools.cache
-def _contains(requirement: str, version: str) -> bool:
-    """Liberal about source builds: 0.50.0.dev0 may or may not have what came in 0.50.0.
-
-    It is taken to lie on both sides; the match of the source decides.
-    """
-    try:
-        parsed = Version(version)
-    except InvalidVersion:
-        return False
-    for specifier in _parsed(requirement).specifier:
-        if specifier.operator == "<":  # PEP 440 would exclude the pre-releases of the bound
-            if not parsed < Version(specifier.version):
-                return False
-        elif not (
-            specifier.contains(parsed, prereleases=True)
-            or (parsed.is_devrelease and specifier.contains(parsed.base_version))
-        ):
-            return False
-    return True
+def _contains(needed: requirement.Requirement, version: str) -> bool:
+    return needed.contains(version)
 
 
 def _newer(version: str, tested: str) -> bool:

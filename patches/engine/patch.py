@@ -1,12 +1,13 @@
-"""What a patch is. Plain data: this module knows nothing of the rest."""
+"""What a patch is. Plain data."""
 
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from . import requirement
 
 if TYPE_CHECKING:
     from .edits import Edit
@@ -57,8 +58,8 @@ class Patch:
     links:
         Upstream issues and pull requests.
     requires:
-        PEP 508 requirements that must all hold for the defect to be there. The first names
-        the package that is repaired.
+        Requirements (:mod:`patches.engine.requirement`) that must all hold for the defect to be
+        there. The first names the package that is repaired.
     tested_up_to:
         The newest release of that package on which the defect was shown and repaired.
     edits:
@@ -87,14 +88,7 @@ class Patch:
     @property
     def package(self) -> str:
         """Name of the distribution that is repaired, the first of ``requires``."""
-        return _name_of(self.requires[0])
-
-
-@functools.cache
-def _name_of(requirement: str) -> str:
-    from packaging.requirements import Requirement
-
-    return Requirement(requirement).name
+        return requirement.parse(self.requires[0]).name
 
 
 def unknown(patch_id: str, known: Iterable[str]) -> str:

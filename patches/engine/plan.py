@@ -254,5 +254,7 @@ class Draft:
     def _taken(self) -> Iterator[tuple[Slot, CodeType]]:
         """The code that this change takes out, and where."""
         for key, known in self.before.slots.items():
-            if isinstance(known.value, CodeType) and (key not in self.slots or self.slots[key].value is not known.value):
+            if isinstance(known.value, CodeType) and (
+                key not in self.slots or self.slots[key].value is not known.value
+            ):
                 yield known.slot, known.value
