@@ -258,7 +258,7 @@ assert all(s == "applied" for s, _ in states.values()), states
     )
 
 
-def test_the_entry_point_repairs_and_can_be_switched_off(fresh):
+def test_the_entry_point_repairs_and_can_be_switched_off(forked):
     """What a user gets by installing: the shim, called from inside the import of bitsandbytes."""
     probe = """
 import importlib.metadata as m, sys
@@ -275,7 +275,7 @@ for name in sys.argv[1:]:  # what import bitsandbytes leaves out: parametrize
 print([r.id for r in patches.report().with_status(patches.Status.APPLIED)])
 """
     ours = [p.id for p in HERE if all(module_of(e).startswith("bitsandbytes") for e in REGISTRY.edits(p))]
-    probe = functools.partial(fresh, probe, *{module_of(e) for p in HERE if p.id in ours for e in REGISTRY.edits(p)})
+    probe = functools.partial(forked, probe, *{module_of(e) for p in HERE if p.id in ours for e in REGISTRY.edits(p)})
     on = probe(PATCHES_AUTOLOAD="1")
     assert set(ours) <= set(eval(on.splitlines()[-1]))
     assert eval(probe(PATCHES_AUTOLOAD="0").splitlines()[-1]) == []
