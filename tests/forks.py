@@ -106,14 +106,17 @@ class _Server:
         from tests.conftest import _ENVIRON
 
         env = {**_ENVIRON, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen([sys.executable, "-m", __name__], env=env, text=True,
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        self._said = tempfile.TemporaryFile()  # what libraries print when they are imported
+        self._process = subprocess.Popen([sys.executable, "-m", __name__], env=env, text=True, stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, stderr=self._said)  # fmt: skip
 
     def ask(self, programs: Sequence[Program], timeout: float) -> list[int]:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps([[asdict(p) for p in programs], timeout]), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
-        assert answer, f"the server of {__name__} has ended with {self._process.wait()}"
+        if not answer:
+            self._said.seek(0)
+            raise RuntimeError(f"the server of {__name__} has ended with {self._process.wait()}\n{self._said.read()!r}")
         codes: list[int] = json.loads(answer)
         return codes
 
