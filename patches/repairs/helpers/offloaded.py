@@ -67,6 +67,7 @@ class Visit:
 
     def __init__(self, module: Module, hook: Any) -> None:
         self.module, self.hook = module, hook
+        self._before = self._layouts()
         hook.pre_forward(module)
         weight: Any = getattr(module, "weight", None)  # may be a plain one: of the embedding that a head is tied to
         if type(module).__name__ == "Linear8bitLt" and hasattr(weight, "SCB") and weight.SCB is None:
@@ -86,6 +87,14 @@ class Visit:
                 remove_non_persistent=True,
             )
         )
+
+    def unchanged(self) -> dict[str, Tensor]:
+        """Those of them that the hook has brought as they are, but for a cast: not what it quantized on the way."""
+        now = self._layouts()
+        return {name: tensor for name, tensor in self.tensors().items() if self._before.get(name) == now[name]}
+
+    def _layouts(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        return {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors().items()}
 
     def keep(self) -> None:
         """Make what the weights are now the ones that the next forward brings."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from .offloaded import Visit
@@ -26,8 +27,8 @@ def enter(visits: Iterable[Visit]) -> Any:
         return None
     places = {}
     for visit in visits:
-        for name, tensor in visit.tensors().items():
-            places[tensor.untyped_storage().data_ptr()] = (visit.hook, name)
+        for name, tensor in visit.unchanged().items():
+            places[tensor.untyped_storage().data_ptr()] = (visit.hook, name, tensor.dtype)
     if not places:
         return None
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _pack(tensor, places), _unpack)
@@ -58,10 +59,10 @@ class _Kept:
 class _Offloaded:
     """A view of an offloaded weight."""
 
-    __slots__ = ("hook", "name", "value", "dtype", "layout", "device")
+    __slots__ = ("hook", "name", "brought", "dtype", "layout", "device")
 
-    def __init__(self, tensor: Tensor, hook: Any, name: str) -> None:
-        self.hook, self.name = hook, name
+    def __init__(self, tensor: Tensor, hook: Any, name: str, brought: torch.dtype) -> None:
+        self.hook, self.name, self.brought = hook, name, brought
         self.dtype, self.device = tensor.dtype, tensor.device
         self.layout = tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -69,11 +70,12 @@ class _Offloaded:
         import torch
 
         value: Tensor = self.hook.weights_map[self.name]
-        value = value.detach().as_subclass(torch.Tensor).to(self.device)
+        # What was cast since it was offloaded is cast each time that it is brought.
+        value = value.detach().as_subclass(torch.Tensor).to(self.device).to(self.brought)
         return value.contiguous().view(-1).view(self.dtype).as_strided(*self.layout)
 
 
-def _pack(tensor: Tensor, places: dict[int, tuple[Any, str]]) -> _Kept | _Offloaded:
+def _pack(tensor: Tensor, places: dict[int, tuple[Any, str, torch.dtype]]) -> _Kept | _Offloaded:
     import torch
 
     # Sparse tensors have no storage of their own.

@@ -24,6 +24,31 @@ def test_get_peft_model(kind, way, base, device):
         assert_same(step(model), step(lora(whole(base, kind, device))))
 
 
+@pytest.mark.parametrize("way", ["from_pretrained", "cpu_offload"])
+def test_cast_after_it_was_offloaded(way, base, device):
+    """What is kept aside has the dtype from before; it is cast each time that it is brought, in backward as well."""
+    with patches.applied():
+        got = step(lora(offloaded(base, "plain", way, device).bfloat16()))
+        assert_same(got, step(lora(whole(base, "plain", device).bfloat16())))
+
+
+def test_offloaded_before_it_is_quantized(device):
+    """Weights are kept aside then, and each forward quantizes them: they are not the codes that backward needs."""
+    from accelerate import cpu_offload
+    from bitsandbytes.nn import Linear4bit
+
+    def gradients(offload: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Linear4bit(64, 64, compute_dtype=torch.float32) for _ in range(2)))
+        cpu_offload(model, execution_device=torch.device(device)) if offload else model.to(device)
+        adapted = lora(model, target_modules=["0", "1"], task_type=None)
+        adapted(torch.randn(3, 64, device=device)).square().mean().backward()
+        return {name: p.grad for name, p in adapted.named_parameters() if p.requires_grad}
+
+    with patches.applied():
+        assert_same(gradients(offload=True), gradients(offload=False))
+
+
 @pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed(kind, checkpointing, base, device):
