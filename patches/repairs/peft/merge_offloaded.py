@@ -11,6 +11,8 @@ is right for one case, a plain linear layer in a model that accelerate dispatche
 - ``merge_and_unload`` asks for every module of the model, the outermost too, and gets all that is offloaded below
   it at once: a model that does not fit, to the last byte, several times over.
 - Weights that lie on disk are in memory after the merge, and stay there.
+- ``set_adapter`` of a merged model, and with it ``add_adapter``, takes the merged adapter out without bringing
+  anything: out of the meta device, and the next forward still has it.
 
 The repair brings what is offloaded below a layer of peft, and only there. After the merge it writes what has
 changed to where the hook brings it from: into the map in memory, or to a new file that the index of the map then
@@ -22,7 +24,7 @@ All releases of peft.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
 from ..helpers import offloaded
@@ -35,6 +37,12 @@ def brought(layer: Module) -> AbstractContextManager[None]:
     """What is offloaded below ``layer`` on its device, if ``layer`` is one that peft may merge."""
     merges = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
     return offloaded.onloaded(layer) if merges else nullcontext()
+
+
+def taken_out(layer: Any) -> None:
+    """``layer.unmerge()`` of where the weights of ``layer`` are brought from."""
+    with brought(layer):
+        layer.unmerge()
 
 
 def defect() -> Finding:
@@ -55,6 +63,30 @@ def defect() -> Finding:
         error = float((model.merge_and_unload()(x) - expected).norm() / expected.norm())
     return Finding(error > 1e-3, f"relative error of the merged model {error:.1e}")
 
+
+_OUT: dict[str, Any] = {
+    "find": "module.unmerge()",
+    "replace": "_patches_taken_out(module)",
+    "names": {"_patches_taken_out": taken_out},
+}
+_OWN = (  # before 0.18 each kind had a set_adapter of its own
+    ("lora.model:LoraModel", ""),
+    ("lycoris_utils:LycorisTuner", ""),
+    ("ia3.model:IA3Model", ""),
+    ("vera.model:VeraModel", ""),
+    ("oft.model:OFTModel", ""),
+    ("boft.model:BOFTModel", ""),
+    ("hra.model:HRAModel", ""),
+    ("bone.model:BoneModel", ""),
+    ("vblora.model:VBLoRAModel", ""),
+    ("fourierft.model:FourierFTModel", ""),
+    ("ln_tuning.model:LNTuningModel", ""),
+    ("trainable_tokens.model:TrainableTokensModel", " and peft>=0.15"),
+    ("randlora.model:RandLoraModel", " and peft>=0.16"),
+    ("c3a.model:C3AModel", " and peft>=0.16"),
+    ("miss.model:MissModel", " and peft>=0.17"),
+    ("shira.model:ShiraModel", " and peft>=0.17"),
+)
 
 PATCH = Patch(
     id="peft-merge-offloaded",
@@ -79,6 +111,9 @@ PATCH = Patch(
             """,
             names={"_patches_offloaded": offloaded.offloaded, "_patches_brought": brought},
         ),
+        Rewrite("peft.tuners.tuners_utils:set_adapter", **_OUT, when="peft>=0.18"),
+        Rewrite("peft.tuners.mixed.model:MixedModel.set_adapter", **_OUT),
+        *(Rewrite(f"peft.tuners.{kind}.set_adapter", **_OUT, when=f"peft<0.18{since}") for kind, since in _OWN),
     ),
     defect=defect,
 )

@@ -48,6 +48,22 @@ def test_merged_and_unmerged(kind, way, base, device):
         assert not torch.equal(answers[0][0], answers[0][2]), "the adapter changes nothing"
 
 
+@pytest.mark.parametrize("kind, way", [("plain", "from_pretrained"), ("int8", "cpu_offload"), ("nf4", "disk_offload")])
+def test_another_adapter_is_set_while_one_is_merged(kind, way, base, device):
+    """peft takes the merged one out first."""
+    with patches.applied():
+        answers = []
+        for model in (lora(offloaded(base, kind, way, device)), lora(whole(base, kind, device))):
+            torch.manual_seed(2)
+            model.add_adapter("other", model.peft_config["default"])
+            seen = [logits(model)]
+            model.merge_adapter()
+            model.set_adapter("other")
+            answers.append([*seen, logits(model)])
+        assert all(map(torch.equal, *answers))
+        assert not torch.equal(*answers[0]), "the adapters answer alike"
+
+
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_a_copy_that_was_merged_leaves_the_original(use_dora, base, device):
     import copy
