@@ -206,7 +206,8 @@ def main() -> None:
     every, verbs = options.every, [options.verb] if options.verb else ["apply", "revert"]
     os.environ["PATCHES_AUTOLOAD"] = "0"
     subject = everything()
-    gc.collect(), gc.freeze()  # each verb walks over what is alive; it does not see these, as it does the toys of the suite
+    # Each verb walks over what is alive. It does not see what is frozen, as it sees the toys of the suite.
+    gc.collect(), gc.freeze()
     for verb, fine, cold in itertools.product(verbs, (False, True), (False, True)):
         if cold and (fine or verb == "revert"):
             continue  # the same functions, entered a thousand times as often
