@@ -1,0 +1,97 @@
+"""A model that has adapters, offloaded: the answer of the whole model, and no training that goes nowhere."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import patches
+from tests.repairs.peft import offloading
+from tests.repairs.peft.offloading import KINDS, logits, lora, whole
+
+pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+accelerate = pytest.importorskip("accelerate")
+
+ID = "peft-adapters-offloaded"
+ADAPTERS = {
+    "LoRA": ("LoraConfig", {"r": 2, "init_lora_weights": False}, KINDS),
+    "DoRA": ("LoraConfig", {"r": 2, "init_lora_weights": False, "use_dora": True}, ("plain", "nf4")),
+    "IA3": ("IA3Config", {"feedforward_modules": [], "init_ia3_weights": False}, KINDS),
+    "VeRA": ("VeraConfig", {"r": 2, "init_weights": False}, KINDS),
+    "LoHa": ("LoHaConfig", {"r": 2, "init_weights": False}, ("plain",)),
+    "OFT": ("OFTConfig", {"oft_block_size": 8, "init_weights": False}, KINDS),
+    "HiRA": ("HiraConfig", {"r": 2, "init_weights": False}, KINDS),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return offloading.save_base(tmp_path_factory.mktemp("base") / "model")
+
+
+def adapted(name: str, model: Any) -> Any:
+    config, options, _ = ADAPTERS[name]
+    if not hasattr(peft, config):
+        pytest.skip(f"this peft has no {config}")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, getattr(peft, config)(target_modules=["q_proj", "v_proj"], **options)).eval()
+
+
+@pytest.mark.parametrize("name, kind", [(name, kind) for name, (*_, kinds) in ADAPTERS.items() for kind in kinds])
+def test_the_answer_is_that_of_the_whole_model(name, kind, base, device):
+    with patches.applied():
+        expected = logits(adapted(name, whole(base, kind, device)))
+        for offload in (accelerate.cpu_offload, accelerate.disk_offload):
+            where = {} if offload is accelerate.cpu_offload else {"offload_dir": tempfile.mkdtemp(dir=base.parent)}
+            model = offload(adapted(name, whole(base, kind, device)), execution_device=torch.device(device), **where)
+            for _ in range(2):
+                assert torch.equal(logits(model), expected), offload.__name__
+            assert all(p.is_meta for p in model.parameters()), "nothing has stayed"
+
+
+def test_merged_and_taken_out(base, device):
+    with patches.applied():
+        before = logits(whole(base, "plain", device))
+        reference = adapted("LoHa", whole(base, "plain", device))
+        reference.merge_adapter()
+        model = accelerate.cpu_offload(
+            adapted("LoHa", whole(base, "plain", device)), execution_device=torch.device(device)
+        )
+        model.merge_adapter()
+        assert torch.equal(logits(model), logits(reference))
+        model.unmerge_adapter()
+        assert torch.allclose(logits(model), logits(adapted("LoHa", whole(base, "plain", device))), atol=1e-5)
+        with model.disable_adapter():
+            assert torch.allclose(logits(model), before, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["whole", "non-reentrant", "reentrant"])
+def test_a_backward_says_that_the_adapter_cannot_be_trained_there(base, device, checkpointing):
+    """Unpatched, a LoRA model trains nothing, silently; a forward with gradients alone is as it was."""
+    with patches.applied():
+        model = accelerate.cpu_offload(lora(whole(base, "plain", device)), execution_device=torch.device(device))
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        ids = offloading.IDS.to(device)
+        loss = model(input_ids=ids, labels=ids).loss
+        with pytest.raises(RuntimeError, match="this adapter is offloaded: .* offload the base model first"):
+            loss.backward()
+
+
+def test_what_is_put_on_an_offloaded_model_is_trained_as_ever(base, device):
+    with patches.applied():
+        model = lora(offloading.offloaded(base, "plain", "cpu_offload", device))
+        offloading.assert_same(offloading.step(model), offloading.step(lora(whole(base, "plain", device))))
+
+
+def test_other_modules_get_no_hooks(device):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.ones(1))}))
+    with patches.applied(ID):
+        accelerate.cpu_offload(model, execution_device=torch.device(device))
+    assert not any(module._forward_pre_hooks for module in model.modules())
