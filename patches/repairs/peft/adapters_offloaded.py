@@ -52,7 +52,8 @@ def _watch(layer: Module, args: Any) -> None:
 def _refuse(gradient: Any) -> NoReturn:
     raise RuntimeError(
         "this adapter is offloaded: what was brought for the forward is gone after the step, and its gradient with it. "
-        "To train, offload the base model first (a device map, cpu_offload), then put the adapters on it"
+        "To train, offload the base model first (a device map, cpu_offload), then put the adapters on it; "
+        "for other gradients alone, call requires_grad_(False) on the model before its forward"
     )
 
 

@@ -84,6 +84,21 @@ def test_a_backward_says_that_the_adapter_cannot_be_trained_there(base, device, 
             loss.backward()
 
 
+def test_other_gradients_are_those_of_the_whole_model(base, device):
+    """Of the input, where the adapters want none or are not asked for theirs."""
+
+    def of_input(model: Any, frozen: bool) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 2 * 5 * 64, device=device).view(2, 5, 64).requires_grad_()
+        model.requires_grad_(not frozen)
+        loss = model(inputs_embeds=x).logits.square().mean()
+        return torch.autograd.grad(loss, x)[0]
+
+    with patches.applied():
+        for frozen in (True, False):
+            model = accelerate.cpu_offload(lora(whole(base, "plain", device)), execution_device=torch.device(device))
+            assert torch.equal(of_input(model, frozen), of_input(lora(whole(base, "plain", device)), frozen))
+
+
 def test_what_is_put_on_an_offloaded_model_is_trained_as_ever(base, device):
     with patches.applied():
         model = lora(offloading.offloaded(base, "plain", "cpu_offload", device))
