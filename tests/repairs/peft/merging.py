@@ -17,7 +17,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "dora": ("LoraConfig", {"r": 4, "init_lora_weights": False, "use_dora": True}, "peft>=0.14"),
     "lora-bias": ("LoraConfig", {"r": 4, "init_lora_weights": False, "lora_bias": True}, "peft>=0.14"),
     "vera": ("VeraConfig", {"r": 4, "init_weights": False}, "peft>=0.14"),
-    "oft": ("OFTConfig", {"r": 0, "oft_block_size": 16, "init_weights": False}, "peft>=0.16,!=0.20.*"),
+    "oft": ("OFTConfig", {"r": 0, "oft_block_size": 16, "init_weights": False}, "peft>=0.16,!=0.20.0"),
     "randlora": ("RandLoraConfig", {"r": 4, "randlora_alpha": 1, "init_weights": False}, "peft>=0.16"),
     "road": ("RoadConfig", {"group_size": 16, "init_weights": False}, "peft>=0.18"),
     "pvera": ("PveraConfig", {"r": 4, "init_weights": False}, "peft>=0.19"),

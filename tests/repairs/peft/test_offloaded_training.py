@@ -39,7 +39,9 @@ def test_offloaded_before_it_is_quantized(device):
 
     def gradients(offload: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(Linear4bit(64, 64, compute_dtype=torch.float32) for _ in range(2)))
+        model = torch.nn.Sequential(
+            *(Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4") for _ in range(2))
+        )
         cpu_offload(model, execution_device=torch.device(device)) if offload else model.to(device)
         adapted = lora(model, target_modules=["0", "1"], task_type=None)
         adapted(torch.randn(3, 64, device=device)).square().mean().backward()
