@@ -55,7 +55,7 @@ def test_what_a_copy_holds():
 # -- training and decoding in turn -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(5, 128), (64, 128)], ids=["decoding", "evaluating"])
+@pytest.mark.parametrize("shape", [(5, 128), (FEW + 1, 128)], ids=["decoding", "evaluating"])
 def test_a_run_that_trains_in_between(shape, made):
     """The first training forward frees the copy; one that had to be made again stays. Batches are not packed at all."""
     layer = make()
