@@ -30,7 +30,7 @@ _NO = ("0", "false", "no", "off")
 
 def wait() -> None:
     """Start when torch is imported and one of those packages too. Never raises."""
-    if os.environ.get("PATCHES_AUTOLOAD", "").strip().lower() in _NO:
+    if _is_off():
         return
     with contextlib.suppress(Exception):  # `start` will say what is wrong with this installation
         imports = _load("bnb_patches_imports", _OURS.parent / "engine" / "imports.py")
@@ -52,11 +52,23 @@ def start() -> None:
     """Apply the patches, now or after the import of what they repair. Never raises."""
     log = logging.getLogger("bnb_patches")
     try:
+        if _is_off() and not _started() and _where("patches") == str(_OURS):
+            return  # nothing to do, and `import patches` finds it
         importlib.import_module(f"{_package(log)}.autoload").start()
     except Exception as error:
         with contextlib.suppress(Exception):  # a handler of the user's may raise
             log.warning("bnb-patches is not active, nothing was changed: %s: %s", type(error).__name__, error)
             log.debug("the import of bnb-patches failed", exc_info=True)
+
+
+def _is_off() -> bool:
+    """Whether ``PATCHES_AUTOLOAD`` says so."""
+    return os.environ.get("PATCHES_AUTOLOAD", "").strip().lower() in _NO
+
+
+def _started() -> bool:
+    """Whether an earlier import has started it: what still waits for a package then is to wait no more."""
+    return any(f"{name}.autoload" in sys.modules for name in ("patches", _ALIAS))
 
 
 def _package(log: logging.Logger) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -25,7 +26,8 @@ def start(
     """Run the shim in a fresh process whose working directory, ``folder``, comes first on the path."""
     path = f"import sys; sys.path[:0] = [{str(folder)!r}]; sys.path.append({str(root)!r})"
     code = "\n".join([path, before, START.replace("{call}", call)])
-    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    env = {**os.environ, "PATCHES_AUTOLOAD": "1"}
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=env)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -34,6 +36,19 @@ def test_alone_it_imports_patches_and_says_nothing(tmp_path):
     result = start(tmp_path)
     assert "'patches.autoload'" in result.stdout
     assert result.stderr == ""
+
+
+def test_switched_off_it_imports_nothing(tmp_path):
+    off = "import os; os.environ['PATCHES_AUTOLOAD'] = ' Off '"
+    result = start(tmp_path, before=off)
+    assert result.stdout == "[]\n" and result.stderr == ""
+
+
+def test_switched_off_it_still_gives_a_name_where_another_is_in_the_way(tmp_path):
+    (tmp_path / "patches.py").write_text("mine = 1")
+    off = "import os; os.environ['PATCHES_AUTOLOAD'] = '0'"
+    result = start(tmp_path, before=off, call="bnb_patches_autoload.start(); import bnb_patches; bnb_patches.apply")
+    assert "'bnb_patches.autoload'" in result.stdout and "hides the package" in result.stderr
 
 
 @pytest.mark.parametrize("kind", ["file", "package"])
