@@ -44,12 +44,15 @@ def unless_codes(layer: Any) -> Any:
     return _refuse(layer) if is_codes(layer) else layer
 
 
-def refuse_merge(merge: str, when: str = "") -> Rewrite:
-    """The edit of a ``merge`` of a layer of peft, ``module:Class.merge`` under ``peft.tuners``, that adds to codes."""
+def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}") -> Rewrite:
+    """The edit of a ``merge`` of a layer of peft, ``module:Class.merge`` under ``peft.tuners``, that adds to codes.
+
+    ``statement`` is the one with which it gets hold of its base layer.
+    """
     return Rewrite(
         f"peft.tuners.{merge}",
-        find="base_layer = self.get_base_layer()",
-        replace="base_layer = _patches_unless_codes(self.get_base_layer())",
+        find=statement.format("self.get_base_layer()"),
+        replace=statement.format("_patches_unless_codes(self.get_base_layer())"),
         names={"_patches_unless_codes": unless_codes},
         when=when,
     )

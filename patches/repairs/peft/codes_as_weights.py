@@ -1,16 +1,18 @@
-"""HRA, PEANuT and DEFT compute with INT8 codes as if these were weights.
+"""HRA, PEANuT, DEFT and HiRA compute with INT8 codes as if these were weights.
 
 Most tuners of peft that have no code for quantized layers let the layer compute and add what is theirs, which is
-right. Three read ``base_layer.weight`` instead, and the weight of a ``Linear8bitLt`` holds codes from -127 to 127
+right. Four read ``base_layer.weight`` instead, and the weight of a ``Linear8bitLt`` holds codes from -127 to 127
 whose scales lie beside it. Nothing is said:
 
 - HRA rotates the weight in each forward and multiplies by that: every output is that of a model with other weights
   (relative error 1.17 on a small Llama, also untrained, where HRA changes nothing). peft since 0.16.
 - PEANuT takes its delta from the weight: 1.4 as soon as it is trained. Since 0.19.
 - DEFT starts as the identity by what it reads: 1.2 before the first step. Since 0.20.
+- HiRA multiplies the weight by what it trains. It has layers of its own for a model that says ``is_loaded_in_8bit``;
+  one that does not, with layers of bitsandbytes that its user put there, gets the plain one. Since 0.20.
 
 An adapter that was trained like that fits no other base: not the same model unquantized, nor in 4 bits. In 4 bits all
-three fail with shapes that do not fit. Upstream repaired one such reader, KappaTune (peft #3736).
+four fail with shapes that do not fit. Upstream repaired one such reader, KappaTune (peft #3736).
 
 The repair hands them the weight that the layer stands for, dequantized by bitsandbytes: INT8 and 4-bit then equal the
 same adapter on the dequantized model. Unquantized layers give the same parameter as before. An adapter that was trained
@@ -19,14 +21,25 @@ on codes gives other outputs now, those that it has on any other base: train it 
 None of them can merge into codes: what they add is lost, and what no longer fits in 8 bits wraps around (HRA: 12 % off
 what the unmerged model computes). Their ``merge`` is an error now for INT8, as it is for 4 bits, and says what to do.
 
-It costs one dequantized weight for each HRA and PEANuT layer in a forward, which these tuners ask of any layer.
+It costs one dequantized weight for each HRA, PEANuT and HiRA layer in a forward, which these tuners ask of any layer.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ...engine import Finding, Patch, Rewrite
 from ..helpers import dense_weight
 from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def weight_for(layer: Any, factor: Tensor) -> Tensor:
+    """The weight of ``layer``; one that was dequantized in the dtype of ``factor``, which it is multiplied by."""
+    dense = dense_weight.of(layer)
+    return dense if dense is layer.weight else dense.to(factor.dtype)
 
 
 def defect() -> Finding:
@@ -52,7 +65,7 @@ _NAMES = {"_patches_dense_weight": dense_weight.of}
 
 PATCH = Patch(
     id="peft-codes-as-weights",
-    summary="HRA, PEANuT and DEFT take INT8 codes for weights: outputs and gradients are those of another model",
+    summary="HRA, PEANuT, DEFT and HiRA take INT8 codes for weights: outputs and gradients are those of another model",
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/hra/layer.py",
         "https://github.com/huggingface/peft/issues/3736",
@@ -75,6 +88,15 @@ PATCH = Patch(
             f"{_TUNERS}.deft.layer:DeftLayer.reset_deft_parameters", _WEIGHT, _DENSE, names=_NAMES, when="peft>=0.20"
         ),
         dense_weight.refuse_merge("deft.layer:DeftLinear.merge", "peft>=0.20"),
+        Rewrite(
+            f"{_TUNERS}.hira.layer:Linear.forward",
+            _WEIGHT,
+            "_patches_weight_for(self.get_base_layer(), _prod_AB)",
+            names={"_patches_weight_for": weight_for},
+            when="peft>=0.20",
+        ),
+        dense_weight.refuse_merge("hira.layer:Linear.merge", "peft>=0.20,<0.21"),
+        dense_weight.refuse_merge("hira.layer:HiraLayer._merge", "peft>=0.21", "weight = {}.weight"),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
     ),  # fmt: skip
     defect=defect,

@@ -1,4 +1,4 @@
-"""HRA, PEANuT and DEFT on quantized layers, against the same adapter on the weights that these stand for."""
+"""HRA, PEANuT, DEFT and HiRA on quantized layers, against the same adapter on the weights that these stand for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import copy
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 import patches
 from patches.engine.gate import satisfied
+from tests.repairs.peft.stood_for import X, gradients, models, relative_error
 
 ID = "peft-codes-as-weights"
-X = torch.linspace(-2, 2, 6 * 64).view(2, 3, 64)
 
 if satisfied("peft<0.16"):
     pytest.skip("before peft 0.16 HRA on INT8 is an error", allow_module_level=True)
@@ -24,29 +24,8 @@ if satisfied("peft>=0.19"):
     TUNERS["PEANuT"] = lambda: peft.PeanutConfig(target_modules=["0", "2"])
 if satisfied("peft>=0.20"):
     TUNERS["DEFT"] = lambda: peft.DeftConfig(target_modules=["0", "2"])
+    TUNERS["HiRA"] = lambda: peft.HiraConfig(r=4, target_modules=["0", "2"])
 READ_IN_FORWARD = [name for name in TUNERS if name != "DEFT"]
-
-
-def layer(bits: int, bias: bool) -> torch.nn.Module:
-    if bits == 8:
-        return bnb.nn.Linear8bitLt(64, 64, bias=bias, has_fp16_weights=False)
-    return bnb.nn.Linear4bit(64, 64, bias=bias, compute_dtype=torch.float32, quant_type="nf4")
-
-
-def models(bits: int, bias: bool = True) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A quantized model, and one of the weights that it stands for."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(layer(bits, bias), torch.nn.ReLU(), layer(bits, bias)).to("cpu")
-    plain = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias), torch.nn.ReLU(), torch.nn.Linear(64, 64, bias)))
-    for quantized, dense in zip(model[::2], plain[::2], strict=True):
-        weight = quantized.weight
-        if bits == 8:
-            dense.weight.data = bnb.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
-        else:
-            dense.weight.data = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-        if bias:
-            dense.bias.data.copy_(quantized.bias.data)
-    return model, plain
 
 
 def with_adapter(model: torch.nn.Module, name: str, trained: bool = True) -> torch.nn.Module:
@@ -58,16 +37,6 @@ def with_adapter(model: torch.nn.Module, name: str, trained: bool = True) -> tor
             if parameter.requires_grad and trained:
                 parameter += torch.randn_like(parameter) * 0.05
     return model
-
-
-def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    x = X.clone().requires_grad_()
-    model(x).pow(2).sum().backward()
-    return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad and p.grad is not None)]
-
-
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((out.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
 @pytest.mark.parametrize("name", TUNERS)
