@@ -1,0 +1,81 @@
+"""UniLora learns nothing on quantized layers: its scales are rounded to whole numbers.
+
+UniLora takes every entry of its low-rank matrices from one shared vector, times a scale below one. It keeps the scales
+in the dtype of the base weight, and what bitsandbytes leaves there is codes: ``torch.int8`` in a ``Linear8bitLt``,
+``torch.uint8`` in a ``Linear4bit``. So a scale is 1 where an entry of the vector is used once and 0 where it is used
+twice or more, which on a model is everywhere: the adapter adds nothing, all its gradients are zero, and the loss of
+a training is that of the base model. Nothing is said. Every release that has it, peft 0.20 on. On unquantized layers,
+and with ``bnb_4bit_quant_storage`` of a floating point type, it trains.
+
+The repair keeps the scales in the dtype of the vector that they scale, where the weight holds codes. A weight in
+floating point of two bytes or more gives its dtype as before. An adapter that was "trained" without the patch has the
+vector that it began with: train it again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import live_objects
+
+if TYPE_CHECKING:
+    import torch
+
+
+def dtype_of_scales(base_layer: Any, vector: torch.Tensor) -> torch.dtype:
+    """The dtype of the weight of ``base_layer``, or where that holds codes that of ``vector``."""
+    dtype: torch.dtype = base_layer.weight.dtype
+    return dtype if dtype.is_floating_point and dtype.itemsize > 1 else vector.dtype
+
+
+def damage() -> tuple[str, ...]:
+    """Adapters that were put on before the patch was applied."""
+    from peft.tuners.unilora.layer import UniLoraLayer
+
+    if _lost(UniLoraLayer):
+        live_objects.collect()  # those that are in a cycle and gone do not count
+    lost = len(_lost(UniLoraLayer))
+    return (
+        (f"{lost} UniLora layers have scales in whole numbers: put the adapter on again, and train it",) if lost else ()
+    )
+
+
+def _lost(kind: type[Any]) -> list[Any]:
+    layers = live_objects.instances(kind)
+    return [a for a in layers if any(not scale.dtype.is_floating_point for scale in a.unilora_scales_A.values())]
+
+
+def defect() -> Finding:
+    """A backward through UniLora on an INT8 layer."""
+    import bitsandbytes as bnb
+    import torch
+    from peft import UniLoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)).to("cpu")
+    model = get_peft_model(base, UniLoraConfig(r=4, theta_d_length=64, target_modules=["0"]))
+    model(torch.randn(4, 64)).square().sum().backward()
+    (vector,) = (p for p in model.parameters() if p.requires_grad)
+    learning = 0 if vector.grad is None else int(vector.grad.count_nonzero())
+    return Finding(learning == 0, f"{learning} of {vector.numel()} entries of the vector get a gradient")
+
+
+PATCH = Patch(
+    id="peft-unilora-scales",
+    summary="UniLora learns nothing on quantized layers: its scales become zero, silently",
+    links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/unilora/layer.py",),
+    requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "peft.tuners.unilora.layer:UniLoraLayer.update_scaling",
+            "base_layer.weight.dtype",
+            "_patches_dtype_of_scales(base_layer, self.unilora_theta_d[adapter_name])",
+            names={"_patches_dtype_of_scales": dtype_of_scales},
+        ),
+    ),
+    defect=defect,
+    damage=damage,
+)
