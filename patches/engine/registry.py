@@ -38,7 +38,8 @@ class Registry:
         survey: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """``forget_compiled`` is called after each change, outside of it: compilers forget what they made of the old
-        code; returns what the report is to say, None if that must wait. ``survey`` is entered around ``damage()``."""
+        code; returns what the report is to say, None if that must wait. ``survey`` is entered around ``damage()``,
+        also within itself, and before what it may ask about is changed."""
         self.patches: dict[str, Patch] = {}
         for patch in patches:
             if patch.id in self.patches:
@@ -74,7 +75,8 @@ class Registry:
             With ``strict``, after all were tried: a patch met a conflict or failed.
         """
         chosen = self._chosen(ids)
-        self._change(partial(self._plan_apply, {patch.id: untested for patch in chosen}, frozenset()))
+        with self._survey():
+            self._change(partial(self._plan_apply, {patch.id: untested for patch in chosen}, frozenset()))
         self._await_imports()
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):

@@ -1,10 +1,13 @@
-"""What is alive: every instance, from one walk where several questions follow each other."""
+"""What is alive: every instance, from one walk where several questions follow each other, and from none where none is."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import sys
 import threading
 import weakref
+from types import ModuleType
 
 import pytest
 
@@ -87,3 +90,116 @@ def test_nothing_is_held_afterwards():
         assert gone() is not None
     gc.collect()
     assert gone() is None
+
+
+class _Kind(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+
+class _Below(_Kind):
+    pass
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """How many walks there were; damage is asked of ``_Kind`` and ``_Weight``."""
+    gc.collect()
+    monkeypatch.setattr(alive, "_ASKED", {__name__: ("_Kind", "_Weight")})
+    walks = []
+    real = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *classes: walks.append(1) or real(*classes))
+    return walks
+
+
+def test_where_nothing_is_alive_there_is_no_walk(walks):
+    for made in (0, 1):
+        for _ in range(made):
+            del _Kind().weight, _Below().bias
+            _Weight(torch.zeros(2))
+        with alive.one_walk():
+            assert not alive.instances(_Kind) and not alive.instances(_Below) and not alive.instances(_Weight)
+        assert not walks
+    with alive.one_walk():
+        assert not alive.instances(torch.nn.Bilinear) and len(walks) == 1, "nobody had asked for it"
+
+
+def cycle() -> weakref.ref:
+    layer = _Kind()
+    layer.itself = layer
+    return weakref.ref(layer)
+
+
+def held_by_torch() -> torch.Tensor:
+    """A product that alone knows its factor: what is left of that in Python is owned by torch."""
+    return (_Weight(torch.ones(2)).requires_grad_() * 2).sum()
+
+
+MADE = {
+    "a layer": lambda: _Kind(),
+    "one below": lambda: _Below(),
+    "a class made later": lambda: type("Later", (_Below,), {})(),
+    "a weight": lambda: _Weight(torch.zeros(2)),
+    "a weight in a layer": lambda: (
+        setattr(layer := torch.nn.Linear(2, 2), "weight", _Weight(torch.zeros(2, 2))) or layer
+    ),
+    "a copy": lambda: copy.deepcopy(_Kind()),
+    "a cycle": cycle,
+    "held by torch": held_by_torch,
+    "in a closure": lambda: (lambda layer: lambda: layer)(_Kind()),
+    "without its constructor": lambda: _Kind.__new__(_Kind),
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_whatever_is_alive_is_found(walks, what):
+    gc.disable()
+    try:
+        one = MADE[what]()
+        with alive.one_walk():
+            assert len(alive.instances(_Kind)) + len(alive.instances(_Weight)) == 1
+        assert len(walks) == 1
+        del one
+    finally:
+        gc.enable()
+        gc.collect()
+    with alive.one_walk():
+        assert not alive.instances(_Kind) and not alive.instances(_Weight) and len(walks) == 1
+
+
+def test_who_else_names_the_class_is_taken_for_an_instance_at_most(walks, monkeypatch):
+    elsewhere = ModuleType("elsewhere")
+    elsewhere._Kind = elsewhere._Weight = _Kind
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
+    monkeypatch.setitem(sys.modules, "elsewhere_again", elsewhere)
+    for count in (0, 1, 5):
+        others = [_Kind] * count
+        for made in (0, 1, 2):
+            layers = [_Kind() for _ in range(made)]
+            with alive.one_walk():
+                assert len(alive.instances(_Kind)) == made
+            assert len(walks) == (made + count > 0)
+            walks.clear()
+            del layers
+        del others
+
+
+def test_one_walk_in_another_is_the_same_and_knows_what_was_absent_when_it_began(walks):
+    with alive.one_walk():
+        names = [_Kind, _Weight]  # as a change does that notes what it edits
+        with alive.one_walk():
+            assert not alive.instances(_Kind)
+        assert not alive.instances(_Weight) and not walks
+    with alive.one_walk():
+        assert not alive.instances(_Kind) and walks
+    del names
+
+
+def test_threads_know_nothing_of_each_others_walk(walks):
+    with alive.one_walk():
+        layer = _Kind()
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(alive.instances(_Kind)))
+        thread.start()
+        thread.join()
+        assert found == [layer] and not alive.instances(_Kind)

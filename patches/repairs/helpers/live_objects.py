@@ -2,8 +2,9 @@
 
 They are found as what refers to their class. A list of all that the garbage collector tracks would hold tuples
 that other threads are just building, and break them. One question asks for all of its classes at once: it costs
-as much as one walk over everything, a tenth of a second. Several questions in a row share what was found inside
-:func:`one_walk`.
+as much as one walk over everything, a twentieth of a second. Several questions in a row share what was found inside
+:func:`one_walk`. And there is none where the reference counts of the classes say that nothing is alive, as in
+a program that has not loaded its model yet.
 """
 
 from __future__ import annotations
@@ -11,47 +12,73 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_COMMON = {"Embedding4bit", "Linear4bit", "Linear8bitLt", "Params4bit"}
-"""Classes of ``bitsandbytes.nn`` that the walk looks for, whatever was asked first."""
+_ASKED = {
+    "bitsandbytes.nn": ("Embedding4bit", "Linear4bit", "Linear8bitLt", "Params4bit"),
+    "peft.tuners.unilora.layer": ("Linear",),
+}
+"""Classes that ``damage()`` asks for, by module: a walk looks for all of them, whatever was asked first."""
 _Found = dict[type, list[Any]]
-_shared: list[_Found] | None = None
-"""Inside ``one_walk``: what its walk found, once there was a question."""
+
+
+class _Walk:
+    """What is known inside :func:`one_walk`."""
+
+    def __init__(self) -> None:
+        self.absent = _absent()
+        self.found: _Found = {}
+
+
+_here = threading.local()
 
 
 def instances(kind: type[T]) -> list[T]:
     """Every object alive whose class is ``kind`` or below it."""
-    found = _shared[0] if _shared and kind in _shared[0] else _walk({kind, *_common()})
-    if _shared is not None:
-        _shared[:] = [found]
-    return [thing for cls in _family(kind) for thing in found.get(cls, ())]
+    walk: _Walk | None = getattr(_here, "walk", None)
+    family = _family(kind)
+    if walk is not None and walk.absent.issuperset(family):
+        return []
+    found = walk.found if walk is not None and kind in walk.found else _walk({kind, *_asked()})
+    if walk is not None:
+        walk.found = found
+    return [thing for cls in family for thing in found.get(cls, ())]
 
 
 def collect() -> None:
     """Run the garbage collector, and let the next question walk anew: what was only in a cycle is gone."""
-    if _shared:
-        _shared.clear()
+    walk: _Walk | None = getattr(_here, "walk", None)
+    if walk is not None:
+        walk.found = {}
     gc.collect()
 
 
 @contextlib.contextmanager
 def one_walk() -> Iterator[None]:
-    """Inside, all questions are answered from one walk. What it found stays alive until the end."""
-    global _shared
-    before, _shared = _shared, []
+    """Inside, in this thread, all questions are answered from one walk, and of what was absent before without one.
+
+    What it found stays alive until the end. One inside another is the same.
+    """
+    if getattr(_here, "walk", None) is not None:
+        yield
+        return
+    _here.walk = _Walk()
     try:
         yield
     finally:
-        _shared = before
+        _here.walk = None
 
 
-def _common() -> Iterator[type]:
-    module = sys.modules.get("bitsandbytes.nn")
-    return (vars(module)[name] for name in _COMMON if name in vars(module)) if module else iter(())
+def _asked() -> Iterator[type]:
+    for name, classes in _ASKED.items():
+        module = sys.modules.get(name)
+        yield from (vars(module)[cls] for cls in classes if cls in vars(module)) if module else ()
 
 
 def _family(kind: type) -> list[type]:
@@ -61,6 +88,47 @@ def _family(kind: type) -> list[type]:
         subclasses: list[type] = type.__subclasses__(cls)
         found += [below for below in subclasses if below not in found]
     return found
+
+
+class _Nothing:
+    """A class without instances that one module names: what else refers to it refers to all classes here."""
+
+    __slots__ = ()  # without the descriptors of an instance, which refer to their class
+
+
+def _absent() -> set[type]:
+    """Those classes that are asked for, and those below them, that have no instance.
+
+    An instance refers to its class. So a class has none that is referred to by nothing but what is known to: the modules
+    that name it, the classes below it, and its own methods. Whoever else refers to it is taken for an instance.
+    """
+    classes = [*{cls for kind in _asked() for cls in _family(kind)}, _Nothing]
+    named = _named({cls.__name__ for cls in classes})
+    others = [sys.getrefcount(cls) - named[id(cls)] - _own_references(cls) for cls in classes]
+    return {cls for cls, count in zip(classes, others) if count == others[-1]}
+
+
+def _named(names: set[str]) -> Counter[int]:
+    """How many modules have it in a global of one of these ``names``, by the ``id`` of what they have there."""
+    modules = {id(m): m for m in list(sys.modules.values()) if isinstance(m, ModuleType)}  # some have several names
+    spaces = map(vars, modules.values())
+    return Counter([id(space[name]) for space in spaces for name in space.keys() & names])
+
+
+def _own_references(cls: type) -> int:
+    """How often ``cls`` is referred to by classes below it and, as ``__class__``, by its methods."""
+    below = _family(cls)[1:]
+    count = sum((c.__base__ is cls) + c.__bases__.count(cls) + c.__mro__.count(cls) for c in below)
+    methods = [f for f in (getattr(f, "__func__", f) for f in vars(cls).values()) if isinstance(f, FunctionType)]
+    cells = {id(cell): cell for method in methods for cell in method.__closure__ or ()}
+    return count + sum(_holds(cell, cls) for cell in cells.values())
+
+
+def _holds(cell: Any, cls: type) -> bool:
+    try:
+        return cell.cell_contents is cls
+    except ValueError:  # nothing is in it yet
+        return False
 
 
 def _walk(kinds: set[type]) -> _Found:

@@ -31,11 +31,11 @@ def dtype_of_scales(base_layer: Any, vector: torch.Tensor) -> torch.dtype:
 
 def damage() -> tuple[str, ...]:
     """Adapters that were put on before the patch was applied."""
-    from peft.tuners.unilora.layer import UniLoraLayer
+    from peft.tuners.unilora.layer import Linear
 
-    if _lost(UniLoraLayer):
+    if _lost(Linear):
         live_objects.collect()  # those that are in a cycle and gone do not count
-    lost = len(_lost(UniLoraLayer))
+    lost = len(_lost(Linear))
     return (
         (f"{lost} UniLora layers have scales in whole numbers: put the adapter on again, and train it",) if lost else ()
     )
