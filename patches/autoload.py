@@ -66,7 +66,7 @@ def start() -> None:
     if started:
         return
     REGISTRY.on_change = lambda report: _tell(report, settings)
-    _tell(REGISTRY.apply(untested=settings.untested), settings)
+    REGISTRY.follow_imports(untested=settings.untested)
 
 
 def _leave_alone_what_is_not_imported_yet() -> None:

@@ -39,7 +39,14 @@ def packages(patch: Patch) -> set[str]:
     return {*map(gate.module_name, gate.packages(patch)), *edited}
 
 
+def is_to_come(patch: Patch) -> bool:
+    """Whether the package that ``patch`` repairs is not imported yet: nothing else about it matters until then."""
+    return not imported(gate.module_name(patch.package))
+
+
 def awaited(patch: Patch) -> set[str]:
     """Modules whose import can still change what becomes of ``patch``."""
+    if is_to_come(patch):
+        return {gate.module_name(patch.package)}
     unseen = {name for name in map(gate.module_name, gate.packages(patch)) if not imported(name)}
     return unseen | missing(patch)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .edits import Edit
 from .frames import in_frames, outlived
-from .locate import Conflict
+from .locate import Conflict, Replaced
 from .report import Status
 from .slots import CodeSlot, NameSlot, Slot, slots_of
 from .state import Duty, Installed, Outcome, State
@@ -23,6 +23,16 @@ NOT_FORGOTTEN = (
 
 class Refused(Exception):
     """A place could not be written; the message says why."""
+
+
+def outcome_of(error: Exception) -> Outcome:
+    """What became of a patch that could not be put in."""
+    if isinstance(error, Replaced):
+        return Outcome(Status.SHADOWED, f"{error}; left as it is")
+    if isinstance(error, Conflict):
+        return Outcome(Status.CONFLICT, str(error))
+    said = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    return Outcome(Status.FAILED, f"{said}; nothing of it was changed")
 
 
 class Draft:

@@ -12,9 +12,8 @@ from weakref import ref
 
 from . import gate, holders, imports, needs, reading
 from .edits import Edit
-from .locate import Conflict, Replaced
 from .patch import Feature, Patch, unknown
-from .plan import Draft, Refused
+from .plan import Draft, outcome_of
 from .report import Report, Status
 from .state import Duty, Outcome, State
 from .transaction import Stale, StepFailed, Store
@@ -47,14 +46,15 @@ class Registry:
             self.patches[patch.id] = patch
         self.disabled: frozenset[str] = frozenset()
         self.on_change: Callable[[Report], None] | None = None
-        """Called with the patches that an import has just brought to an end state."""
+        """Called with the patches that an import, or :meth:`follow_imports`, has just brought to an end state."""
         self._forget_compiled = forget_compiled
         self._survey = survey
         self._store: Store[State] = Store(State())
         self._features: dict[str, Feature] = {}
         self._built: dict[Hashable, tuple[Any, ...]] = {}
         self._hooked: set[str] = set()
-        self._order = {patch_id: i for i, patch_id in enumerate(self.patches)}
+        order = {patch_id: i for i, patch_id in enumerate(self.patches)}
+        self._rank = lambda owner: order.get(owner, len(order))
 
     edits = staticmethod(needs.edits)
     missing = staticmethod(needs.missing)
@@ -74,10 +74,8 @@ class Registry:
         PatchError
             With ``strict``, after all were tried: a patch met a conflict or failed.
         """
-        chosen = self._chosen(ids)
         with self._survey():
-            self._change(partial(self._plan_apply, {patch.id: untested for patch in chosen}, frozenset()))
-        self._await_imports()
+            self._put_in([patch.id for patch in self._chosen(ids)], untested)
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):
             raise PatchError("; ".join(f"{r.id}: {r.status}: {r.reason}" for r in bad))
@@ -137,6 +135,11 @@ class Registry:
         self._change(partial(holders.release, feature, holder, problems))
         return problems
 
+    def follow_imports(self, *, untested: bool = False) -> None:
+        """Apply all patches as :meth:`apply` does; ``on_change`` is told what became of those that need not wait."""
+        self._put_in(self.patches, untested)
+        self._tell(self.patches)
+
     # -- planning ------------------------------------------------------------------------------
 
     def _plan_apply(self, chosen: Mapping[str, bool], fresh: Collection[str], draft: Draft) -> None:
@@ -150,13 +153,14 @@ class Registry:
             if patch_id in self.disabled:
                 continue
             draft.waiting.pop(patch_id, None)
-            if gate.check(patch, untested=untested).status is Status.AVAILABLE and not needs.missing(patch):
+            fits = not needs.is_to_come(patch) and gate.check(patch, untested=untested).status is Status.AVAILABLE
+            if fits and not needs.missing(patch):
                 ready[patch_id] = needs.edits(patch)
             elif needs.awaited(patch):
                 draft.waiting[patch_id] = untested
         changed, failed = draft.put_in(ready)
         for patch_id in failed.keys() - active:
-            draft.conclude(patch_id, _outcome(failed[patch_id]))
+            draft.conclude(patch_id, outcome_of(failed[patch_id]))
         for patch_id in changed:
             patch = self.patches[patch_id]
             draft.conclude(patch_id, Outcome(Status.APPLIED))
@@ -178,6 +182,10 @@ class Registry:
             draft.owe(Duty("compiled"))
 
     # -- changing ------------------------------------------------------------------------------
+
+    def _put_in(self, ids: Iterable[str], untested: bool) -> None:
+        self._change(partial(self._plan_apply, dict.fromkeys(ids, untested), frozenset()))
+        self._await_imports()
 
     def _change(self, plan: Callable[[Draft], None]) -> None:
         """Plan and commit, then do what the change leaves to be done."""
@@ -209,17 +217,13 @@ class Registry:
                     refused[key] = f"{type(error).__name__}: {error}"
                 tried.add(key)
 
-    def _rank(self, owner: str) -> int:
-        return self._order.get(owner, len(self._order))
-
     def _settle(self) -> None:
         """Do what earlier changes left to be done, each until it succeeds, also after an interrupt."""
-        duties = self._store.read().duties
-        with self._survey() if duties else nullcontext():
-            for duty in duties:
-                if duty.kind == "damage":
-                    notes = self._damage(self.patches[duty.owner])
-                    self._record(partial(Draft.fulfil_damage, duty=duty, notes=notes))
+        looks = [duty for duty in self._store.read().duties if duty.kind == "damage"]
+        with self._survey() if looks else nullcontext():
+            for duty in looks:
+                notes = self._damage(self.patches[duty.owner])
+                self._record(partial(Draft.fulfil_damage, duty=duty, notes=notes))
         if Duty("compiled") in self._store.read().duties:
             self._record(partial(Draft.fulfil_compiled, said=self._forgotten()))
 
@@ -270,19 +274,22 @@ class Registry:
     def _arrived(self, name: str) -> None:
         """An awaited module is imported. Nothing of ours raises into that import."""
         try:
-            package = name.partition(".")[0]
-            waiting = self._store.read().waiting
+            package, waiting = name.partition(".")[0], self._store.read().waiting
             ready = {i: untested for i, untested in waiting.items() if package in needs.packages(self.patches[i])}
             if ready:
                 self._change(partial(self._plan_apply, ready, frozenset({package})))
             self._await_imports()
-            settled = [patch_id for patch_id in ready if patch_id not in self._store.read().waiting]
-            if settled and self.on_change is not None:
-                self.on_change(self.report(*settled))
+            self._tell(ready)
         except Exception as error:
             with contextlib.suppress(Exception):
                 text = f"after the import of {name}: {type(error).__name__}: {error}"
                 self._record(lambda draft: draft.note(text))
+
+    def _tell(self, ids: Iterable[str]) -> None:
+        """Tell ``on_change`` what became of those of ``ids`` that wait for nothing."""
+        waiting = self._store.read().waiting
+        if self.on_change is not None and (settled := [patch_id for patch_id in ids if patch_id not in waiting]):
+            self.on_change(self.report(*settled))
 
     def _chosen(self, ids: tuple[str, ...]) -> list[Patch]:
         for patch_id in ids:
@@ -291,12 +298,3 @@ class Registry:
             if patch_id not in self.patches:
                 raise KeyError(unknown(patch_id, self.patches))
         return [patch for patch in self.patches.values() if not ids or patch.id in ids]
-
-
-def _outcome(error: Exception) -> Outcome:
-    if isinstance(error, Replaced):
-        return Outcome(Status.SHADOWED, f"{error}; left as it is")
-    if isinstance(error, Conflict):
-        return Outcome(Status.CONFLICT, str(error))
-    said = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
-    return Outcome(Status.FAILED, f"{said}; nothing of it was changed")

@@ -7,7 +7,7 @@ import importlib.machinery
 import importlib.util
 import sys
 
-from patches.engine import imports as hooks
+from patches.engine import gate, imports as hooks
 from patches.engine.edits import Rewrite
 from patches.engine.report import Status
 
@@ -129,6 +129,20 @@ def test_damage_is_looked_for_only_where_something_can_be_alive(write_module, re
     assert newborn.f(1) == 3 and r.report()["a"].notes == (), "its import had just ended"
     r.revert()
     assert r.apply()["a"].notes == ("damaged",)
+
+
+def test_nobody_asks_for_the_release_of_what_is_not_imported(write_module, registry, monkeypatch):
+    asked = []
+    monkeypatch.setattr(gate, "_metadata_version", asked.append)
+    write_module("unborn", BODY + "__version__ = '1.0'\n")
+    r = registry((Rewrite("unborn:f", "x + 1", "x + 2"),), requires=("unborn>=1",))
+    told = []
+    r.on_change = told.append
+    r.follow_imports()
+    assert not asked and not told
+    assert importlib.import_module("unborn").f(1) == 3
+    assert [result.status for result in told[0]] == [Status.APPLIED]
+    r.revert()
 
 
 def test_a_second_copy_of_the_module_as_the_shim_has_one_sees_what_the_first_put_on_a_spec(write_module):

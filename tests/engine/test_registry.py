@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -256,23 +255,6 @@ def test_many_threads_at_once(toy, registry):
     [t.start() for t in threads], [t.join() for t in threads]
     r.revert()
     assert not errors and toy.plain(5) == 12
-
-
-def test_what_is_alive_is_surveyed_before_a_change_and_damage_looked_for_after_it(toy):
-    seen = []
-
-    @contextlib.contextmanager
-    def survey():
-        seen.append(("survey", toy.plain(5)))
-        yield
-        seen.append("end")
-
-    one = patch("a", Rewrite("toy:plain", "y * 2", "y * 3"), damage=lambda: seen.append(("damage", toy.plain(5))) or ())
-    r = Registry([one], survey=survey)
-    r.apply()
-    assert seen[0] == ("survey", 12) and ("damage", 18) in seen and seen[-1] == "end"
-    assert seen.count(("damage", 18)) == 1
-    r.revert()
 
 
 def test_report_is_plain_data(toy, registry):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 
@@ -77,6 +78,26 @@ def test_an_interrupt_while_damage_is_looked_for_does_not_lose_what_is_found(toy
     assert r.apply()["a"].notes == ("one layer",)
     r.apply()
     assert len(calls) == 2
+
+
+def test_what_is_alive_is_surveyed_before_a_change_and_damage_looked_for_after_it(toy):
+    seen = []
+
+    @contextlib.contextmanager
+    def survey():
+        seen.append(("survey", toy.plain(5)))
+        yield
+        seen.append("end")
+
+    from patches.engine.registry import Registry
+    from tests.engine.conftest import patch
+
+    one = patch("a", Rewrite("toy:plain", "y * 2", "y * 3"), damage=lambda: seen.append(("damage", toy.plain(5))) or ())
+    r = Registry([one], survey=survey)
+    r.apply()
+    assert seen[0] == ("survey", 12) and ("damage", 18) in seen and seen[-1] == "end"
+    assert seen.count(("damage", 18)) == 1
+    r.revert()
 
 
 def test_an_interrupt_while_the_compiler_is_reset_does_not_lose_the_reset(toy):
