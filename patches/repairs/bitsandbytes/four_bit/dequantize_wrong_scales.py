@@ -24,8 +24,6 @@ Upstream: #1789 (the kernel), #1828
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....engine import CannotShow, Finding, Patch, Rewrite
 from ....engine.gate import satisfied
 from ...helpers import block_scales
@@ -49,11 +47,14 @@ def defect() -> Finding:
     return Finding(error > 1e-6, f"a layer of 96 inputs is off by {error:.2f}")
 
 
-_CALL: dict[str, Any] = {
-    "find": "torch.ops.bitsandbytes.dequantize_4bit.default",
-    "replace": "_patches_dequantize",
-    "names": {"_patches_dequantize": block_scales.dequantize},
-}
+_OPERATOR = "torch.ops.bitsandbytes.dequantize_4bit.default"
+
+
+def _call(function: str, width: str, blocksize: str, when: str = "") -> Rewrite:
+    """Ask where a row may be no multiple of a block: the question in place costs a tenth of what a call does."""
+    ours = f"(_patches_dequantize if {width} % {blocksize} else {_OPERATOR})"
+    return Rewrite(function, _OPERATOR, ours, names={"_patches_dequantize": block_scales.dequantize}, when=when)
+
 
 PATCH = Patch(
     id="bitsandbytes-dequantize-wrong-scales",
@@ -66,8 +67,13 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     seen_on=("2.13", "2.15"),
     edits=(
-        Rewrite("bitsandbytes.functional:dequantize_4bit", **_CALL),
-        Rewrite("bitsandbytes.backends.default.ops:_gemm_4bit_default_impl", **_CALL, when="bitsandbytes>=0.50"),
+        _call("bitsandbytes.functional:dequantize_4bit", "quant_state.shape[-1]", "quant_state.blocksize"),
+        _call(
+            "bitsandbytes.backends.default.ops:_gemm_4bit_default_impl",
+            "shapeB[-1]",
+            "blocksize",
+            when="bitsandbytes>=0.50",
+        ),
     ),
     defect=defect,
 )

@@ -97,7 +97,7 @@ PATCH = Patch(
         Rewrite(
             FORWARD,
             find="not self.compute_type_is_set",
-            replace="not torch.compiler.is_compiling() and not self.compute_type_is_set and x.dtype == torch.float16",
+            replace="x.dtype == torch.float16 and not torch.compiler.is_compiling() and not self.compute_type_is_set",
             when="bitsandbytes>=0.47",
         ),
         Rewrite(
