@@ -8,11 +8,12 @@ from ...engine import Rewrite
 from . import int8_scales
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
-def of(layer: Any) -> Tensor:
-    """The weight of ``layer``, dequantized if bitsandbytes quantized it; else the parameter itself."""
+def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight of ``layer``, dequantized (to ``dtype``) if bitsandbytes quantized it; else the parameter itself."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
     from bitsandbytes.nn import Params4bit
@@ -24,10 +25,10 @@ def of(layer: Any) -> Tensor:
         # Which scales are those of the codes is asked of their contents; a compiler cannot.
         known = layer.state.SCB if torch.compiler.is_compiling() else None
         dense: Tensor = int8_vectorwise_dequant(weight.data, int8_scales.scale(layer) if known is None else known)
-        return dense
+        return dense.to(dtype or dense.dtype)
     if isinstance(weight, Params4bit) and weight.quant_state is not None:
         dense = dequantize_4bit(weight.data, weight.quant_state)
-        return dense
+        return dense.to(dtype or dense.dtype)
     return weight
 
 

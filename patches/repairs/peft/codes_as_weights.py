@@ -26,20 +26,9 @@ It costs one dequantized weight for each HRA, PEANuT and HiRA layer in a forward
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ...engine import Finding, Patch, Rewrite
 from ..helpers import dense_weight
 from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def weight_for(layer: Any, factor: Tensor) -> Tensor:
-    """The weight of ``layer``; one that was dequantized in the dtype of ``factor``, which it is multiplied by."""
-    dense = dense_weight.of(layer)
-    return dense if dense is layer.weight else dense.to(factor.dtype)
 
 
 def defect() -> Finding:
@@ -91,8 +80,8 @@ PATCH = Patch(
         Rewrite(
             f"{_TUNERS}.hira.layer:Linear.forward",
             _WEIGHT,
-            "_patches_weight_for(self.get_base_layer(), _prod_AB)",
-            names={"_patches_weight_for": weight_for},
+            "_patches_dense_weight(self.get_base_layer(), _prod_AB.dtype)",
+            names=_NAMES,
             when="peft>=0.20",
         ),
         dense_weight.refuse_merge("hira.layer:Linear.merge", "peft>=0.20,<0.21"),

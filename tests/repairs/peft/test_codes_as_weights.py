@@ -132,3 +132,12 @@ def test_compiled_it_is_the_same(name, bits):
         model.zero_grad()
         for grad, expected in zip(gradients(torch.compile(model, backend="aot_eager")), eager, strict=True):
             assert relative_error(grad, expected) < 1e-5
+
+
+@pytest.mark.skipif("HiRA" not in TUNERS, reason="peft has HiRA from 0.20 on")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_hira_in_another_dtype_than_a_weight_is_dequantized_to(bits):
+    model, plain = models(bits)
+    with patches.applied():
+        model, plain = (with_adapter(m, "HiRA").to(torch.bfloat16) for m in (model, plain))
+        assert relative_error(model(X.bfloat16()), plain(X.bfloat16())) < 0.05
