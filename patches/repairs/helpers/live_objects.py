@@ -14,7 +14,7 @@ import gc
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -57,6 +57,14 @@ def collect() -> None:
     if walk is not None:
         walk.found = {}
     gc.collect()
+
+
+def lasting(question: Callable[[], list[T]]) -> list[T]:
+    """What ``question`` answers, which asks for instances; if there are any, without those that only a cycle holds."""
+    if not question():
+        return []
+    collect()
+    return question()
 
 
 @contextlib.contextmanager

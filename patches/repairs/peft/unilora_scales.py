@@ -31,18 +31,15 @@ def dtype_of_scales(base_layer: Any, vector: torch.Tensor) -> torch.dtype:
 
 def damage() -> tuple[str, ...]:
     """Adapters that were put on before the patch was applied."""
+    lost = len(live_objects.lasting(_with_lost_scales))
+    said = f"{lost} UniLora layers have scales in whole numbers: put the adapter on again, and train it"
+    return (said,) if lost else ()
+
+
+def _with_lost_scales() -> list[Any]:
     from peft.tuners.unilora.layer import Linear
 
-    if _lost(Linear):
-        live_objects.collect()  # those that are in a cycle and gone do not count
-    lost = len(_lost(Linear))
-    return (
-        (f"{lost} UniLora layers have scales in whole numbers: put the adapter on again, and train it",) if lost else ()
-    )
-
-
-def _lost(kind: type[Any]) -> list[Any]:
-    layers = live_objects.instances(kind)
+    layers: list[Any] = live_objects.instances(Linear)
     return [a for a in layers if any(not scale.dtype.is_floating_point for scale in a.unilora_scales_A.values())]
 
 

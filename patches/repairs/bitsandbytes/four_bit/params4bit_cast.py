@@ -42,12 +42,10 @@ def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
 
 def damage() -> tuple[str, ...]:
     """Weights whose bits were cast before the patch was applied: in another dtype than they were packed in."""
-    if _cast_weights():
-        live_objects.collect()  # a weight and its layer refer to each other: those that are gone do not count
     return tuple(
         f"a 4-bit weight of shape {tuple(weight.quant_state.shape)} was packed as {weight.quant_storage} "
         f"and cast to {weight.dtype}: its codes are lost, load the model again"
-        for weight in _cast_weights()
+        for weight in live_objects.lasting(_cast_weights)  # a weight and its layer refer to each other
     )
 
 
