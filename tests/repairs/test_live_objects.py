@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import sys
 import threading
 import weakref
@@ -193,6 +194,24 @@ def test_one_walk_in_another_is_the_same_and_knows_what_was_absent_when_it_began
     with alive.one_walk():
         assert not alive.instances(_Kind) and walks
     del names
+
+
+def test_a_module_that_loads_when_it_is_looked_into_is_not(walks, monkeypatch, tmp_path):
+    """As those of ``importlib.util.LazyLoader``, and objects that stand for a module."""
+    (tmp_path / "lazily.py").write_text("raise AssertionError('it was loaded')")
+    spec = importlib.util.spec_from_file_location("lazily", tmp_path / "lazily.py")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+
+    class Proxy:
+        def __getattribute__(self, name: str) -> object:
+            raise AssertionError(f"it was asked for {name}")
+
+    monkeypatch.setitem(sys.modules, "lazily", lazy)
+    monkeypatch.setitem(sys.modules, "stands_for_one", Proxy())
+    with alive.one_walk():
+        assert not alive.instances(_Kind) and not walks
 
 
 def test_threads_know_nothing_of_each_others_walk(walks):

@@ -118,9 +118,10 @@ def _absent() -> set[type]:
 
 def _named(names: set[str]) -> Counter[int]:
     """How many modules have it in a global of one of these ``names``, by the ``id`` of what they have there."""
-    modules = {id(m): m for m in list(sys.modules.values()) if isinstance(m, ModuleType)}  # some have several names
-    spaces = map(vars, modules.values())
-    return Counter([id(space[name]) for space in spaces for name in space.keys() & names])
+    # Some have several names. Asked past their own ways: `vars` of a lazy one loads it, `isinstance` asks a proxy.
+    modules = {id(m): m for m in list(sys.modules.values()) if issubclass(type(m), ModuleType)}
+    spaces = [object.__getattribute__(m, "__dict__") for m in modules.values()]
+    return Counter([id(space.get(name)) for space in spaces for name in space.keys() & names])
 
 
 def _own_references(cls: type) -> int:
