@@ -90,6 +90,13 @@ class Patch:
         """Name of the distribution that is repaired, the first of ``requires``."""
         return requirement.parse(self.requires[0]).name
 
+    def damaged(self) -> tuple[str, ...]:
+        """What :attr:`damage` says, or that it failed, which must not keep a patch out. Empty without one."""
+        try:
+            return () if self.damage is None else tuple(self.damage())
+        except Exception as error:
+            return (f"looking for what was damaged before failed: {type(error).__name__}: {error}",)
+
 
 def unknown(patch_id: str, known: Iterable[str]) -> str:
     """The message for an id that does not exist."""

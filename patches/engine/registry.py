@@ -74,8 +74,9 @@ class Registry:
         PatchError
             With ``strict``, after all were tried: a patch met a conflict or failed.
         """
-        with self._survey():
-            self._put_in([patch.id for patch in self._chosen(ids)], untested)
+        chosen = self._chosen(ids)
+        with self._survey() if any(patch.damage for patch in chosen) else nullcontext():
+            self._put_in([patch.id for patch in chosen], untested)
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):
             raise PatchError("; ".join(f"{r.id}: {r.status}: {r.reason}" for r in bad))
@@ -222,7 +223,7 @@ class Registry:
         looks = [duty for duty in self._store.read().duties if duty.kind == "damage"]
         with self._survey() if looks else nullcontext():
             for duty in looks:
-                notes = self._damage(self.patches[duty.owner])
+                notes = self.patches[duty.owner].damaged()
                 self._record(partial(Draft.fulfil_damage, duty=duty, notes=notes))
         if Duty("compiled") in self._store.read().duties:
             self._record(partial(Draft.fulfil_compiled, said=self._forgotten()))
@@ -244,13 +245,6 @@ class Registry:
             except StepFailed:
                 pass  # a name that cannot be taken out harms nobody
             return
-
-    def _damage(self, patch: Patch) -> tuple[str, ...]:
-        assert patch.damage is not None
-        try:
-            return tuple(patch.damage())
-        except Exception as error:
-            return (f"looking for what was damaged before failed: {type(error).__name__}: {error}",)
 
     def _forgotten(self) -> str | None:
         try:

@@ -100,6 +100,15 @@ def test_what_is_alive_is_surveyed_before_a_change_and_damage_looked_for_after_i
     r.revert()
 
 
+def test_nothing_is_surveyed_for_patches_that_ask_for_no_damage(toy):
+    from patches.engine.registry import Registry
+    from tests.engine.conftest import patch
+
+    r = Registry([patch("a", Rewrite("toy:plain", "y * 2", "y * 3"))], survey=lambda: pytest.fail("it takes time"))
+    r.apply()
+    r.revert()
+
+
 def test_an_interrupt_while_the_compiler_is_reset_does_not_lose_the_reset(toy):
     from patches.engine.registry import Registry
     from tests.engine.conftest import patch
