@@ -5,9 +5,11 @@ Patches go in and out for a whole group of programs, not for each: that is what 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .catalogue import Case
@@ -42,8 +44,19 @@ class Verdicts:
         if case.id not in self._judged:
             gc.collect()
             gc.freeze()  # what is alive is kept out of the walks by which patches look for damage: they take the time
-            self._judged |= _judge(self._groups[_group(case)])
+            with _silent():
+                self._judged |= _judge(self._groups[_group(case)])
         return self._judged[case.id]
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing is logged. Once for many programs: it goes through all loggers that there are."""
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _group(case: Case) -> str:
@@ -51,7 +64,9 @@ def _group(case: Case) -> str:
 
 
 def _judge(cases: Sequence[Case]) -> dict[str, Judged]:
-    judged = {case.id: _unpatched(case) for case in cases}
+    with plugin(NONE):
+        found = [_unpatched(case) for case in cases]
+    judged = {case.id: Judged(trace, _reached(case, entered)) for case, (trace, entered) in zip(cases, found)}
     everything = frozenset(here())
     for ids in (everything, *(frozenset({one}) for one in here())):
         alone = ids != everything
@@ -74,15 +89,16 @@ def _alone(case: Case, judged: Judged, patch_id: str) -> bool:
     return patch_id in judged.reached and runs_here(case, patch_id)
 
 
-def _unpatched(case: Case) -> Judged:
+def _unpatched(case: Case) -> tuple[Trace, Entered]:
     entered = Entered()
     if case.program.compiles:
         run_layer(case, entered.tracing)
-        trace = run(case, (NONE, NONE))
-    else:
-        trace = run(case, (NONE, NONE), entered.tracing)
-    reached = frozenset(here()) if case.may_crash else patches_reached(entered, case.program.compiles)
-    return Judged(trace, reached)
+        return run(case, (NONE, NONE)), entered
+    return run(case, (NONE, NONE), entered.tracing), entered
+
+
+def _reached(case: Case, entered: Entered) -> frozenset[str]:
+    return frozenset(here()) if case.may_crash else patches_reached(entered, case.program.compiles)
 
 
 def _compare(case: Case, judged: Judged, name: str, sets: Sets, alone: bool) -> None:
