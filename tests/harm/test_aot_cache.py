@@ -9,13 +9,11 @@ import ast
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import processor
+from tests import forks, processor
 
 from .aot_worker import KINDS
 from .checks import Check
@@ -31,8 +29,8 @@ def train(cache: Path, root: Path | None = None) -> dict[str, Trace]:
     out.unlink(missing_ok=True)
     path = os.pathsep.join([*os.environ["PYTHONPATH"].split(os.pathsep), str(processor.ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "0"}
-    command = [sys.executable, str(WORKER), str(cache), str(out), *([str(root)] if root else [])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    arguments = [str(WORKER), str(cache), str(out), *([str(root)] if root else [])]
+    (done,) = forks.run(forks.Program(arguments, env), timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     shown = json.loads(out.read_text())
     return {kind: Trace(tuple(Check(right, figure) for right, figure in shown[kind])) for kind in KINDS}

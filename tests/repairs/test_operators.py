@@ -18,7 +18,9 @@ import json, torch
 import bitsandbytes as bnb
 import patches
 from torch._dynamo.utils import counters
+from tests import own_cache
 
+own_cache.compile_cheaply()
 patches.apply()
 torch.manual_seed(0)
 layers = {

@@ -103,7 +103,9 @@ import json, sys, torch
 import bitsandbytes as bnb
 import patches
 from torch._dynamo.utils import counters
+from tests import own_cache
 
+own_cache.compile_cheaply()
 patches.apply(sys.argv[1], strict=True)
 torch.manual_seed(0)
 layer = bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
@@ -116,9 +118,9 @@ print(json.dumps({**found, "y": y.tolist(), "grad": x.grad.tolist()}))
 """
 
 
-def test_the_next_process_finds_it(fresh, tmp_path):
+def test_the_next_process_finds_it(forked, tmp_path):
     first, second = (
-        json.loads(fresh(TWICE, ID, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).splitlines()[-1]) for _ in range(2)
+        json.loads(forked(TWICE, ID, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).splitlines()[-1]) for _ in range(2)
     )
     assert (first["miss"], first["hit"], first["bypass"]) == (1, 0, 0)
     assert (second["miss"], second["hit"], second["bypass"]) == (0, 1, 0)
