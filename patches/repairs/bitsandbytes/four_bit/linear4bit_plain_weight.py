@@ -79,7 +79,8 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     seen_on=("2.13", "2.15"),
     edits=(
-        # Not `self.weight`: that is a call of Module.__getattr__. Where there is no such parameter the helper looks.
+        # Not `self.weight`: that is a call of Module.__getattr__. Where there is no such parameter the helpers look, of
+        # which the one of bitsandbytes does nothing where there is a state.
         Rewrite(
             "bitsandbytes.nn.modules:Linear4bit.forward",
             find="fix_4bit_weight_quant_state_from_module(self)",
@@ -87,7 +88,7 @@ PATCH = Patch(
                 if getattr(self._parameters.get("weight"), "quant_state", None) is None:
                     if _patches_holds_plain_weight(self):
                         return _patches_plain_linear(self, x)
-                fix_4bit_weight_quant_state_from_module(self)
+                    fix_4bit_weight_quant_state_from_module(self)
             """,
             names={"_patches_holds_plain_weight": holds_plain_weight, "_patches_plain_linear": plain_linear},
         ),
