@@ -58,7 +58,7 @@ _PACKED_WEIGHTS = __name__.partition(".repairs.")[0] + ".repairs.helpers.operato
 _TILE = 32  # output rows in a tile of the packed layout
 
 
-def canonical_state(layer: Linear4bit) -> QuantState | None:
+def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> QuantState | None:
     """The layer's quantization state, unpacked if it was packed; training frees the packed copy."""
     weight = layer._parameters.get("weight")  # not `layer.weight`, which takes 0.6 us
     if weight is None:
@@ -70,11 +70,9 @@ def canonical_state(layer: Linear4bit) -> QuantState | None:
         weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(weight.data, state)
         return weight.quant_state
     # Layers that were pickled by an older release have no such attribute.
-    if layer.training and vars(layer).get("support_avx512bf16_for_cpu", False) and state is not None:
-        import torch
-
+    if layer.training and layer.__dict__.get("support_avx512bf16_for_cpu", False) and state is not None:
         # Looked up, not imported: each training forward comes by, and most programs never pack a weight.
-        packed_weights = None if torch.compiler.is_compiling() else sys.modules.get(_PACKED_WEIGHTS)
+        packed_weights = None if is_compiling() else sys.modules.get(_PACKED_WEIGHTS)
         if packed_weights is not None and packed_weights.alive and state.absmax.is_cpu:
             packed_weights.release(weight)
     return state
@@ -82,7 +80,7 @@ def canonical_state(layer: Linear4bit) -> QuantState | None:
 
 def _is_packed(state: QuantState | None) -> bool:
     # Not by getattr: QuantState looks for what it has not.
-    return state is not None and vars(state).get("packing_format_for_cpu", False)
+    return state is not None and state.__dict__.get("packing_format_for_cpu", False)
 
 
 def restore_scales(state: QuantState) -> bool:
@@ -198,7 +196,7 @@ PATCH = Patch(
         Rewrite(
             _FORWARD,
             "quant_state = self.weight.quant_state",
-            "quant_state = _patches_canonical_state(self)\n_patches_product = None",
+            "quant_state = _patches_canonical_state(self, torch.compiler.is_compiling)\n_patches_product = None",
             names={"_patches_canonical_state": canonical_state},
         ),
         Rewrite(
