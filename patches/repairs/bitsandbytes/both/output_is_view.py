@@ -44,7 +44,8 @@ def defect() -> Finding:
 
 
 _FUNCTIONS = "bitsandbytes.autograd._functions"
-_VIEW = "torch.compiler.is_compiling() or output._is_view()"  # Dynamo cannot ask, and drops a detach
+# A product without a bias is a view of nothing. Dynamo cannot ask, and drops a detach.
+_VIEW = "bias is not None and (torch.compiler.is_compiling() or output._is_view())"
 
 PATCH = Patch(
     id="bitsandbytes-output-is-view",
@@ -75,7 +76,7 @@ PATCH = Patch(
         Rewrite(
             f"{_FUNCTIONS}:MatMul4Bit.forward",
             "return output",
-            f"return output.detach() if out is None and ({_VIEW}) else output",
+            f"return output.detach() if out is None and {_VIEW} else output",
             when="bitsandbytes>=0.50",
         ),
     ),
