@@ -13,7 +13,6 @@ parameter: hooks see it, and checkpointing brings it again instead of keeping it
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -43,16 +42,22 @@ def notice(layer: Module) -> None:
 
 def is_resident(parameter: Any) -> bool:
     """Whether ``parameter`` is one that stays with its module. False for what is no parameter, such as None."""
-    if not _is_parameter(type(parameter)):  # type: ignore[arg-type]  # to mypy, a class has no hash
+    if type(parameter) not in _parameters and not _is_parameter(type(parameter)):
         return False
     return not (_brought and (known := _brought.get(id(parameter))) is not None and known() is parameter)
 
 
-@functools.cache
+_parameters: set[type] = set()
+"""The classes of parameters that were asked for."""
+
+
 def _is_parameter(cls: type) -> bool:
     import torch
 
-    return issubclass(cls, torch.nn.Parameter)
+    if issubclass(cls, torch.nn.Parameter):
+        _parameters.add(cls)
+        return True
+    return False
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:

@@ -50,19 +50,6 @@ def _operands(weight: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ..
     return weight, state.absmax, state.offset, nested.absmax, nested.code
 
 
-def _noted(weight: torch.Tensor, state: QuantState) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """Those, and how often each was written to. Written out: every layer comes by twice in each step of a training.
-
-    Raises ``RuntimeError`` for what was made in inference mode: there torch does not count.
-    """
-    nested, absmax = state.state2, state.absmax
-    if nested is None:
-        return (weight, absmax), (weight._version, absmax._version)
-    offset, absmax2, code2 = state.offset, nested.absmax, nested.code
-    versions = weight._version, absmax._version, offset._version, absmax2._version, code2._version
-    return (weight, absmax, offset, absmax2, code2), versions
-
-
 def _state(operands: tuple[torch.Tensor, ...], state: QuantState) -> QuantState:
     """One like ``state`` that holds ``operands``."""
     from bitsandbytes.functional import QuantState
@@ -77,16 +64,27 @@ def _state(operands: tuple[torch.Tensor, ...], state: QuantState) -> QuantState:
 
 
 def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
-    """Note for backward what ``weight`` and ``state`` hold now, if the weight is resident."""
+    """Note for backward what ``weight`` and ``state`` hold now, and how often it was written to, if it is resident.
+
+    Written out, like :func:`recall`: each layer comes by both in each step of a training.
+    """
     owner = weight._base  # it comes as a view, or as itself from who calls the function
-    if kept_weights.is_resident(weight if owner is None else owner):
-        ctx.tensors = None, weight
-        try:
-            ctx._patches_noted = _noted(weight, state)
-        except RuntimeError:
-            ctx._patches_noted = _operands(weight, state), None
-    else:
+    if not kept_weights.is_resident(weight if owner is None else owner):
         save(ctx, weight, state)
+        return
+    ctx.tensors = None, weight
+    nested, absmax = state.state2, state.absmax
+    try:
+        if nested is None:
+            ctx._patches_noted = weight, absmax, weight._version, absmax._version
+            return
+        offset, absmax2, code2 = state.offset, nested.absmax, nested.code
+        ctx._patches_noted = (
+            weight, absmax, offset, absmax2, code2,
+            weight._version, absmax._version, offset._version, absmax2._version, code2._version,
+        )  # fmt: skip
+    except RuntimeError:  # made in inference mode: there torch does not count
+        ctx._patches_noted = _uncounted(_operands(weight, state))
 
 
 def save(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
@@ -96,26 +94,48 @@ def save(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
         ctx.save_for_backward(*operands)
         ctx.tensors, ctx._patches_noted = _ELSEWHERE, None
     else:
-        ctx.tensors, ctx._patches_noted = (None, weight), (operands, None)
+        ctx.tensors, ctx._patches_noted = (None, weight), _uncounted(operands)
+
+
+def _uncounted(operands: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """What is noted of ``operands`` for which torch does not count."""
+    return *operands, *(None for _ in operands)
 
 
 def recall(ctx: Any) -> Any:
     """An object with the ``tensors`` and the ``state`` that forward used: ``ctx``, if it has them."""
     noted = getattr(ctx, "_patches_noted", ())
     if noted:
-        operands, versions = noted
+        state = ctx.state
+        nested, absmax = state.state2, state.absmax
         try:
-            now, written = _noted(operands[0], ctx.state)
-        except RuntimeError:
-            now, written = _operands(operands[0], ctx.state), None
-        if written == versions and all(map(is_, operands, now)):
-            return ctx
-    if not ctx.needs_input_grad[0] or noted == ():  # no need; a forward without the patch
+            if nested is None:
+                if len(noted) == 4 and absmax is noted[1]:
+                    if noted[0]._version == noted[2] and absmax._version == noted[3]:
+                        return ctx
+            elif len(noted) == 10:
+                weight, absmax1, offset, absmax2, code2, v, v1, v2, v3, v4 = noted
+                if absmax is absmax1 and state.offset is offset and nested.absmax is absmax2 and nested.code is code2:
+                    if weight._version == v and absmax._version == v1 and offset._version == v2:
+                        if absmax2._version == v3 and code2._version == v4:
+                            return ctx
+        except RuntimeError:  # made in inference mode
+            now = _operands(noted[0], state)
+            if len(noted) == 2 * len(now) and all(map(is_, now, noted)):
+                return ctx
+    return _recall_others(ctx, noted)
+
+
+def _recall_others(ctx: Any, noted: tuple[Any, ...] | None) -> Any:
+    """The same for what is not as it was noted, or was saved, or is of a forward without the patch."""
+    if not ctx.needs_input_grad[0] or noted == ():
         return ctx
     if noted is None:
         operands = ctx.saved_tensors
-    elif versions and versions != kept_weights.versions_of(operands):
-        kept_weights.refuse(operands, versions)
+    else:
+        operands, versions = noted[: len(noted) // 2], noted[len(noted) // 2 :]
+        if None not in versions and versions != kept_weights.versions_of(operands):
+            kept_weights.refuse(operands, versions)
     return _Kept((None, operands[0]), _state(operands, ctx.state))
 
 
@@ -156,7 +176,7 @@ PATCH = Patch(
         Rewrite(
             "bitsandbytes.nn.modules:Linear4bit.forward",
             "inp_dtype = x.dtype",
-            "inp_dtype = x.dtype\nif '_hf_hook' in vars(self):\n    _patches_notice(self)",
+            "inp_dtype = x.dtype\nif '_hf_hook' in self.__dict__:\n    _patches_notice(self)",
             names={"_patches_notice": kept_weights.notice},
         ),
         Rewrite(

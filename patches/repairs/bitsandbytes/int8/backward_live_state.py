@@ -26,8 +26,6 @@ patch goes through the original code after a revert, but for what was saved: tha
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
@@ -58,6 +56,7 @@ class _Kept(NamedTuple):
 
 
 _UNNEEDED = _Kept(_Weight(None, None, 0.0))
+_NO_TENSORS, _NO_TENSOR_STATES = (None, None, None), (None, None)
 
 
 def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: Any, A: Any) -> None:
@@ -70,26 +69,13 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
     if needs[1] or state.has_fp16_weights or not kept_weights.is_resident(B):
         _save(ctx, B, state, CAt, subA, SCAt, idx, A)
         return
-    ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, (None, None, None), (None, None), None
+    ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, _NO_TENSORS, _NO_TENSOR_STATES, None
     if needs[0]:
         CB, SCB = state.CB, state.SCB
-        ctx._patches_noted = (CB, SCB, B), _versions(CB, SCB, B)
-
-
-def _versions(CB: Tensor, SCB: Tensor, B: Tensor) -> tuple[int, int, int] | None:
-    """How often each was written to; None if torch does not count, for what was made in inference mode."""
-    try:
-        with _without_torch_function()():  # an Int8Params takes 1.5 us to answer otherwise
-            return CB._version, SCB._version, B._version
-    except RuntimeError:
-        return None
-
-
-@functools.cache
-def _without_torch_function() -> Any:
-    import torch
-
-    return torch._C.DisableTorchFunctionSubclass
+        try:
+            ctx._patches_noted = CB, SCB, B, CB._version, SCB._version, B._version
+        except RuntimeError:  # made in inference mode: there torch does not count
+            ctx._patches_noted = CB, SCB, B, None, None, None
 
 
 def _save(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: Any, A: Any) -> None:
@@ -107,7 +93,7 @@ def _save(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
     else:
         ctx.state = _Weight(CB, SCB, state.threshold)
         ctx.tensors, ctx.tensor_states, ctx.A = (CAt, subA, A), (SCAt, idx), A
-        ctx._patches_noted = (CB, SCB, B), None
+        ctx._patches_noted = CB, SCB, B, None, None, None
 
 
 def _codes(B: Tensor, CB: Tensor | None) -> Tensor | None:
@@ -124,24 +110,24 @@ def _recall(ctx: Any) -> Any:
     needs = ctx.needs_input_grad
     if not (needs[0] or needs[1]):  # the bias alone is trained
         return _UNNEEDED
-    if not hasattr(ctx, "_patches_noted"):  # a forward without the patch
-        return ctx
-    if ctx._patches_noted is None:
-        CB, SCB, CAt, subA, SCAt, idx, A = ctx.saved_tensors  # once, as saved-tensor hooks demand
-        return _Kept(_Weight(CB, SCB, ctx.threshold), (CAt, subA, A), (SCAt, idx), A)
-    tensors: tuple[Tensor, Tensor, Tensor]
-    tensors, versions = ctx._patches_noted
-    if versions and versions != _versions(*tensors) and _are_written(*tensors, versions):
-        kept_weights.refuse(tensors, versions)
+    noted = getattr(ctx, "_patches_noted", ())
+    if not noted:
+        return ctx if noted == () else _saved(ctx)  # () of a forward without the patch
+    CB, SCB, B, version, scales_version, weight_version = noted
+    if version is not None and (CB._version != version or SCB._version != scales_version):
+        kept_weights.refuse((CB, SCB), (version, scales_version))
+    # Written to through the weight, if that is the same memory by now.
+    if version is not None and B._version != weight_version and B.data_ptr() == CB.data_ptr():
+        kept_weights.refuse((B,), (weight_version,))
     state = ctx.state
-    if state.CB is tensors[0] and state.SCB is tensors[1]:
+    if state.CB is CB and state.SCB is SCB:
         return ctx
-    return _Kept(_Weight(tensors[0], tensors[1], state.threshold))
+    return _Kept(_Weight(CB, SCB, state.threshold))
 
 
-def _are_written(CB: Tensor, SCB: Tensor, B: Tensor, versions: Sequence[int]) -> bool:
-    """Whether codes or scales were: through the weight ``B``, if that is the same memory by now."""
-    return (CB._version, SCB._version) != versions[:2] or B.data_ptr() == CB.data_ptr()
+def _saved(ctx: Any) -> _Kept:
+    CB, SCB, CAt, subA, SCAt, idx, A = ctx.saved_tensors  # once, as saved-tensor hooks demand
+    return _Kept(_Weight(CB, SCB, ctx.threshold), (CAt, subA, A), (SCAt, idx), A)
 
 
 def _half(A: Tensor) -> Tensor:
