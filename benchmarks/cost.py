@@ -87,13 +87,13 @@ def calls(device: str, rounds: int) -> dict[str, Any]:
     """One eager call of what patches touch, in microseconds, unpatched and patched in alternation."""
     import patches
 
-    called = subjects(device)
-    found: dict[str, dict[str, list[float]]] = {name: {"unpatched": [], "patched": []} for name in called}
+    found: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds):
         for state, change in (("unpatched", patches.revert), ("patched", patches.apply)):
             change()
-            for name, subject in called.items():
-                found[name][state].append(microseconds(subject, device))
+            for name, subject in subjects(device).items():  # made anew: where they lie in memory matters
+                both = found.setdefault(name, {"unpatched": [], "patched": []})
+                both[state].append(microseconds(subject, device))
     patches.revert()
     rows = {}
     for name, both in found.items():
