@@ -109,15 +109,32 @@ _Candidate = tuple[list[str], tuple[ast.stmt, ...]]
 def _guess(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
     """Where it ends and what is imported, read from the code object and the module: nearly always right."""
     codes = nested(code)
-    ends = [end for c in codes for _, end, _, _ in getattr(c, "co_positions", tuple)() if end]  # Python 3.11
-    if not ends:
-        return
-    block = lines[code.co_firstlineno - 1 : max(ends)]
+    last = max((line for c in codes for *_, line in c.co_lines() if line), default=code.co_firstlineno)
+    block = _until_dedent(lines, code.co_firstlineno - 1, last)
     used = {name: function.__globals__.get(name) for c in codes for name in c.co_names}
     yield block, _import_of({name for name, value in used.items() if _is_foreign(value, function.__module__)})
     # Constants too, and what was not there to import: all but locals and what a line of the file begins with.
     own = {name for c in codes for name in (*c.co_varnames, *c.co_cellvars)}.union(_BEGINS.findall("".join(lines)))
     yield block, _import_of({name for name in used if name not in own and not hasattr(builtins, name)})
+
+
+def _until_dedent(lines: list[str], first: int, last: int) -> list[str]:
+    """The lines of what begins at the index ``first``: up to the first that is indented no more.
+
+    ``last`` is the line in which its last statement begins. Comments and blank lines at the end are left out.
+    """
+    indent, end = _indent(lines[first]), last
+    for at in range(last, len(lines)):
+        text = lines[at].strip()
+        if text and _indent(lines[at]) <= indent:
+            break
+        if text and not text.startswith("#"):
+            end = at + 1
+    return lines[first:end]
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _exact(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
@@ -152,7 +169,7 @@ def _in_scopes(block: list[str], code: CodeType, qualname: str) -> tuple[str, in
             scopes.append(f"def {outer}({', '.join(free)}):")
         else:
             scopes.append(f"class {name}:")
-    indent = len(block[0]) - len(block[0].lstrip())
+    indent = _indent(block[0])
     if indent and not scopes:
         scopes.append("if 1:")
     if indent < len(scopes) or code.co_firstlineno <= len(scopes):
