@@ -6,9 +6,8 @@ import ast
 import functools
 import textwrap
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .edits import Rewrite
 from .locate import Conflict, FunctionNode, Source, compiled
@@ -18,8 +17,7 @@ _CHILDLESS = frozenset({ast.Name, ast.Constant, *(kind for shared in _SHARED for
 """Types of most nodes: none of them has a node below it that is its own."""
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """One place found: neighbouring nodes (one, if an expression) and what stands there instead."""
 
     nodes: list[ast.AST]
@@ -70,15 +68,19 @@ def occurrences(source: Source, text: str) -> int:
 @functools.cache
 def _pattern(find_text: str, replace_text: str) -> tuple[tuple[ast.AST, ...], bool]:
     """What to find, and whether it is an expression that gives way to another; else it is statements."""
-    find, replace = (ast.parse(textwrap.dedent(text)).body for text in (find_text, replace_text))
+    find, replace = (_parsed(text) for text in (find_text, replace_text))
     if len(find) == len(replace) == 1 and isinstance(find[0], ast.Expr) and isinstance(replace[0], ast.Expr):
         return (find[0].value,), True
     return tuple(find), False
 
 
+def _parsed(text: str) -> list[ast.stmt]:
+    return ast.parse(textwrap.dedent(text) if "\n" in text else text.strip()).body  # dedent takes its time
+
+
 def _replacement(edit: Rewrite) -> list[ast.AST]:
     """New nodes to put there."""
-    body: list[Any] = ast.parse(textwrap.dedent(edit.replace)).body or [ast.Pass()]
+    body: list[Any] = _parsed(edit.replace) or [ast.Pass()]
     return [body[0].value] if _pattern(edit.find, edit.replace)[1] else body
 
 
