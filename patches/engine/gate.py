@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
@@ -16,8 +16,7 @@ from .patch import Patch
 from .report import Status
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """``status`` is AVAILABLE, NOT_INSTALLED, NOT_AFFECTED or UNTESTED."""
 
     status: Status

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 from .edits import Edit
@@ -34,8 +34,7 @@ class Installed:
         return owner in [name for name, _ in self.edits]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What cannot be read from the process: why a patch is not in it, or what was found when it went in."""
 
     status: Status
@@ -43,8 +42,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Duty:
+class Duty(NamedTuple):
     """What a change leaves to be done outside of it; it stays until it was done, also after an interrupt."""
 
     kind: str

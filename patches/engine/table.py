@@ -6,13 +6,12 @@ import html
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 INDENT = "    "
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A line: cells that stand in columns, then details, which get lines of their own where they do not fit."""
 
     cells: Sequence[str]

@@ -18,9 +18,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 State = TypeVar("State")
 _call = partial.__call__
@@ -38,8 +37,7 @@ class StepFailed(Exception):
         self.step = step
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One write: what does it, what undoes it, each a :class:`functools.partial` of a C function."""
 
     place: Any

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -14,8 +13,7 @@ WORTH_A_WORD = 0.1
 """The share of the model's parameters from which on it matters."""
 
 
-@dataclass(frozen=True)
-class Experts:
+class Experts(NamedTuple):
     """Those of one model, and how much of it they are."""
 
     tensors: dict[str, torch.Tensor]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 Tensors = dict[str, "torch.Tensor"]
 
 
-@dataclass(frozen=True)
-class Quantized:
+class Quantized(NamedTuple):
     """The quantized weight that a group of keys is to be read for."""
 
     name: str
