@@ -7,13 +7,11 @@ An edit is a declaration: it says where and what. :mod:`.slots` knows how a plac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any
+from types import FunctionType, MappingProxyType
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Rewrite:
+class Rewrite(NamedTuple):
     """Replace syntax-tree nodes inside an installed function, by swapping its ``__code__``.
 
     The function stays the same object, so every alias, bound method, hooked module and compiled
@@ -46,14 +44,13 @@ class Rewrite:
     target: str
     find: str
     replace: str = ""
-    count: int = 1
-    names: Mapping[str, Any] = field(default_factory=dict)
+    count: int = 1  # type: ignore[assignment]  # a method of tuples, which nobody calls here
+    names: Mapping[str, Any] = MappingProxyType({})
     when: str = ""
     reach: Callable[[], FunctionType] | None = None
 
 
-@dataclass(frozen=True)
-class SetAttribute:
+class SetAttribute(NamedTuple):
     """Set one attribute of a class or module, through the owner's own ``__dict__``.
 
     Give ``value``, or ``make``: called with the raw original (``None`` where there was none; a
@@ -85,8 +82,7 @@ class SetAttribute:
     when: str = ""
 
 
-@dataclass(frozen=True)
-class DeleteAttribute:
+class DeleteAttribute(NamedTuple):
     """Delete one attribute of a class or module. Absent already is fine if ``missing_ok``."""
 
     target: str

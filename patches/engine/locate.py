@@ -15,8 +15,8 @@ import inspect
 import linecache
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import NamedTuple
 
 from .frames import nested
 
@@ -35,8 +35,7 @@ class Replaced(Conflict):
     """Another package has put a function of its own in the place."""
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """The text and syntax tree of one function as it was imported."""
 
     code: CodeType
@@ -50,13 +49,13 @@ class Source:
     """The function's own lines, decorators included; the first is line ``code.co_firstlineno``."""
     file: list[str]
     """All lines of its file."""
-    _unused: list[tuple[ast.Module, FunctionNode]] = field(default_factory=list, compare=False, repr=False)
+    unused: list[tuple[ast.Module, FunctionNode]]
     """The syntax tree that it was found right with, until somebody asks for one."""
 
     def parse(self) -> tuple[ast.Module, FunctionNode]:
         """A syntax tree that nobody else has, and the function in it."""
         with contextlib.suppress(IndexError):
-            return self._unused.pop()
+            return self.unused.pop()
         tree = ast.parse(self.text, self.code.co_filename)
         node: ast.AST = tree
         for _ in range(self.depth + 1):
@@ -86,10 +85,10 @@ def read(function: FunctionType, code: CodeType) -> Source:
         try:
             for block, imports in candidate(function, code, lines):
                 text, depth = _in_scopes(block, code, function.__qualname__)
-                found = Source(code, text, depth, imports, block, lines)
+                found = Source(code, text, depth, imports, block, lines, [])
                 parsed = found.parse()
                 if compiled(parsed[0], code) == code:
-                    found._unused.append(parsed)
+                    found.unused.append(parsed)
                     return found
             problem = None
         except (SyntaxError, IndexError, LookupError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import requirement
 
@@ -36,8 +36,7 @@ class CannotShow(Exception):
     """
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """Edits that repair nothing: they are in while someone uses them. See ``Registry.hold``."""
 
     id: str

@@ -8,7 +8,6 @@ the same edits, so that each patch is right alone too: the next ``.to()`` would 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Rewrite
@@ -102,5 +101,5 @@ KEEP_CODES = (
 )
 
 KEEP_CODES_BEFORE_048 = tuple(
-    replace(edit, when=" and ".join(filter(None, (edit.when, "bitsandbytes<0.48")))) for edit in KEEP_CODES
+    edit._replace(when=" and ".join(filter(None, (edit.when, "bitsandbytes<0.48")))) for edit in KEEP_CODES
 )
