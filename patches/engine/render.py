@@ -65,7 +65,7 @@ def _spliced(source: Source, edits: Sequence[Rewrite]) -> list[str]:
     first = source.code.co_firstlineno
     lines = [line.encode() for line in source.lines]
     spans = []
-    for match in matches(function, edits):
+    for match in matches(source, function, edits):
         start: Any = match.nodes[0]
         end: Any = match.nodes[-1]
         text = textwrap.dedent(match.text).strip("\n") or "pass"

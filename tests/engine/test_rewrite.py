@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import sys
 import traceback
 
 import pytest
 
-from patches.engine import match
 from patches.engine.edits import Rewrite
 from patches.engine.report import Status
 from patches.engine.match import check
@@ -139,12 +137,6 @@ def test_an_edit_that_two_patches_declare_is_made_once_and_stays_for_the_second(
     assert toy.plain(5) == 15
     r.revert()
     assert toy.plain.__code__ is original
-
-
-def test_edits_that_have_only_an_operator_in_common_do_not_overlap():
-    function = ast.parse("def f(a, b):\n    c = a + b\n    return c * (b + a)").body[0]
-    edits = [Rewrite("m:f", "a + b", "a"), Rewrite("m:f", "b + a", "b")]
-    assert len(match.matches(function, edits)) == 2  # the parser makes one Add for both
 
 
 def test_a_file_that_changed_since_the_import_is_a_conflict(toy, registry, tmp_path):
