@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -39,13 +40,19 @@ HOOK = ["bnb_patches_autoload", "bnb_patches_imports"]
 @pytest.fixture
 def probe(fresh: Callable[..., str], site: Path) -> Callable[..., dict[str, Any]]:
     """Run ``code`` where the plugin is installed; what is then imported, applied and logged."""
+    return functools.partial(_probed, fresh, site)
 
-    def run(code: str, root: Path = ROOT, **environ: str) -> dict[str, Any]:
-        path = [str(site), str(root), os.environ["PYTHONPATH"]]
-        environ = {"PATCHES_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(path), **environ}
-        return json.loads(fresh(PROBE.replace("{code}", code), cwd=root, **environ).splitlines()[-1])
 
-    return run
+@pytest.fixture
+def probe_forked(forked: Callable[..., str], site: Path) -> Callable[..., dict[str, Any]]:
+    """The same where torch, transformers and accelerate are imported before the plugin is asked."""
+    return functools.partial(_probed, forked, site)
+
+
+def _probed(run: Callable[..., str], site: Path, code: str, root: Path = ROOT, **environ: str) -> dict[str, Any]:
+    path = [str(site), str(root), os.environ["PYTHONPATH"]]
+    environ = {"PATCHES_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(path), **environ}
+    return json.loads(run(PROBE.replace("{code}", code), cwd=root, **environ).splitlines()[-1])
 
 
 def test_every_package_that_needs_no_bitsandbytes_is_waited_for():
@@ -100,12 +107,12 @@ def test_a_broken_installation_does_not_reach_the_import(probe, tmp_path, file):
     assert all(line.startswith("WARNING bnb-patches is not active") for line in found["lines"])
 
 
-def test_bitsandbytes_after_them_says_nothing_twice_and_what_was_reverted_stays_so(probe):
+def test_bitsandbytes_after_them_says_nothing_twice_and_what_was_reverted_stays_so(probe, probe_forked):
     pytest.importorskip("bitsandbytes")
-    found = probe("import torch, accelerate, patches; patches.revert(); import bitsandbytes")
+    found = probe_forked("import torch, accelerate, patches; patches.revert(); import bitsandbytes")
     assert found["applied"] == []
     off = "import torch, accelerate, os; os.environ['PATCHES_AUTOLOAD'] = '0'; import bitsandbytes"
-    assert not [name for name in probe(off)["applied"] if name.startswith("bitsandbytes")]
+    assert not [name for name in probe_forked(off)["applied"] if name.startswith("bitsandbytes")]
     again = probe("import torch, accelerate, bitsandbytes")
     assert [name for name in again["applied"] if name.startswith("bitsandbytes")]
     assert len(again["lines"]) == len(set(again["lines"])) > 1
