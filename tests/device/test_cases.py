@@ -38,12 +38,12 @@ def cases(*names: str) -> tuple[str, ...]:
 GROUPS = {
     "cuda-layers": ("cuda", *cases(*LAYERS)),
     "cuda-models": ("cuda", *cases(*MODELS)),
-    "cuda-suite": ("cuda", "-k", "cuda", *(f"tests/repairs/{name}" for name in SUITE)),
-    "cuda-flows": (
+    "cuda-suite": (
         "cuda",
         "-k",
-        "cuda and (trainer or tied)",
-        *(f"tests/repairs/peft/test_offloaded_{n}.py" for n in FLOWS),
+        "cuda and (trainer or tied or not offloaded_merge)",
+        *(f"tests/repairs/{name}" for name in SUITE),
+        *(f"tests/repairs/peft/test_offloaded_{name}.py" for name in FLOWS),
     ),
     "sim-layers": ("sim", *cases(*LAYERS)),
 }
