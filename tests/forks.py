@@ -48,20 +48,15 @@ def run(*programs: Program, timeout: float) -> list[subprocess.CompletedProcess[
     with tempfile.TemporaryDirectory() as name:
         outs = [os.path.join(name, str(number)) for number in range(len(programs))]
         started = [Program(p.arguments, p.environ, p.folder, out) for p, out in zip(programs, outs)]
-        codes = _server().ask(started, timeout) if _fit(programs) else _run_new(started, timeout)
+        codes = _server().ask(started, timeout) if _can_fork() else _run_new(started, timeout)
         said = [[Path(f"{out}.{end}").read_text(errors="replace") for end in ("out", "err")] for out in outs]
     return [subprocess.CompletedProcess(list(p.arguments), code, *texts)
             for p, code, texts in zip(programs, codes, said)]  # fmt: skip
 
 
-def _fit(programs: Sequence[Program]) -> bool:
-    """Whether they may be forked: the server has no accelerator, and its processor is theirs."""
-    kinds = {program.environ.get(processor.VARIABLE, "host") for program in programs}
-    return _can_fork() and kinds == {"plain"}
-
-
 @functools.cache
 def _can_fork() -> bool:
+    """Whether the server has no accelerator."""
     import torch
 
     return sys.platform == "linux" and not torch.cuda.is_available()
@@ -169,6 +164,7 @@ def _run_here(program: Program) -> int:
     os.chdir(program.folder)
     os.environ.clear()
     os.environ.update(program.environ)
+    processor.pretend(os.environ.get(processor.VARIABLE, "host"))
     code = 1
     try:
         _become(program.arguments)

@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests import forks  # noqa: E402
+from patches.engine import gate  # noqa: E402
+from tests import forks, processor  # noqa: E402
 
 SAYS = """
 import json, os, sys
@@ -88,9 +89,10 @@ def test_when_one_of_two_fails_the_other_is_killed() -> None:
     assert first.returncode == 1 and second.returncode == forks.TIMED_OUT
 
 
-def test_another_processor_gets_an_interpreter_of_its_own() -> None:
-    program = forks.Program(
-        ["-c", "import sys; print('torch' in sys.modules)"], {**os.environ, "PATCHES_TEST_PROCESSOR": "host"}
-    )
-    (done,) = forks.run(program, timeout=60)
-    assert done.stdout == "False\n"
+@pytest.mark.parametrize("kind", processor.KINDS)
+def test_each_has_the_processor_that_it_asks_for(kind: str) -> None:
+    if not gate.satisfied("bitsandbytes>=0.49"):
+        pytest.skip("before 0.49 bitsandbytes does not ask the processor")
+    asks = "from bitsandbytes.functional import has_avx512bf16; print('says', bool(has_avx512bf16()))"
+    expected = {"plain": False, "emulated": True, "host": processor.host_has_avx512bf16()}[kind]
+    assert f"says {expected}" in run(asks, PATCHES_TEST_PROCESSOR=kind)[1]

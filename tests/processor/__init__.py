@@ -41,6 +41,7 @@ WITH_AVX512BF16 = "host" if host_has_avx512bf16() else "emulated"
 
 
 _pretended = ""
+_load = ctypes.cdll.LoadLibrary
 
 
 def pretend(kind: str) -> None:
@@ -53,13 +54,10 @@ def pretend(kind: str) -> None:
     if "bitsandbytes" in sys.modules:
         raise RuntimeError("bitsandbytes is imported already and has asked the processor")
     _pretended = kind
-    if kind == "host":
-        return
-    load = ctypes.cdll.LoadLibrary
 
     def load_library(name: str) -> Any:
-        library = load(name)
-        if not Path(name).name.startswith("libbitsandbytes"):
+        library = _load(name)
+        if kind == "host" or not Path(name).name.startswith("libbitsandbytes"):
             return library
         if kind == "plain":
             return _Answering(library, 0, avx512f.kernels(library, present=False))

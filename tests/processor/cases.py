@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import bitsandbytes
 import pytest
 from packaging.version import Version
 
-from tests import processor
+from tests import forks, processor
 
 PROCESSORS = pytest.mark.parametrize("kind", ["emulated", "host"])
 """``emulated`` stands in for the instruction, not for the library: see :mod:`tests.processor`."""
@@ -25,7 +24,15 @@ def run(kind: str, *files: Path) -> None:
         pytest.skip("this processor has no AVX512-BF16")
     if kind == "emulated" and processor.host_has_avx512bf16() and Version(bitsandbytes.__version__) < Version("0.50"):
         pytest.skip("this processor has AVX512-BF16: the emulation is run beside it on the newest series only")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)]
-    env = {**os.environ, processor.VARIABLE: kind}
-    done = subprocess.run(command, cwd=processor.ROOT, env=env, capture_output=True, text=True)
+    done = pytest_on(kind, "-q", "-x", *map(str, files))
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def pytest_on(kind: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest with ``arguments`` in a process of its own, on the processor ``kind``."""
+    source = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    start = ["-c", source, "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    (done,) = forks.run(
+        forks.Program(start, {**os.environ, processor.VARIABLE: kind}, str(processor.ROOT)), timeout=1800
+    )
+    return done
