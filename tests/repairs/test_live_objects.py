@@ -185,6 +185,20 @@ def test_who_else_names_the_class_is_taken_for_an_instance_at_most(walks, monkey
         del others
 
 
+def test_where_modules_that_know_none_of_them_name_one_it_is_found_all_the_same(walks, monkeypatch):
+    """They are left out of what is counted, as most of all modules."""
+    for name in (f"{start}made_up" for start in alive._UNAWARE):
+        knowing = ModuleType(name)
+        knowing._Kind = knowing._Weight = _Kind
+        monkeypatch.setitem(sys.modules, name, knowing)
+        with alive.one_walk():
+            assert not alive.instances(_Kind)
+        layer = _Kind()
+        with alive.one_walk():
+            assert alive.instances(_Kind) == [layer]
+        del layer
+
+
 def test_one_walk_in_another_is_the_same_and_knows_what_was_absent_when_it_began(walks):
     with alive.one_walk():
         names = [_Kind, _Weight]  # as a change does that notes what it edits

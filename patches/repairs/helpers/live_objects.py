@@ -25,7 +25,11 @@ _ASKED = {
     "peft.tuners.unilora.layer": ("Linear",),
 }
 """Classes that ``damage()`` asks for, by module: a walk looks for all of them, whatever was asked first."""
+_UNAWARE = ("torch.", "sympy.", "networkx.", "numpy.")
+"""Modules that know none of these classes, most of all there are. If one names one, a walk tells that it is no instance."""
 _Found = dict[type, list[Any]]
+_namespace = vars(ModuleType)["__dict__"].__get__
+"""Of a module, past its own ways: `vars` of a lazy one loads it."""
 
 
 class _Walk:
@@ -111,6 +115,8 @@ def _absent() -> set[type]:
     that name it, the classes below it, and its own methods. Whoever else refers to it is taken for an instance.
     """
     classes = [*{cls for kind in _asked() for cls in _family(kind)}, _Nothing]
+    if len(classes) == 1:
+        return set()
     named = _named({cls.__name__ for cls in classes})
     others = [sys.getrefcount(cls) - named[id(cls)] - _own_references(cls) for cls in classes]
     return {cls for cls, count in zip(classes, others) if count == others[-1]}
@@ -118,9 +124,10 @@ def _absent() -> set[type]:
 
 def _named(names: set[str]) -> Counter[int]:
     """How many modules have it in a global of one of these ``names``, by the ``id`` of what they have there."""
-    # Some have several names. Asked past their own ways: `vars` of a lazy one loads it, `isinstance` asks a proxy.
-    modules = {id(m): m for m in list(sys.modules.values()) if issubclass(type(m), ModuleType)}
-    spaces = [object.__getattribute__(m, "__dict__") for m in modules.values()]
+    # Some have several names; `isinstance` would ask a proxy.
+    modules = {id(m): m for name, m in list(sys.modules.items())
+               if not name.startswith(_UNAWARE) and issubclass(type(m), ModuleType)}  # fmt: skip
+    spaces = [_namespace(module) for module in modules.values()]
     return Counter([id(space.get(name)) for space in spaces for name in space.keys() & names])
 
 
