@@ -6,14 +6,17 @@ import functools
 import importlib.metadata
 import re
 import sys
-from collections.abc import Mapping
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 from packaging.version import InvalidVersion, Version
 
 from . import imports, requirement
 from .patch import Patch
 from .report import Status
+
+T = TypeVar("T")
 
 
 class Verdict(NamedTuple):
@@ -24,9 +27,33 @@ class Verdict(NamedTuple):
     versions: Mapping[str, str | None]
 
 
+class _Looked(threading.local):
+    versions: dict[str, str | None] | None = None
+    """What was found since :func:`in_one_look` began in this thread; None outside of it."""
+
+
+_looked = _Looked()
+
+
+def in_one_look(call: Callable[[], T]) -> T:
+    """What ``call`` returns; meanwhile the version of a package is looked up once. One inside another looks anew."""
+    # No context manager: an error between its beginning and ours would leave what it remembers.
+    outer = _looked.versions
+    try:
+        _looked.versions = {}
+        return call()
+    finally:
+        _looked.versions = outer
+
+
 def installed(package: str) -> str | None:
     """The version of a distribution: what its imported module says, before the import what its metadata say."""
-    return _imported_version(package) or _metadata_version(package)
+    known = _looked.versions
+    if known is None:
+        return _imported_version(package) or _metadata_version(package)
+    if package not in known:
+        known[package] = _imported_version(package) or _metadata_version(package)
+    return known[package]
 
 
 def mismatch(package: str) -> str:
@@ -79,9 +106,9 @@ def packages(patch: Patch) -> list[str]:
 
 def satisfied(requirements: str) -> bool:
     """Whether what is installed meets requirements joined by " and "; absent packages meet none."""
-    for needed in map(requirement.parse, requirements.split(" and ")):
-        version = installed(needed.name)
-        if version is None or not _contains(needed, version):
+    for text in requirements.split(" and "):
+        version = installed(requirement.parse(text).name)
+        if version is None or not _contains(text, version):
             return False
     return True
 
@@ -92,17 +119,17 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     With ``untested``, a release newer than any that the patch was tested on is no obstacle: the
     exact match of the source still decides.
     """
-    requirements = [requirement.parse(text) for text in patch.requires]
-    versions = {needed.name: installed(needed.name) for needed in requirements}
+    versions = {name: installed(name) for name in packages(patch)}
     for name, found in versions.items():
         if found is None:
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
-    for needed in requirements:
+    for text in patch.requires:
+        needed = requirement.parse(text)
         version = str(versions[needed.name])
-        if not _contains(needed, version):
+        if not _contains(text, version):
             reason = f"{needed.name} {version} is outside {needed.specifier}"
             return Verdict(Status.NOT_AFFECTED, reason, versions)
-    package, version = requirements[0].name, str(versions[requirements[0].name])
+    package, version = patch.package, str(versions[patch.package])
     if not untested and _newer(version, patch.tested_up_to):
         return Verdict(
             Status.UNTESTED,
@@ -114,10 +141,11 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
 
 
 @functools.cache
-def _contains(needed: requirement.Requirement, version: str) -> bool:
-    return needed.contains(version)
+def _contains(needed: str, version: str) -> bool:
+    return requirement.parse(needed).contains(version)
 
 
+@functools.cache
 def _newer(version: str, tested: str) -> bool:
     try:
         return Version(version).release > Version(tested).release

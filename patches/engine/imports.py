@@ -70,7 +70,8 @@ def _arrived(name: str) -> None:
 
 def _unfinished(name: str) -> ModuleSpec | None:
     """The spec that is still being loaded: that of the module or of its top-level package."""
-    for part in (name, name.partition(".")[0]):
+    top = name.partition(".")[0]
+    for part in (name, top) if top != name else (name,):
         spec: ModuleSpec | None = getattr(sys.modules.get(part), "__spec__", None)
         if spec is not None and getattr(spec, "_initializing", False):
             return spec

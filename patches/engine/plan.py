@@ -56,7 +56,14 @@ class Draft:
         self._order = order
         self._built = built
         self._refused = refused
-        self._shadowed = {key for key, known in state.slots.items() if known.shadowed}
+        self._changed: frozenset[Hashable] | None = None
+
+    @property
+    def _shadowed(self) -> frozenset[Hashable]:
+        """The slots in which someone else has put something since; read once, when it is first asked for."""
+        if self._changed is None:
+            self._changed = frozenset(key for key, known in self.before.slots.items() if known.shadowed)
+        return self._changed
 
     # -- putting in ----------------------------------------------------------------------------
 
@@ -212,12 +219,13 @@ class Draft:
         if text not in self.notes:
             self.notes = (*self.notes, text)
 
-    def fulfil_damage(self, duty: Duty, notes: tuple[str, ...]) -> None:
-        """What was found damaged goes to the outcome of the patch, if it is still in."""
-        self.duties = tuple(other for other in self.duties if other != duty)
-        outcome = self.outcomes.get(duty.owner)
-        if notes and outcome is not None and outcome.status is Status.APPLIED:
-            self.outcomes[duty.owner] = Outcome(outcome.status, outcome.reason, notes)
+    def fulfil_damage(self, found: Mapping[Duty, tuple[str, ...]]) -> None:
+        """What was found damaged goes to the outcomes of the patches that are still in."""
+        self.duties = tuple(duty for duty in self.duties if duty not in found)
+        for duty, notes in found.items():
+            outcome = self.outcomes.get(duty.owner)
+            if notes and outcome is not None and outcome.status is Status.APPLIED:
+                self.outcomes[duty.owner] = Outcome(outcome.status, outcome.reason, notes)
 
     def fulfil_compiled(self, said: str | None) -> None:
         """``said`` is None if compiled code could not be forgotten now: then it is to be tried again."""
@@ -243,12 +251,11 @@ class Draft:
         for key in {**self.before.slots, **self.slots}:
             before, after = self.before.slots.get(key), self.slots.get(key)
             known = before or after
-            assert known is not None
-            if key in self._shadowed:
-                continue  # what someone else has put there stays
+            if before is after or known is None:
+                continue
             old = known.original if before is None else before.value
             new = known.original if after is None else after.value
-            if old is not new:
+            if old is not new and key not in self._shadowed:  # what someone else has put there stays
                 steps.append((known.slot.rank, known.slot.step(old, new)))
         return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
 

@@ -75,7 +75,8 @@ class Registry:
             With ``strict``, after all were tried: a patch met a conflict or failed.
         """
         chosen = self._chosen(ids)
-        with self._survey() if any(patch.damage for patch in chosen) else nullcontext():
+        active = self._store.read().active
+        with self._survey() if any(p.damage and p.id not in active for p in chosen) else nullcontext():
             self._put_in([patch.id for patch in chosen], untested)
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):
@@ -95,7 +96,8 @@ class Registry:
     def report(self, *ids: str) -> Report:
         """The state of the named patches, or of all, read from what is installed now."""
         state = self._store.read()
-        results = tuple(reading.result(self, state, patch) for patch in self._chosen(ids))
+        chosen = self._chosen(ids)
+        results = gate.in_one_look(lambda: tuple(reading.result(self, state, patch) for patch in chosen))
         features = () if ids else tuple(reading.features(state, self._features.values()))
         packages = dict.fromkeys(name for result in results for name in result.versions)
         return Report(results, (*state.notes, *filter(None, map(gate.mismatch, packages))), features)
@@ -109,8 +111,7 @@ class Registry:
         state = self._store.read()
         fresh = [p.id for p in self._chosen(ids) if p.id not in state.active and p.id not in state.waiting]
         try:
-            self.apply(*ids, strict=strict, untested=untested)
-            yield self.report(*ids)
+            yield self.apply(*ids, strict=strict, untested=untested)
         finally:
             if fresh:
                 self.revert(*fresh)
@@ -202,7 +203,7 @@ class Registry:
         refused: dict[Hashable, str] = {}
         while True:
             draft = Draft(self._store.read(), self._rank, self._built, refused)
-            plan(draft)
+            gate.in_one_look(partial(plan, draft))
             for feature in self._features.values():
                 holders.drop_dead(feature, draft)
             if len(sys._current_frames()) == 1:  # nobody else can enter a function meanwhile
@@ -221,10 +222,10 @@ class Registry:
     def _settle(self) -> None:
         """Do what earlier changes left to be done, each until it succeeds, also after an interrupt."""
         looks = [duty for duty in self._store.read().duties if duty.kind == "damage"]
-        with self._survey() if looks else nullcontext():
-            for duty in looks:
-                notes = self.patches[duty.owner].damaged()
-                self._record(partial(Draft.fulfil_damage, duty=duty, notes=notes))
+        if looks:
+            with self._survey():
+                found = {duty: self.patches[duty.owner].damaged() for duty in looks}
+            self._record(partial(Draft.fulfil_damage, found=found))
         if Duty("compiled") in self._store.read().duties:
             self._record(partial(Draft.fulfil_compiled, said=self._forgotten()))
 
