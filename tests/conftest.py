@@ -30,6 +30,8 @@ _ENVIRON = dict(os.environ)  # what libraries set later, Inductor among them, is
 
 import patches  # noqa: E402
 
+gc.set_threshold(10_000, 10, 10)  # a twenty-fifth of the time of a worker went into looking for cycles
+
 # As in the background of a script: every process that a test starts would inherit it, and not be stopped by Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # not in the main thread
