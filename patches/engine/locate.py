@@ -108,7 +108,7 @@ _Candidate = tuple[list[str], tuple[ast.stmt, ...]]
 def _guess(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
     """Where it ends and what is imported, read from the code object and the module: nearly always right."""
     codes = nested(code)
-    last = max((line for c in codes for *_, line in c.co_lines() if line), default=code.co_firstlineno)
+    last = max((line or 0 for c in codes for _, _, line in c.co_lines()), default=0) or code.co_firstlineno
     block = _until_dedent(lines, code.co_firstlineno - 1, last)
     used = {name: function.__globals__.get(name) for c in codes for name in c.co_names}
     yield block, _import_of({name for name, value in used.items() if _is_foreign(value, function.__module__)})
