@@ -5,6 +5,8 @@ PY := .venv/bin/python
 # The models are tiny: a second thread costs more than it brings, on a busy machine very much more.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# A thousand processes import the same files: the first one that needs a file compiles it, pip would compile them all.
+export PYTHONDONTWRITEBYTECODE =
 .PHONY: demo demo-compile lint test test-all oldest verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
@@ -75,7 +77,7 @@ venv: .venv/.dev
 
 # One environment; the stamp says which of the extras it holds.
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/python
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	$(PY) -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
 .venv/bin/python:
@@ -84,7 +86,7 @@ venv: .venv/.dev
 	$(PYTHON) -m venv .venv
 
 .bnb/%: | .venv/bin/python
-	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes==$*
+	$(PY) -m pip install --quiet --no-compile --no-deps --target $@ bitsandbytes==$*
 
 clean:
 	rm -rf .venv .bnb .oldest .nox .gpu build docs/generated docs/patches dist *.egg-info .mypy_cache .pytest_cache

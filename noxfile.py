@@ -115,7 +115,7 @@ def pythons(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
     """The site, in ``build/docs/html``, every warning an error. The Python that runs nox says what patches change."""
-    session.install("--requirement", "docs/requirements.txt")
+    session.install("--no-compile", "--requirement", "docs/requirements.txt")
     session.run("python", "-m", "tools.docs", sys.executable, env=environment(ROOT))
     sphinx = ("python", "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "--fresh-env")
     session.run(*sphinx, "docs", "build/docs/html", env=environment(ROOT))
@@ -187,6 +187,6 @@ def bitsandbytes(session: nox.Session, release: str) -> Path:
     """The folder that holds bitsandbytes ``release`` alone; downloads it the first time."""
     folder = ROOT / ".bnb" / release
     if not (folder / f"bitsandbytes-{release}.dist-info").is_dir():
-        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade")
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--upgrade")
         session.run(*pip, "--target", str(folder), f"bitsandbytes=={release}", external=True)
     return folder
