@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .engine import catalog as _catalog
+from .engine import compiler as _compiler
+from .engine.build import Builder as _Builder
 from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError, Registry
 from .engine.report import Change, Report, Result, Status
@@ -49,7 +51,7 @@ __all__ = [
 __bnb_patches__ = True
 """Tells this package from another of the same name."""
 
-REGISTRY = Registry(_catalog.patches(), compiled_code.forget, live_objects.one_walk)
+REGISTRY = Registry(_catalog.patches(), compiled_code.forget, live_objects.one_walk, _Builder(_compiler.compiler()))
 applied = REGISTRY.applied
 revert = REGISTRY.revert
 report = REGISTRY.report

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any
 
+from .build import Builder
 from .edits import Edit
 from .frames import in_frames, outlived
 from .locate import Conflict, Replaced
@@ -14,7 +14,6 @@ from .slots import CodeSlot, NameSlot, Slot, slots_of
 from .state import Duty, Installed, Outcome, State
 from .transaction import Step
 
-Owned = tuple[tuple[str, Edit], ...]
 NOT_FORGOTTEN = (
     "compiled code was not forgotten, for a thread is running some: what is compiled already stays as it was. "
     "Call patches.report() or torch.compiler.reset() between two steps"
@@ -41,11 +40,11 @@ class Draft:
     def __init__(
         self,
         state: State,
-        order: Callable[[str], int],
-        built: MutableMapping[Hashable, tuple[Any, ...]],
+        order: Mapping[str, int],
+        builder: Builder,
         refused: Mapping[Hashable, str],
     ) -> None:
-        """``refused``: slots whose step failed in an earlier try, and why. ``built``: what was made before."""
+        """``order``: of the owners' edits; others come last. ``refused``: slots whose step failed in an earlier try, and why."""
         self.before = state
         self.slots = dict(state.slots)
         self.outcomes = dict(state.outcomes)
@@ -54,7 +53,7 @@ class Draft:
         self.duties = state.duties
         self.notes = state.notes
         self._order = order
-        self._built = built
+        self._builder = builder
         self._refused = refused
         self._changed: frozenset[Hashable] | None = None
 
@@ -138,18 +137,8 @@ class Draft:
         return errors
 
     def _built_with(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> Installed:
-        edits = tuple(sorted((*known.edits, *added), key=lambda entry: self._order(entry[0])))
-        return Installed(known.slot, known.original, edits, self._value(known, edits))
-
-    def _value(self, known: Installed, edits: Owned) -> Any:
-        """What ``edits`` make of the original: the very object that they made before, if they did."""
-        key = (known.slot.key, id(known.original), *(id(edit) for _, edit in edits))
-        found = self._built.get(key)
-        if found is None:
-            value = known.slot.build(known.original, [edit for _, edit in edits])
-            # With all that its key names, so that no other object can have one of these addresses.
-            found = self._built[key] = (value, known.slot, known.original, edits)
-        return found[0]
+        edits = tuple(sorted((*known.edits, *added), key=lambda entry: self._order.get(entry[0], len(self._order))))
+        return self._builder.with_edits(known, edits)
 
     # -- taking out ----------------------------------------------------------------------------
 
@@ -183,14 +172,14 @@ class Draft:
         if key in self._refused:
             return f"cannot be put back: {self._refused[key]}"
         try:
-            self._value(known, rest) if rest else None
+            self._builder.with_edits(known, rest) if rest else None
         except Conflict as conflict:
             return f"cannot be made without it: {conflict}"
         return ""
 
-    def _leave(self, key: Hashable, known: Installed, rest: Owned) -> None:
+    def _leave(self, key: Hashable, known: Installed, rest: tuple[tuple[str, Edit], ...]) -> None:
         if rest:
-            self.slots[key] = Installed(known.slot, known.original, rest, self._value(known, rest))
+            self.slots[key] = self._builder.with_edits(known, rest)
         elif isinstance(known.slot, NameSlot):
             self.slots[key] = Installed(known.slot, known.original, (), known.value)
         else:

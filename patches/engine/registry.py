@@ -11,6 +11,7 @@ from typing import Any
 from weakref import ref
 
 from . import gate, holders, imports, needs, reading
+from .build import Builder
 from .edits import Edit
 from .patch import Feature, Patch, unknown
 from .plan import Draft, outcome_of
@@ -35,6 +36,7 @@ class Registry:
         patches: Iterable[Patch],
         forget_compiled: Callable[[], str | None] = lambda: "",
         survey: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        builder: Builder | None = None,
     ) -> None:
         """``forget_compiled`` is called after each change, outside of it: compilers forget what they made of the old
         code; returns what the report is to say, None if that must wait. ``survey`` is entered around ``damage()``,
@@ -51,10 +53,9 @@ class Registry:
         self._survey = survey
         self._store: Store[State] = Store(State())
         self._features: dict[str, Feature] = {}
-        self._built: dict[Hashable, tuple[Any, ...]] = {}
+        self._builder = builder or Builder()
         self._hooked: set[str] = set()
-        order = {patch_id: i for i, patch_id in enumerate(self.patches)}
-        self._rank = lambda owner: order.get(owner, len(order))
+        self._order = {patch_id: i for i, patch_id in enumerate(self.patches)}
 
     edits = staticmethod(needs.edits)
     missing = staticmethod(needs.missing)
@@ -118,8 +119,9 @@ class Registry:
 
     def prepare(self) -> None:
         """Work out what :meth:`apply` would change now, for whoever applies next; change nothing."""
-        draft = Draft(self._store.read(), self._rank, self._built, {})
+        draft = Draft(self._store.read(), self._order, self._builder, {})
         self._plan_apply(dict.fromkeys(self.patches, False), frozenset(), draft)
+        self._builder.compiler.keep()
 
     # -- features: edits that are in while someone uses them -----------------------------------
 
@@ -185,9 +187,11 @@ class Registry:
 
     # -- changing ------------------------------------------------------------------------------
 
-    def _put_in(self, ids: Iterable[str], untested: bool) -> None:
+    def _put_in(self, ids: Collection[str], untested: bool) -> None:
         self._change(partial(self._plan_apply, dict.fromkeys(ids, untested), frozenset()))
         self._await_imports()
+        if len(ids) == len(self.patches):  # what a few make is made for a trial
+            self._builder.compiler.keep()
 
     def _change(self, plan: Callable[[Draft], None]) -> None:
         """Plan and commit, then do what the change leaves to be done."""
@@ -202,7 +206,7 @@ class Registry:
         tried: set[Hashable] = set()
         refused: dict[Hashable, str] = {}
         while True:
-            draft = Draft(self._store.read(), self._rank, self._built, refused)
+            draft = Draft(self._store.read(), self._order, self._builder, refused)
             gate.in_one_look(partial(plan, draft))
             for feature in self._features.values():
                 holders.drop_dead(feature, draft)
@@ -237,7 +241,7 @@ class Registry:
     def _record(self, plan: Callable[[Draft], None]) -> None:
         """Change what is known, and the names that nothing uses; nothing else in other packages."""
         while True:
-            draft = Draft(self._store.read(), self._rank, self._built, {})
+            draft = Draft(self._store.read(), self._order, self._builder, {})
             plan(draft)
             try:
                 self._store.commit(draft.before, draft.state(), draft.steps())
@@ -275,6 +279,7 @@ class Registry:
                 self._change(partial(self._plan_apply, ready, frozenset({package})))
             self._await_imports()
             self._tell(ready)
+            self._builder.compiler.keep()
         except Exception as error:
             with contextlib.suppress(Exception):
                 text = f"after the import of {name}: {type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 from . import locate, match, render, targets
+from .compiler import Compiler
 from .edits import DeleteAttribute, Edit, Rewrite, SetAttribute
 from .locate import Conflict, Replaced
 from .targets import ABSENT
@@ -32,7 +33,7 @@ class Slot(Protocol):
     def read(self) -> Any:
         """What stands there now."""
 
-    def build(self, original: Any, edits: Sequence[Any]) -> Any:
+    def build(self, original: Any, edits: Sequence[Any], compiler: Compiler) -> Any:
         """The value that ``edits`` make of ``original``; writes nothing. May raise ``Conflict``."""
 
     def step(self, before: Any, after: Any) -> Step:
@@ -59,8 +60,8 @@ class CodeSlot:
     def read(self) -> CodeType:
         return self.function.__code__
 
-    def build(self, original: CodeType, edits: Sequence[Rewrite]) -> CodeType:
-        return match.rewrite(locate.read(self.function, original), edits)
+    def build(self, original: CodeType, edits: Sequence[Rewrite], compiler: Compiler) -> CodeType:
+        return compiler.rewritten(self.function, original, edits)
 
     def step(self, before: CodeType, after: CodeType) -> Step:
         return Step(self, *(partial(setattr, self.function, "__code__", code) for code in (after, before)))
@@ -101,15 +102,17 @@ class AttributeSlot(_Entry):
         super().__init__(owner, attribute, name)
         self.key: Hashable = ("attribute", id(owner), attribute)
 
-    def build(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute]) -> Any:
+    def build(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute], compiler: Compiler) -> Any:
         value = original
         for edit in edits:
-            _check_original(original, edit)
+            _check_original(original, edit, compiler)
             value = _edited(value, edit)
         return value
 
     def diff(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute]) -> str:
-        before, after = ([] if value is ABSENT else [value] for value in (original, self.build(original, edits)))
+        before, after = (
+            [] if value is ABSENT else [value] for value in (original, self.build(original, edits, Compiler()))
+        )
         return render.of_attribute(self.name, before, after)
 
     def displaced(self) -> str:
@@ -129,7 +132,7 @@ class NameSlot(_Entry):
         super().__init__(module, name, f"{module.__name__}:{name}")
         self.key: Hashable = ("name", id(module), name)
 
-    def build(self, original: Any, edits: Sequence[Rewrite]) -> Any:
+    def build(self, original: Any, edits: Sequence[Rewrite], compiler: Compiler) -> Any:
         first, *others = (edit.names[self.attribute] for edit in edits)
         if original is not ABSENT:
             raise Replaced(f"{self.name} is there already, and not ours")
@@ -138,7 +141,7 @@ class NameSlot(_Entry):
         return first
 
     def diff(self, original: Any, edits: Sequence[Rewrite]) -> str:
-        return render.of_attribute(self.name, [], [self.build(original, edits)])
+        return render.of_attribute(self.name, [], [self.build(original, edits, Compiler())])
 
     def displaced(self) -> str:
         return ""  # whoever uses it holds the module
@@ -152,7 +155,7 @@ def _edited(value: Any, edit: SetAttribute | DeleteAttribute) -> Any:
     return edit.value if edit.make is None else edit.make(None if value is ABSENT else value)
 
 
-def _check_original(value: Any, edit: SetAttribute | DeleteAttribute) -> None:
+def _check_original(value: Any, edit: SetAttribute | DeleteAttribute, compiler: Compiler) -> None:
     """Refuse an original other than the one that ``edit`` was made for."""
     if isinstance(edit, DeleteAttribute):
         if value is ABSENT and not edit.missing_ok:
@@ -164,7 +167,7 @@ def _check_original(value: Any, edit: SetAttribute | DeleteAttribute) -> None:
         _check_home(value, edit.target)
     if edit.over and not (value is ABSENT and edit.missing_ok):
         function = targets.unwrapped(value, edit.target)
-        if not match.occurrences(locate.read(function, function.__code__), edit.over):
+        if not compiler.holds(function, edit.over):
             raise Conflict(f"{edit.target}: {match.brief(edit.over)} does not stand in it")
     elif value is not ABSENT and not edit.keep:
         raise Conflict(f"{edit.target} is there already, in the package itself")

@@ -6,10 +6,13 @@ import importlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 
 import pytest
 
+from patches.engine.compiler import KeepingCompiler
+from patches.engine.edits import Rewrite
 from patches.engine.patch import Finding, Patch
 from patches.engine.registry import Registry
 
@@ -124,6 +127,17 @@ def _imported(tmp_path, monkeypatch, name: str, source: str) -> Iterator[ModuleT
 
 
 @pytest.fixture
+def bytecode_is_written(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+
+
+@pytest.fixture
+def path(tmp_path, bytecode_is_written) -> Path:
+    """Where code is kept."""
+    return tmp_path / "folder" / "kept"
+
+
+@pytest.fixture
 def registry() -> Callable[..., Registry]:
     """Make a registry of patches named a, b, c, ... with the given edits each."""
 
@@ -135,3 +149,11 @@ def registry() -> Callable[..., Registry]:
 
 def patch(name: str, *edits, requires: tuple[str, ...] = ("packaging",), tested_up_to: str = "999", **more) -> Patch:
     return Patch(name, "summary", (), requires, tested_up_to, edits, lambda: Finding(True), **more)
+
+
+def kept(path: Path, function: FunctionType, *edits: Rewrite) -> CodeType:
+    """Make it, write it down, and say what it is."""
+    keeping = KeepingCompiler(path)
+    made = keeping.rewritten(function, function.__code__, edits)
+    keeping.keep()
+    return made

@@ -22,7 +22,7 @@ def test_rounds_of_apply_and_revert_leave_nothing_behind(toy, registry):
     assert len(samples) == SAMPLES and not grown(growth(samples) | {"RSS, MiB": 0})
     state = r._store.read()
     assert dict(vars(toy)) == before and not state.slots and not state.retired and not state.notes
-    assert len(r._built) <= 12, "what was made once is used again"
+    assert len(r._builder._built) <= 12, "what was made once is used again"
 
 
 @pytest.mark.parametrize("size", [0, 30])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 
 import pytest
 
 from patches.engine.edits import DeleteAttribute, Rewrite, SetAttribute
-from tests.engine.torture import Subject, count, everything, torture
+from tests.engine.torture import Start, Subject, count, everything, torture
 
 
 @pytest.fixture
@@ -30,11 +31,12 @@ def toys(toy, registry) -> Subject:
 
 
 @pytest.mark.parametrize("verb", ["apply", "revert"])
-@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
-def test_every_return_on_toys(toys, verb, cold):
-    total = count(toys, verb, cold=cold)
-    reached = torture(toys, verb, iter(range(1, total + 1)), cold=cold)
+@pytest.mark.parametrize("start", Start)
+def test_every_return_on_toys(toys, verb, start, bytecode_is_written):
+    total = count(toys, verb, start=start)
+    reached = torture(toys, verb, iter(range(1, total + 1)), start=start)
     assert reached > 0.8 * total, "what is caught on the way is rare"
+    assert os.listdir(toys.kept.parent) in ([], [toys.kept.name]), "no draft is left"
 
 
 @pytest.mark.parametrize("verb", ["apply", "revert"])
@@ -52,14 +54,16 @@ def whole() -> Subject:
 
 
 @pytest.mark.parametrize(
-    ("verb", "fine", "cold"),
-    [("apply", False, False), ("apply", True, False), ("apply", False, True), ("revert", False, False), ("revert", True, False)],
-    ids=["apply", "apply-bytecodes", "apply-cold", "revert", "revert-bytecodes"],
+    ("verb", "fine", "start"),
+    [("apply", False, Start.WARM), ("apply", True, Start.WARM), ("apply", False, Start.KEPT), ("apply", False, Start.COLD),
+     ("revert", False, Start.WARM), ("revert", True, Start.WARM)],
+    ids=["apply", "apply-bytecodes", "apply-kept", "apply-cold", "revert", "revert-bytecodes"],
 )  # fmt: skip
-def test_a_sample_of_steps_on_the_whole_registry(whole, verb, fine, cold):
-    total = count(whole, verb, fine, cold)
-    steps = sorted(random.Random(f"{verb}{fine}{cold}").sample(range(1, total + 1), 12))
-    assert torture(whole, verb, iter(steps), fine, cold)
+def test_a_sample_of_steps_on_the_whole_registry(whole, verb, fine, start, bytecode_is_written):
+    total = count(whole, verb, fine, start)
+    steps = sorted(random.Random(f"{verb}{fine}{start}").sample(range(1, total + 1), 12))
+    assert torture(whole, verb, iter(steps), fine, start)
+    assert os.listdir(whole.kept.parent) in ([], [whole.kept.name]), "no draft is left"
 
 
 def test_an_interrupt_while_damage_is_looked_for_does_not_lose_what_is_found(toy, registry):

@@ -11,21 +11,25 @@ hour or two. ``--every N`` takes one step in N, ``--verb`` one verb alone. The s
 from __future__ import annotations
 
 import argparse
+import enum
 import gc
 import itertools
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import patches
-from patches.engine import gate
+from patches.engine import gate, locate
+from patches.engine.compiler import KeepingCompiler
 from patches.engine.registry import Registry
 from patches.engine.report import Status
 from patches.engine.slots import slots_of
+from patches.engine.build import Builder
 
 PLUGIN = str(Path(patches.__file__).parent)
 ERRORS = (RuntimeError, KeyboardInterrupt, MemoryError, SystemExit)
@@ -73,6 +77,17 @@ class Fault:
 Snapshot = dict[str, Any]
 
 
+class Start(enum.Enum):
+    """What the registry finds made when the verb is called."""
+
+    WARM = "warm"
+    """All, by itself."""
+    KEPT = "kept"
+    """Nothing; code was kept on disk by another process."""
+    COLD = "cold"
+    """Nothing, on disk neither: it writes there what it makes."""
+
+
 class Subject:
     """A registry, the places that its patches may change, and what stands there."""
 
@@ -87,6 +102,20 @@ class Subject:
         self.applied = {r.id for r in registry.report() if r.status is Status.APPLIED}
         registry.revert()
         assert self.snapshot() == self.before and self.before != self.after
+        self._folder = tempfile.TemporaryDirectory()
+        self.kept = Path(self._folder.name, "kept")
+
+    def begin(self, start: Start) -> None:
+        """Forget what was read and made, all that ``start`` says."""
+        if start is Start.WARM:
+            return
+        locate.read.cache_clear()
+        self.registry._builder = Builder(KeepingCompiler(self.kept))
+        if start is Start.COLD:
+            self.kept.unlink(missing_ok=True)
+        elif not self.kept.exists():
+            self.registry.prepare()
+            self.registry._builder = Builder(KeepingCompiler(self.kept))
 
     def snapshot(self) -> Snapshot:
         """What stands in each place, by identity; the values are kept alive."""
@@ -154,13 +183,12 @@ def interrupted(subject: Subject, verb: str, fault: Fault) -> bool:
     return reached
 
 
-def torture(subject: Subject, verb: str, steps: Iterator[int], fine: bool = False, cold: bool = False) -> int:
+def torture(subject: Subject, verb: str, steps: Iterator[int], fine: bool = False, start: Start = Start.WARM) -> int:
     """Injects an error at each of ``steps``; returns at how many it was raised."""
     errors = itertools.cycle(ERRORS)
     reached = 0
     for at in steps:
-        if cold:
-            forget(subject.registry)
+        subject.begin(start)
         fault = Fault(at, next(errors), fine)
         try:
             reached += interrupted(subject, verb, fault)
@@ -169,29 +197,21 @@ def torture(subject: Subject, verb: str, steps: Iterator[int], fine: bool = Fals
     return reached
 
 
-def count(subject: Subject, verb: str, fine: bool = False, cold: bool = False) -> int:
+def count(subject: Subject, verb: str, fine: bool = False, start: Start = Start.WARM) -> int:
     """How many steps there are."""
     if verb == "revert":
         subject.registry.apply()
-    if cold:
-        forget(subject.registry)
+    subject.begin(start)
     with Fault(fine=fine) as counter:
         getattr(subject.registry, verb)()
     subject.registry.revert()
     return counter.count
 
 
-def forget(registry: Registry) -> None:
-    """What was read and built before, so that it is read and built again."""
-    from patches.engine import locate
-
-    registry._built.clear()
-    locate.read.cache_clear()
-
-
 def everything() -> Subject:
     """The whole registry, on what is installed."""
     registry = patches.REGISTRY
+    registry._builder = Builder()  # made from the source, to compare with what was kept
     for patch in registry.patches.values():
         if gate.check(patch).status is Status.AVAILABLE:
             registry.import_targets(patch)
@@ -208,14 +228,14 @@ def main() -> None:
     subject = everything()
     # Each verb walks over what is alive. It does not see what is frozen, as it sees the toys of the suite.
     gc.collect(), gc.freeze()
-    for verb, fine, cold in itertools.product(verbs, (False, True), (False, True)):
-        if cold and (fine or verb == "revert"):
+    for verb, fine, start in itertools.product(verbs, (False, True), Start):
+        if start is not Start.WARM and (fine or verb == "revert"):
             continue  # the same functions, entered a thousand times as often
-        total = count(subject, verb, fine, cold)
+        total = count(subject, verb, fine, start)
         steps = range(1 + random.Random(total).randrange(every), total + 1, every)
         kind = "bytecodes" if fine else "returns"
-        reached = torture(subject, verb, iter(steps), fine, cold)
-        print(f"{verb}: {reached} of {total} {kind}{', cold' if cold else ''}: never between", flush=True)
+        reached = torture(subject, verb, iter(steps), fine, start)
+        print(f"{verb}: {reached} of {total} {kind}, {start.value}: never between", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 from patches import REGISTRY
 from patches.engine import gate
+from patches.engine.compiler import Compiler
 from patches.engine.edits import Rewrite
 from patches.engine.report import Status
 from patches.engine.slots import slots_of
@@ -84,7 +85,7 @@ def _codes(patch_id: str, compiles: bool) -> frozenset[CodeType]:
 def _asked_by_dynamo(slot: Any, change: Any) -> bool:
     if slot.attribute in ("__torch_function__", "__getattr__"):
         return True
-    return isinstance(slot.build(slot.read(), [change]), property)
+    return isinstance(slot.build(slot.read(), [change], Compiler()), property)
 
 
 def _functions_of(owner: type | ModuleType) -> set[CodeType]:
