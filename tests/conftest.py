@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests import device as simulated
-from tests import forks, processor
+from tests import compiling, forks, processor
 
 os.environ["PATCHES_AUTOLOAD"] = "0"  # a test says itself what is applied
 os.environ["PYTHONPATH"] = processor.path_for_children()
@@ -30,6 +30,7 @@ _ENVIRON = dict(os.environ)  # what libraries set later, Inductor among them, is
 
 import patches  # noqa: E402
 
+compiling.without_figures()
 gc.set_threshold(10_000, 10, 10)  # a twenty-fifth of the time of a worker went into looking for cycles
 
 # As in the background of a script: every process that a test starts would inherit it, and not be stopped by Ctrl-C.
@@ -68,6 +69,11 @@ def little_to_walk() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def cheap_compiling() -> None:
+    compiling.without_figures()  # again, for torch is imported by then
 
 
 _clean: object = None

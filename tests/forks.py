@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests import processor
+from tests import compiling, processor
 
 PRELOAD = ("torch", "torch._inductor.compile_fx", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
            "transformers", "transformers.modeling_utils", "transformers.generation", "accelerate")  # fmt: skip
@@ -129,6 +129,7 @@ def serve() -> None:
     os.dup2(2, 1)
     for name in PRELOAD:
         importlib.import_module(name)
+    compiling.without_figures()
     early = [name for name in ("bitsandbytes", "peft", "patches") if name in sys.modules]
     assert not early, f"{early} are for the programs to import"
     gc.collect()

@@ -25,10 +25,10 @@ def main(cache: str, out: str, root: str = "") -> None:
 
         assert str(Path(patches.__file__).parent.parent) == root
         patches.apply(strict=True)
-    from tests import own_cache
+    from tests import compiling
     from tests.harm.layers import quantized
 
-    own_cache.compile_cheaply()
+    compiling.for_an_empty_cache()
 
     shown = {}
     for kind in KINDS:

@@ -18,9 +18,9 @@ import json, torch
 import bitsandbytes as bnb
 import patches
 from torch._dynamo.utils import counters
-from tests import own_cache
+from tests import compiling
 
-own_cache.compile_cheaply()
+compiling.for_an_empty_cache()
 patches.apply()
 torch.manual_seed(0)
 layers = {

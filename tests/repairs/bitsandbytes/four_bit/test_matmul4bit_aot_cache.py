@@ -103,9 +103,9 @@ import json, sys, torch
 import bitsandbytes as bnb
 import patches
 from torch._dynamo.utils import counters
-from tests import own_cache
+from tests import compiling
 
-own_cache.compile_cheaply()
+compiling.for_an_empty_cache()
 patches.apply(sys.argv[1], strict=True)
 torch.manual_seed(0)
 layer = bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
