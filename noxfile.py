@@ -56,6 +56,7 @@ PYODIDE = "314.0.7"
 """CPython 3.14 for node, of the npm registry: Linux distributions of today have none."""
 NEEDS_SYSTEM = (
     "--ignore=tests/engine/test_threads.py",
+    "--ignore=tests/engine/test_kept_code_elsewhere.py",
     "--deselect=tests/engine/test_registry.py::test_many_threads_at_once",
     "--deselect=tests/engine/test_transaction.py::test_an_error_in_the_midst_of_the_writes",
 )  # fmt: skip

@@ -1,14 +1,11 @@
-"""Where what was made is kept, when it is written, and what a process that is interrupted there leaves."""
+"""When what was made is written, and what a process that is interrupted there leaves."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import os
-import subprocess
 import sys
-import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,6 @@ from patches.engine.registry import Registry
 from patches.engine.report import Status
 from tests.engine.conftest import kept, patch
 
-ROOT = Path(__file__).parents[2]
 ONE = Rewrite("toy:plain", "y * 2", "y * 3")
 OTHER = Rewrite("toy:plain", "y * 2", "y * 4")
 
@@ -82,30 +78,6 @@ def test_it_does_not_grow_without_end(toy, path, monkeypatch):
     assert [key[3][0][1] for key in KeepingCompiler(path)._read()] == ["y * 6", "y * 7"], "the newest"
 
 
-def test_who_reads_while_others_write_finds_a_whole_file(toy, path):
-    kept(path, toy.plain, ONE)
-    done, empty = threading.Event(), []
-
-    def read():
-        while not done.is_set():
-            if not KeepingCompiler(path)._read():
-                empty.append(1)
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    writers = [
-        threading.Thread(target=kept, args=(path, toy.plain, Rewrite("toy:plain", "y * 2", f"y * {n}")))
-        for n in range(3, 15)
-    ]
-    for thread in (*readers, *writers):
-        thread.start()
-    for thread in writers:
-        thread.join(60)
-    done.set()
-    for thread in readers:
-        thread.join(60)
-    assert not empty and os.listdir(path.parent) == [path.name]
-
-
 def test_a_registry_keeps_what_all_patches_make_and_nothing_of_a_few(toy, path):
     def registry():
         return Registry([patch("a", ONE), patch("b", SetAttribute("toy:Base.who", over="'base'", make=lambda old: old))],
@@ -134,16 +106,6 @@ def test_what_an_import_brings_is_kept(path, write_module):
     r.revert()
 
 
-@pytest.mark.parametrize("options", [(), ("-O",), ("-B",)], ids=["plain", "optimized", "no bytecode"])
-def test_it_lies_where_python_keeps_our_own_bytecode(tmp_path, options):
-    code = "from patches.engine import compiler as c; print(c.compiler()._path)"
-    said = run(options, code, PYTHONPYCACHEPREFIX=str(tmp_path))
-    place = Path(said.strip())
-    assert place.parent == tmp_path.joinpath(*ROOT.parts[1:], "patches", "engine")
-    assert place.name.startswith("kept_code.") and place.suffix == ".pyc", "so that pip takes it out"
-    assert (".opt-1." in place.name) == ("-O" in options)
-
-
 @pytest.mark.skipif(os.name != "posix", reason="other systems have no such bits")
 def test_whoever_may_read_our_files_may_read_it(toy, path):
     before = os.umask(0o022)
@@ -157,38 +119,3 @@ def test_whoever_may_read_our_files_may_read_it(toy, path):
 def test_a_python_that_keeps_no_bytecode_keeps_no_code(monkeypatch):
     monkeypatch.setattr(sys.implementation, "cache_tag", None)
     assert type(compiler.compiler()) is Compiler
-
-
-def test_the_module_in_whose_place_it_lies_can_be_imported(toy, tmp_path, bytecode_is_written):
-    """By what looks at all modules of a package. Then that is kept instead, until something is made anew."""
-    place = tmp_path.joinpath(*ROOT.parts[1:], "patches", "engine", f"kept_code.{sys.implementation.cache_tag}.pyc")
-    kept(place, toy.plain, ONE)
-    before = place.read_bytes()
-    run((), "from patches.engine import kept_code as k; assert k.__doc__", PYTHONPYCACHEPREFIX=str(tmp_path))
-    assert before and KeepingCompiler(place)._read() == {}
-
-
-def test_a_second_process_reads_no_source(tmp_path):
-    """The plugin as users have it, on a package that it repairs."""
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("what the patches are for cannot be imported without torch")
-    code = """
-        import patches, accelerate.hooks, accelerate.utils.modeling
-        from patches.engine import locate
-        done = patches.apply().with_status(patches.Status.APPLIED)
-        print(len(done), locate.read.cache_info().misses)
-        print([change.diff.count(chr(10)) for result in done for change in result.changes])
-        patches.revert()
-    """
-    first, second = (run((), code, PYTHONPYCACHEPREFIX=str(tmp_path)).splitlines() for _ in range(2))
-    applied, read = map(int, first[0].split())
-    assert applied and read, "nothing was kept yet"
-    assert second[0] == f"{applied} 0" and first[1] == second[1]
-
-
-def run(options: tuple[str, ...], code: str, **environ: str) -> str:
-    env = {**os.environ, "PATCHES_AUTOLOAD": "0", "PYTHONDONTWRITEBYTECODE": "", **environ}
-    done = subprocess.run([sys.executable, *options, "-c", textwrap.dedent(code)], capture_output=True, text=True,
-                          cwd=ROOT, env=env)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
