@@ -87,7 +87,7 @@ class KeepingCompiler(Compiler):
     def keep(self) -> None:
         if not self._fresh or sys.dont_write_bytecode or _ENGINE is None:
             return
-        self._fresh = False
+        self._fresh = False  # before: what another thread makes meanwhile is written the next time
         with contextlib.suppress(Exception):  # as for a .pyc: what cannot be written is made again
             self._write()
 

@@ -14,7 +14,6 @@ from patches.engine.edits import Rewrite
 from patches.engine.locate import Conflict
 from tests.engine.conftest import kept
 
-ROOT = Path(__file__).parents[2]
 ONE = Rewrite("toy:plain", "y * 2", "y * 3")
 OTHER = Rewrite("toy:plain", "y * 2", "y * 4")
 

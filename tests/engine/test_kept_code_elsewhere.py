@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -44,26 +42,26 @@ def test_who_reads_while_others_write_finds_a_whole_file(toy, path):
     assert not empty and os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.parametrize("options", [(), ("-O",), ("-B",)], ids=["plain", "optimized", "no bytecode"])
-def test_it_lies_where_python_keeps_our_own_bytecode(tmp_path, options):
+@pytest.mark.parametrize("option", ["", "PYTHONOPTIMIZE", "PYTHONDONTWRITEBYTECODE"])
+def test_it_lies_where_python_keeps_our_own_bytecode(fresh, tmp_path, option):
     code = "from patches.engine import compiler as c; print(c.compiler()._path)"
-    said = run(options, code, PYTHONPYCACHEPREFIX=str(tmp_path))
+    said = fresh(code, PYTHONPYCACHEPREFIX=str(tmp_path), **({option: "1"} if option else {}))
     place = Path(said.strip())
     assert place.parent == tmp_path.joinpath(*ROOT.parts[1:], "patches", "engine")
     assert place.name.startswith("kept_code.") and place.suffix == ".pyc", "so that pip takes it out"
-    assert (".opt-1." in place.name) == ("-O" in options)
+    assert (".opt-1." in place.name) == (option == "PYTHONOPTIMIZE")
 
 
-def test_the_module_in_whose_place_it_lies_can_be_imported(toy, tmp_path, bytecode_is_written):
+def test_the_module_in_whose_place_it_lies_can_be_imported(fresh, toy, tmp_path, bytecode_is_written):
     """By what looks at all modules of a package. Then that is kept instead, until something is made anew."""
     place = tmp_path.joinpath(*ROOT.parts[1:], "patches", "engine", f"kept_code.{sys.implementation.cache_tag}.pyc")
     kept(place, toy.plain, ONE)
-    before = place.read_bytes()
-    run((), "from patches.engine import kept_code as k; assert k.__doc__", PYTHONPYCACHEPREFIX=str(tmp_path))
-    assert before and KeepingCompiler(place)._read() == {}
+    assert KeepingCompiler(place)._read()
+    fresh("from patches.engine import kept_code as k; assert k.__doc__", **writes_below(tmp_path))
+    assert KeepingCompiler(place)._read() == {}
 
 
-def test_a_second_process_reads_no_source(tmp_path):
+def test_a_second_process_reads_no_source(fresh, tmp_path):
     """The plugin as users have it, on a package that it repairs."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("what the patches are for cannot be imported without torch")
@@ -75,15 +73,12 @@ def test_a_second_process_reads_no_source(tmp_path):
         print([change.diff.count(chr(10)) for result in done for change in result.changes])
         patches.revert()
     """
-    first, second = (run((), code, PYTHONPYCACHEPREFIX=str(tmp_path)).splitlines() for _ in range(2))
+    first, second = (fresh(code, **writes_below(tmp_path)).splitlines() for _ in range(2))
     applied, read = map(int, first[0].split())
     assert applied and read, "nothing was kept yet"
     assert second[0] == f"{applied} 0" and first[1] == second[1]
 
 
-def run(options: tuple[str, ...], code: str, **environ: str) -> str:
-    env = {**os.environ, "PATCHES_AUTOLOAD": "0", "PYTHONDONTWRITEBYTECODE": "", **environ}
-    done = subprocess.run([sys.executable, *options, "-c", textwrap.dedent(code)], capture_output=True, text=True,
-                          cwd=ROOT, env=env)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def writes_below(folder: Path) -> dict[str, str]:
+    """Variables of a process that keeps its bytecode there, whatever this one does."""
+    return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
