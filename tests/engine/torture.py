@@ -25,11 +25,11 @@ from typing import Any
 
 import patches
 from patches.engine import gate, locate
+from patches.engine.build import Builder
 from patches.engine.compiler import KeepingCompiler
 from patches.engine.registry import Registry
 from patches.engine.report import Status
 from patches.engine.slots import slots_of
-from patches.engine.build import Builder
 
 PLUGIN = str(Path(patches.__file__).parent)
 ERRORS = (RuntimeError, KeyboardInterrupt, MemoryError, SystemExit)
