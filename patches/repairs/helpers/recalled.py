@@ -22,8 +22,7 @@ def enter(visits: Iterable[Visit]) -> Any:
 
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    autograd = torch._C._autograd
-    if torch._C._current_graph_task_id() != -1 or autograd._top_saved_tensors_default_hooks(True) is not None:
+    if torch._C._current_graph_task_id() != -1 or _has_hooks():
         return None
     places = {}
     for visit in visits:
@@ -34,6 +33,20 @@ def enter(visits: Iterable[Visit]) -> Any:
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _pack(tensor, places), _unpack)
     hooks.__enter__()
     return hooks
+
+
+def _has_hooks() -> bool:
+    """Whether saved-tensor hooks are on already in this thread."""
+    import torch
+
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None:
+        return top(True) is not None
+    try:  # torch 2.6 and 2.7 have no way to ask; to turn them off fails where there are any
+        with torch.autograd.graph.disable_saved_tensors_hooks("saved-tensor hooks are on"):
+            return False
+    except RuntimeError:
+        return True
 
 
 class _Kept:
