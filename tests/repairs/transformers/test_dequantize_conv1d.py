@@ -119,7 +119,6 @@ def test_after_a_merge(checkpoint, tmp_path):
         assert torch.equal(quantized(tmp_path, None)(IDS).logits, logits)
 
 
-@pytest.mark.skipif(satisfied("transformers<5"), reason="transformers-dequantize-offloaded is for transformers 5")
 def test_offloaded_in_part(checkpoint, tmp_path):
     with patches.applied(), torch.no_grad():
         whole = quantized(checkpoint, "nf4").dequantize().float()
