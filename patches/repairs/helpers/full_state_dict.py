@@ -10,6 +10,6 @@ SKIP_UNKNOWN_KEYS = Rewrite(
     find=_MOVE,
     replace=f"if key in local_state_dict:\n    {_MOVE}",
     count=2,
-    when="torch>=2.6",
+    when="torch>=2.7",
 )
 """With ``cpu_offload``, move to the CPU what the sharded model has, and leave the rest to ``load_state_dict``."""

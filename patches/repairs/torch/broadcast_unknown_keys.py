@@ -6,7 +6,7 @@ file to the CPU in the state dict of the sharded model, of which it has listed p
 dict of a quantized layer has more: ``absmax`` and the rest of a quantization state, ``SCB``. So the load dies in
 ``KeyError: '….base_layer.weight.absmax'``, or ``….SCB``. That is a file of a whole model, or of a sharded one whose
 statistics are saved (``bitsandbytes-linear4bit-sharded-state-dict``, which brings this edit too). Without
-``cpu_offload`` a key that the model has not is left to ``load_state_dict``, as it should be. torch 2.6 to 2.15
+``cpu_offload`` a key that the model has not is left to ``load_state_dict``, as it should be. torch 2.7 to 2.15
 (#149516, open).
 
 The repair moves what is there. What comes after is as without ``cpu_offload``: rank 0 loads all that is in the file, the
@@ -56,7 +56,7 @@ PATCH = Patch(
     id="torch-broadcast-unknown-keys",
     summary="a full state dict cannot be loaded into a quantized model under FSDP2: KeyError for its statistics",
     links=("https://github.com/pytorch/pytorch/issues/149516",),
-    requires=("torch>=2.6", "bitsandbytes>=0.46.1"),
+    requires=("torch>=2.7", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",
     seen_on=("2.13", "2.15"),
     edits=(SKIP_UNKNOWN_KEYS,),

@@ -20,7 +20,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine.gate import satisfied
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,9 @@ def defect() -> Finding:
     import torch
     import torch.distributed as dist
     from bitsandbytes.nn import Linear4bit
+
+    if satisfied("torch<2.7") and not torch.cuda.is_available():
+        raise CannotShow("FSDP2 of torch 2.6 gathers nothing on a CPU")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
