@@ -14,11 +14,11 @@ from pathlib import Path
 
 import nox
 
+from tests.releases import SHORT, files
+
 ROOT = Path(__file__).parent
 RELEASES = ("0.46.1", "0.47.0", "0.48.2", "0.49.0", "0.49.2", "0.50.0", "0.50.2")
 """Every release that the patches were run on."""
-SHORT = ("0.46.1", "0.48.2", "0.49.2", "0.50.2")
-"""The first, the last, and the last of the two series between: what CI runs."""
 OLDEST = (
     "transformers==4.53.0", "peft==0.14.0", "accelerate==0.26.1", "tokenizers==0.21.4", "huggingface_hub==0.36.0",
     "torchao==0.14.1", "requests==2.34.2", "urllib3==2.7.0", "charset_normalizer==3.4.7", "certifi", "idna",
@@ -34,17 +34,8 @@ ANYWHERE = (
 """Tests that bitsandbytes has no part in: run with the last release only."""
 ONCE = ("harm/test_aot_cache.py",)
 """Slow, and about torch: run with one release, which has less to do otherwise."""
-LAUNCHED = (
-    "device", "features/test_ranks.py",
-    *(f"programs/test_{name}.py" for name in ("examples", "fsdp2", "fsdp2_trainer", "trainer_ranks")),
-)  # fmt: skip
-"""Whole programs that start processes, the slowest: run with the last release; `tests_all` runs all with each."""
-OTHERS = (
-    "programs/test_trainer.py", *(f"features/test_inspection{name}.py" for name in ("", "_only_looks", "_training", "_weights")),
-    *(f"repairs/{name}" for name in ("accelerate", "peft", "torch", "transformers", "trl", "test_operators.py")),
-)  # fmt: skip
-"""What is not about the code of bitsandbytes: run with the first and the last release. With those between, the
-reproducer of each patch shows what it repairs and the catalogue of harm what it must not change; `tests_all` runs all."""
+BETWEEN_RELEASES = "not slow and not release"
+"""What `tests` runs; a test marked ``release`` says at its mark what stands for it every day."""
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
 WITHOUT_TORCH = (
@@ -78,15 +69,22 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("bnb", SHORT, ids=SHORT)
 def tests(session: nox.Session, bnb: str) -> None:
-    """The suite on four releases of bitsandbytes. Arguments after ``--`` go to pytest."""
-    run_suite(session, bnb, without={SHORT[0]: LAUNCHED, SHORT[-1]: ()}.get(bnb, LAUNCHED + OTHERS))
+    """The newest release whole but for what is left to `tests_all`; of each older one what its source can change.
+
+    Arguments after ``--`` go to pytest.
+    """
+    for release in SHORT:
+        bitsandbytes(session, release)  # their sources say which release runs what
+    newest = bnb == SHORT[-1]
+    run_suite(session, bnb, ["-m", BETWEEN_RELEASES, *(["tests"] if newest else files(bnb))])
 
 
 @nox.session(venv_backend="none")
 @nox.parametrize("bnb", RELEASES, ids=RELEASES)
 def tests_all(session: nox.Session, bnb: str) -> None:
-    """The suite on every release of bitsandbytes that a patch was written for."""
-    run_suite(session, bnb)
+    """All of the suite, on every release of bitsandbytes that a patch was written for: before a release."""
+    without = () if bnb == SHORT[-1] else ANYWHERE
+    run_suite(session, bnb, [f"--ignore=tests/{name}" for name in (*without, *(ONCE if bnb != SHORT[1] else ()))])
 
 
 @nox.session(venv_backend="none")
@@ -163,18 +161,12 @@ def newest(session: nox.Session) -> None:
     session.run("python", "tools/drift.py")
 
 
-def run_suite(session: nox.Session, release: str, without: tuple[str, ...] = ()) -> None:
-    """Run pytest with bitsandbytes ``release`` first on the path."""
-    if release != SHORT[-1]:
-        without += ANYWHERE
-    if release != SHORT[1]:
-        without += ONCE
+def run_suite(session: nox.Session, release: str, chosen: list[str]) -> None:
+    """Run pytest with bitsandbytes ``release`` first on the path, over what is ``chosen``."""
     # A file is run whole by one worker, for its tests share what they launch; tests/conftest.py has the order.
-    whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-    whole += [f"--ignore=tests/{name}" for name in without]
-    arguments = session.posargs or whole
+    whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *chosen]
     env = environment(bitsandbytes(session, release), ROOT)
-    session.run(sys.executable, "-m", "pytest", *arguments, env=env, external=True)
+    session.run(sys.executable, "-m", "pytest", *(session.posargs or whole), env=env, external=True)
 
 
 def environment(*folders: Path) -> dict[str, str]:

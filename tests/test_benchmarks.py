@@ -62,6 +62,7 @@ def test_what_failed_is_in_the_table_and_not_in_the_plot(tmp_path: Path):
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+@pytest.mark.release("another entry point of the harness that the tiny case runs")
 def test_one_pair_of_eager_processes(tmp_path: Path, capsys: pytest.CaptureFixture):
     from benchmarks import eager
 

@@ -64,7 +64,11 @@ def test_every_case_is_in_a_group():
     assert files == {name for group in GROUPS.values() for name in group if "cases_" in name}
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(each, marks=[pytest.mark.release("the same cases as cuda-layers")] if each == "sim-layers" else [])
+     for each in GROUPS],
+)  # fmt: skip
 def test_on_the_simulated_device(group):
     kind, *arguments = GROUPS[group]
     options = ("-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider")

@@ -31,7 +31,7 @@ def run(name: str, *arguments: str, new: bool = False) -> str:
 @pytest.mark.parametrize(
     "kind, error, checkpointing",
     [
-        ("bf16", "expected device meta but got cpu", ()),
+        pytest.param("bf16", "expected device meta but got cpu", (), marks=pytest.mark.release("int8 and nf4 run it")),
         ("int8", "Cannot access accelerator device", ("--reentrant",)),
         ("nf4", "Cannot copy out of meta tensor", ()),
     ],
@@ -47,6 +47,7 @@ def test_offload_lora(kind, error, checkpointing):
     assert "peft-adapters-on-meta:" in with_plugin
 
 
+@pytest.mark.release("test_compile_matrix.py compiles the same step; `make demo-compile` is this program")
 def test_qlora_compile():
     said = run("qlora_compile.py", "--steps", "3", "--hidden", "64", "--batch", "2", new=True)
     without, _, with_plugin = said.partition("With the plugin:")

@@ -26,6 +26,7 @@ main_process_port: 0
 mixed_precision: 'no'
 """
 WORKER = ROOT / "tests" / "programs" / "train_ranks.py"
+pytestmark = pytest.mark.release("two ranks train the same layers in test_fsdp2*.py, one process in test_trainer.py")
 BITS = pytest.mark.parametrize("bits", ["4", "8"], ids=["4bit", "int8"])
 
 
