@@ -55,15 +55,15 @@ def is_tested(patch_id: str, release: str) -> bool:
 
 
 def files(release: str) -> list[str]:
-    """What pytest is to run with ``release``, relative to the checkout."""
-    repairs = sorted(ROOT.glob("tests/repairs/**/test_*.py"))
+    """What pytest is to run with an older ``release``, relative to the checkout."""
+    repairs = sorted(ROOT.glob("tests/repairs/*/**/test_*.py"))  # above the libraries: helpers, which are our own
     chosen = [path for path in repairs if any(is_tested(patch_id, release) for patch_id in patches_of(path))]
     return [*ALWAYS, *(str(path.relative_to(ROOT)) for path in chosen)]
 
 
 def patches_of(path: Path) -> list[str]:
     """The ids of the patches that a file of tests is about: the one whose name it has, else those that it names."""
-    package, *folder = path.parent.relative_to(ROOT / "tests" / "repairs").parts or ("",)
+    package, *folder = path.parent.relative_to(ROOT / "tests" / "repairs").parts
     parts = [package, *folder, path.stem.removeprefix("test_")]
     own = {"-".join(each).replace("_", "-") for each in (parts, [package, parts[-1]])} & REGISTRY.patches.keys()
     named = set(re.findall(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)+", path.read_text())) & REGISTRY.patches.keys()
