@@ -61,7 +61,7 @@ PATCH = Patch(
     id="transformers-dequantize-one-dtype",
     summary="a model prepared for k-bit training, merged and dequantized mixes dtypes and cannot compute",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L239",),
-    requires=("transformers>=5.23", "bitsandbytes>=0.46", "peft"),
+    requires=("transformers>=5", "bitsandbytes>=0.46", "peft"),
     tested_up_to="5.23.0",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(

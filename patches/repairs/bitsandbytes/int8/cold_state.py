@@ -65,7 +65,7 @@ PATCH = Patch(
     id="bitsandbytes-int8-cold-state",
     summary="the first compiled step of an INT8 model falls apart, for its layers write their state in forward",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
-    requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(

@@ -86,7 +86,7 @@ PATCH = Patch(
     id="bitsandbytes-int8-outlier-columns",
     summary="torch.compile breaks at every INT8 layer with a threshold: the outlier columns depend on the data",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
-    requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
