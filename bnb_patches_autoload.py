@@ -4,9 +4,8 @@ bitsandbytes (entry point ``bitsandbytes.backends``) calls :func:`start`. torch 
 for programs that quantize without bitsandbytes; every program that imports torch pays for that, so it imports one
 small file and leaves the rest until a package arrives that has something to repair.
 
-It has a name of its own because ``patches`` is a common one: a ``patches.py`` in the user's working
-directory comes first on ``sys.path``, and must neither break ``import bitsandbytes`` nor be imported
-by it. Nothing here raises.
+Both import our package as ``bnb_patches``: ``patches`` is a common name, and a program that has a ``patches`` of its
+own, or puts one on ``sys.path`` later, keeps it. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import importlib.util
 import logging
 import os
 import sys
-from pathlib import Path
+from importlib.machinery import PathFinder
 from types import ModuleType
+from typing import Any
 
-_OURS = Path(__file__).resolve().parent / "patches" / "__init__.py"
-_ALIAS = "bnb_patches"
-"""The name our package gets where the user has a ``patches`` of their own."""
+_ROOT = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = "bnb_patches"
 _WITHOUT_BITSANDBYTES = ("accelerate", "llamafactory", "peft", "torchao", "transformers", "trl")
 """Those that have something to repair where bitsandbytes is never imported."""
 _NO = ("0", "false", "no", "off")
@@ -32,8 +31,8 @@ def wait() -> None:
     """Start when torch is imported and one of those packages too. Never raises."""
     if _is_off():
         return
-    with contextlib.suppress(Exception):  # `start` will say what is wrong with this installation
-        imports = _load("bnb_patches_imports", _OURS.parent / "engine" / "imports.py")
+    try:
+        imports = _hooks()
 
         def begin() -> None:
             imports.stop()
@@ -46,19 +45,19 @@ def wait() -> None:
                 imports.after_import(name, begin)
 
         imports.after_import("torch", watch)
+    except Exception as error:
+        _say(error)
 
 
 def start() -> None:
     """Apply the patches, now or after the import of what they repair. Never raises."""
-    log = logging.getLogger("bnb_patches")
     try:
-        if _is_off() and not _started() and _where("patches") == str(_OURS):
-            return  # nothing to do, and `import patches` finds it
-        importlib.import_module(f"{_package(log)}.autoload").start()
+        if _is_off() and not _started():
+            return  # `import patches` finds it
+        _package()
+        importlib.import_module(f"{_PACKAGE}.autoload").start()
     except Exception as error:
-        with contextlib.suppress(Exception):  # a handler of the user's may raise
-            log.warning("bnb-patches is not active, nothing was changed: %s: %s", type(error).__name__, error)
-            log.debug("the import of bnb-patches failed", exc_info=True)
+        _say(error)
 
 
 def _is_off() -> bool:
@@ -68,45 +67,43 @@ def _is_off() -> bool:
 
 def _started() -> bool:
     """Whether an earlier import has started it: what still waits for a package then is to wait no more."""
-    return any(f"{name}.autoload" in sys.modules for name in ("patches", _ALIAS))
+    return f"{_PACKAGE}.autoload" in sys.modules
 
 
-def _package(log: logging.Logger) -> str:
-    """The name under which our package can be imported; loads it under another if that is taken."""
-    if _ALIAS in sys.modules:
-        return _ALIAS
-    found = _where("patches")
-    if found == str(_OURS):
-        return "patches"
-    log.warning(
-        "%s hides the package 'patches' of bnb-patches, which is therefore loaded as '%s': "
-        "use `import %s` from then on, or rename yours.", found, _ALIAS, _ALIAS,
-    )  # fmt: skip
-    _load(_ALIAS, _OURS, package=True)
-    return _ALIAS
+def _package() -> ModuleType:
+    """Our package, from the folder or archive that this file lies in; else wherever it is found."""
+    if _PACKAGE in sys.modules:
+        return sys.modules[_PACKAGE]
+    if PathFinder.find_spec(_PACKAGE, [_ROOT]) is None:
+        return importlib.import_module(_PACKAGE)
+    return _load(_PACKAGE, _PACKAGE, _ROOT)
 
 
-def _where(name: str) -> str:
-    """The file that ``import name`` gives or would give, without running it."""
-    module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None) if module else importlib.util.find_spec(name)
-    file = getattr(module, "__file__", None) or getattr(spec, "origin", None)
-    if file:
-        return str(Path(file).resolve())
-    folders = getattr(spec, "submodule_search_locations", None)  # a folder without an __init__.py
-    return str(list(folders)[0]) if folders else f"nothing on sys.path named {name!r}"
+def _hooks() -> ModuleType:
+    """``patches/engine/imports.py`` alone, before the rest: it imports nothing of ours."""
+    name = "bnb_patches_imports"
+    return sys.modules.get(name) or _load(name, "imports", os.path.join(_ROOT, "patches", "engine"))
 
 
-def _load(name: str, file: Path, package: bool = False) -> ModuleType:
-    """Run ``file``, which lies beside this one, as the module ``name``. All imports inside our package are relative."""
-    folders = [str(file.parent)] if package else None
-    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
-    assert spec is not None and spec.loader is not None
+def _load(name: str, stem: str, folder: str) -> ModuleType:
+    """Load the module or package ``stem`` in ``folder`` as ``name``: source, bytecode or archive."""
+    spec = PathFinder.find_spec(stem, [folder])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"there is no {stem} in {folder}")
+    loader: Any = spec.loader
     module = importlib.util.module_from_spec(spec)
+    module.__name__ = name
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        exec(loader.get_code(stem), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def _say(error: Exception) -> None:
+    log = logging.getLogger("bnb_patches")
+    with contextlib.suppress(Exception):  # a handler of the user's may raise
+        log.warning("bnb-patches is not active, nothing was changed: %s: %s", type(error).__name__, error)
+        log.debug("the import of bnb-patches failed", exc_info=True)

@@ -1,187 +1,153 @@
-"""Repairs quantized fine-tuning (bitsandbytes, transformers, peft, torchao) in the running process.
+"""``import patches``: a second name for :mod:`bnb_patches`, where no other package is called ``patches``.
 
-    import patches
-    patches.apply()     # idempotent; what is not imported yet follows when it is
-    print(patches.report())
-    patches.revert()
-
-Distribution name ``bnb-patches``. Every patch is gated on the installed releases and on the exact
-source found, can be taken out again, and brings a reproducer of its defect (``patches.verify()``).
+It gives the very modules of ``bnb_patches``: one registry, one class of each name. If another regular package or module
+of this name is on ``sys.path``, wherever, that one is imported instead: ours is then ``bnb_patches``. From a folder
+``patches`` without an ``__init__.py`` the modules that we do not have can be imported beside ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .engine import catalog as _catalog
-from .engine import compiler as _compiler
-from .engine.build import Builder as _Builder
-from .engine.patch import CannotShow, Finding, Patch
-from .engine.registry import PatchError, Registry
-from .engine.report import Change, Report, Result, Status
-from .features.ranks import RanksDiffer, check_ranks
-from .repairs.helpers import compiled_code, live_objects
-
 if TYPE_CHECKING:
-    from .features.compile_options import CompileOptions
-    from .features.inspection import Inspection
-    from .features.verify import Verification
+    from .api import (
+        CannotShow,
+        Change,
+        Finding,
+        Patch,
+        PatchError,
+        RanksDiffer,
+        Report,
+        Result,
+        Status,
+        applied,
+        apply,
+        check_ranks,
+        compile_options,
+        inspect,
+        report,
+        revert,
+        verify,
+    )
+    from .registry import REGISTRY as REGISTRY
 
-__all__ = [
-    "CannotShow",
-    "Change",
-    "Finding",
-    "Patch",
-    "PatchError",
-    "RanksDiffer",
-    "Report",
-    "Result",
-    "Status",
-    "applied",
-    "apply",
-    "check_ranks",
-    "compile_options",
-    "inspect",
-    "report",
-    "revert",
-    "verify",
-]
+    __all__ = [
+        "CannotShow",
+        "Change",
+        "Finding",
+        "Patch",
+        "PatchError",
+        "RanksDiffer",
+        "Report",
+        "Result",
+        "Status",
+        "applied",
+        "apply",
+        "check_ranks",
+        "compile_options",
+        "inspect",
+        "report",
+        "revert",
+        "verify",
+    ]
 
 __bnb_patches__ = True
-"""Tells this package from another of the same name."""
+"""Tells this file from another of the same name."""
 
-REGISTRY = Registry(_catalog.patches(), compiled_code.forget, live_objects.one_walk, _Builder(_compiler.compiler()))
-applied = REGISTRY.applied
-revert = REGISTRY.revert
-report = REGISTRY.report
+_NAME = "bnb_patches"
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -> Report:
-    """Apply the named patches, or all; those whose modules are not imported yet follow when they are.
-
-    Idempotent. Each patch is applied whole or not at all; interrupted, the call has done nothing or all.
-    ``PATCHES_DISABLE`` is obeyed.
-
-    Parameters
-    ----------
-    strict:
-        Raise if a patch does not fit, after all were tried; by default what ``PATCHES_STRICT`` says.
-    untested:
-        Also try releases newer than any that a patch was tested on; by default what ``PATCHES_UNTESTED`` says.
-
-    Raises
-    ------
-    KeyError
-        An id is unknown; the message names the nearest. Nothing was changed.
-    PatchError
-        With ``strict``: a patch met a conflict or failed.
-    """
-    from . import autoload
-
-    settings = autoload.Settings.read(REGISTRY.patches)
-    REGISTRY.disabled = settings.disabled
-    return REGISTRY.apply(
-        *ids,
-        strict=settings.strict if strict is None else strict,
-        untested=settings.untested if untested is None else untested,
-    )
+def _ours() -> ModuleType:
+    """The package under the name that nobody else has."""
+    if _NAME not in sys.modules:
+        spec = PathFinder.find_spec(_NAME, [_ROOT])
+        if spec is None or spec.loader is None:
+            raise ImportError(f"bnb-patches is not whole: there is no {_NAME} in {_ROOT}; install it again")
+        sys.modules[_NAME] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[_NAME]
+            raise
+    return sys.modules[_NAME]
 
 
-def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
-    """Run the reproducers of the named patches, or of all, in fresh processes.
-
-    Each without its patch, with it alone, with all patches together, and after everything was taken out. It may be
-    called anywhere: in a script without a main guard, a notebook, a thread. The processes end with the call, also where
-    an exception or Ctrl-C ends it.
-
-    Parameters
-    ----------
-    jobs:
-        How many processes at a time; by default as many as there are processors, at most four.
-    progress:
-        Show a progress bar on standard error, if tqdm is installed.
-
-    Raises
-    ------
-    KeyError
-        An id is unknown.
-    ValueError
-        ``jobs`` is less than one.
-    NoInterpreter
-        This program is frozen: there is no Python to start.
-    """
-    from .features.verify import verify
-
-    return verify(*ids, jobs=jobs, progress=progress)
+def _others() -> list[str]:
+    """The folders of ``sys.path`` in which a ``patches`` that is not ours may lie."""
+    folders = [folder for folder in sys.path if isinstance(folder, str)]
+    return [folder for folder in folders if not _is_ours(os.path.abspath(folder))]
 
 
-def inspect(model: Any, optimizer: Any = None) -> Inspection:
-    """What a live model is made of, what of it trains, and what will go wrong, as one table.
-
-    It changes nothing, reads no tensor's contents, imports nothing, and needs no patch applied. ``print()`` shows
-    the table and below it each problem with what to do; in a notebook it is a table. ``.problems`` are those that
-    no applied patch has repaired; also ``.to_dict()`` and ``.to_json()``.
-
-    Parameters
-    ----------
-    model:
-        Any ``torch.nn.Module``: of transformers, wrapped by peft, dispatched by accelerate, compiled, or plain.
-    optimizer:
-        Its ``torch.optim.Optimizer``. After ``zero_grad()`` it alone knows which parameters got no gradient.
-
-    Raises
-    ------
-    TypeError
-        They are something else.
-    """
-    from .features.inspection import inspect
-
-    return inspect(model, optimizer)
+def _is_ours(folder: str) -> bool:
+    """Whether ``folder`` is the one that we lie in, or holds another copy of this project (a checkout, say)."""
+    shim = os.path.join(folder, "bnb_patches_autoload.py")
+    return folder == _ROOT or os.path.exists(shim) or os.path.exists(f"{shim}c")
 
 
-def compile_options(
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
-    *,
-    dynamic: bool | None = None,
-    sample_packing: bool = False,
-) -> CompileOptions:
-    """Inductor options for ``torch.compile``, checked against the installed torch; it is imported.
+def _elsewhere() -> ModuleSpec | None:
+    """A regular package or module ``patches`` that is not ours."""
+    spec = PathFinder.find_spec("patches", _others())
+    return spec if spec is not None and spec.loader is not None and spec.origin is not None else None
 
-    Three ways to use what is returned::
 
-        torch.compile(model, **patches.compile_options({"shape_padding": False}, mode="max-autotune"))
+class _SecondName:
+    """Finds ``patches.x`` where ``bnb_patches.x`` is, while ``patches`` is ours."""
 
-        with patches.compile_options({"epilogue_fusion": False}):
-            trainer.train()     # or any other code that calls torch.compile, Inductor being on
+    def __init__(self, package: ModuleType) -> None:
+        self._package = package
 
-        Accelerator(dynamo_plugin=patches.compile_options({"max_autotune_gemm": True}).plugin())
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not name.startswith("patches.") or sys.modules.get("patches") is not self._package:
+            return None
+        if name == "patches.__main__":  # is run, not imported
+            return None
+        found = PathFinder.find_spec(name, path)
+        if found is not None:
+            package = found.submodule_search_locations is not None
+            loader: Any = _Again(f"{_NAME}{name.removeprefix('patches')}")
+            return ModuleSpec(name, loader, is_package=package)
+        beside = [os.path.join(folder, *name.split(".")[:-1]) for folder in _others()]
+        return PathFinder.find_spec(name, beside)
 
-    The `with` covers the ``torch.compile`` calls made in it by the thread that entered it; what they return
-    keeps the options, also for what is compiled later and in another thread. At its end ``torch.compile`` is
-    as before. Meanwhile ``patches.report().features`` shows it, and ``patches.revert()`` takes it out.
 
-    Parameters
-    ----------
-    options:
-        Any of :data:`patches.features.compile_options.ALLOWED`, by name.
-    mode:
-        A mode of ``torch.compile``, which refuses it beside options: its own options are merged, below these.
-    dynamic:
-        As in ``torch.compile``, and passed on to it if given; a `with` leaves it to the calls in it.
-    sample_packing:
-        Say so if batches are packed: it warns about ``triton.cudagraphs``, as dynamic shapes do.
+class _Again:
+    """Gives the module that is loaded, or to be loaded, as ``name``."""
 
-    Raises
-    ------
-    ValueError
-        An option that is not allowed or not in the installed torch, or an unknown mode; lists what is.
-    TypeError
-        A value of another type than torch declares.
-    RuntimeError
-        From the `with`: nothing in it was compiled, or accelerate is about to prepare a model uncompiled.
-    """
-    from .features.compile_options import compile_options
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    return compile_options(options, mode, dynamic=dynamic, sample_packing=sample_packing)
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # importlib has put that of the second name there
+
+
+def _give() -> ModuleType:
+    """The module that ``import patches`` is to give."""
+    other = _elsewhere()
+    if other is None:
+        package = _ours()
+        finder: Any = _SecondName(package)
+        sys.meta_path.insert(0, finder)
+        return package
+    assert other.loader is not None
+    sys.modules["patches"] = module = importlib.util.module_from_spec(other)
+    other.loader.exec_module(module)
+    return module
+
+
+if not TYPE_CHECKING:
+    sys.modules[__name__] = _give()

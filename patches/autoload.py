@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from . import second_name
 from .engine.patch import unknown
 from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Status
@@ -54,9 +55,12 @@ class Settings:
 
 def start() -> None:
     """Apply every patch that fits, now or when its package is imported."""
-    from . import REGISTRY
+    from .registry import REGISTRY
 
     settings = Settings.read(REGISTRY.patches)
+    if whose := second_name.taken():
+        REGISTRY.note(whose)
+        _log(logging.WARNING, "%s", whose)
     started = REGISTRY.on_change is not None  # by an earlier import: what was reverted since stays so
     if not settings.autoload:
         if started:
@@ -70,7 +74,7 @@ def start() -> None:
 
 
 def _leave_alone_what_is_not_imported_yet() -> None:
-    from . import REGISTRY
+    from .registry import REGISTRY
 
     if pending := REGISTRY.report().with_status(Status.PENDING):
         REGISTRY.revert(*(result.id for result in pending))

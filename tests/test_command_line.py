@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from patches import REGISTRY
-from patches.__main__ import main
+from patches.command_line import main
 from patches.features import verify as verification
 from patches.features.verify import PHASES, Row, Verification
-from patches.features.verify_processes import NoInterpreter
+from patches.features.verify.processes import NoInterpreter
 from tests.features.test_verify_processes import PROC, gone_within, marked
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -28,7 +28,7 @@ PEFT = "peft-input-grads-hook"
 def run(*arguments: str, source: str = "", timeout: float = 300, **options) -> subprocess.CompletedProcess[str]:
     """``python -m patches ARGUMENTS``; with ``source`` run before it in the same process."""
     start = (
-        ["-c", f"{source}\nimport sys\nfrom patches.__main__ import command\nsys.exit(command())"]
+        ["-c", f"{source}\nimport sys\nfrom patches.command_line import command\nsys.exit(command())"]
         if source
         else ["-m", "patches"]
     )
@@ -94,7 +94,7 @@ def test_list(capsys, json_):
 def test_report_and_diff_in_a_fresh_process(fresh):
     source = """
         import contextlib, io, json
-        from patches.__main__ import main
+        from patches.command_line import main
         said = []
         for line in ("report --json", "diff --json", "diff", "report"):
             with contextlib.redirect_stdout(io.StringIO()) as out:

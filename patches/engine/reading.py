@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import gate
+from . import gate, needs
 from .edits import Edit
 from .locate import Conflict
 from .patch import Feature, Patch
@@ -14,11 +14,8 @@ from .report import Change, Result, Status
 from .slots import Slot, slots_of
 from .state import Installed, State
 
-if TYPE_CHECKING:
-    from .registry import Registry
 
-
-def result(registry: Registry, state: State, patch: Patch) -> Result:
+def result(state: State, patch: Patch, *, disabled: bool) -> Result:
     """What became of ``patch``, and why."""
     verdict = gate.check(patch)
     outcome = state.outcomes.get(patch.id)
@@ -26,14 +23,14 @@ def result(registry: Registry, state: State, patch: Patch) -> Result:
     status, reason = verdict.status, verdict.reason
     notes: tuple[str, ...] = ()
     if active:
-        status, reason = _of_active(registry.edits(patch), active, patch.id)
+        status, reason = _of_active(needs.edits(patch), active, patch.id)
         if outcome is not None:
             reason, notes = reason or outcome.reason, outcome.notes
-    elif patch.id in registry.disabled:
+    elif disabled:
         status, reason = Status.DISABLED, "PATCHES_DISABLE names it"
     elif outcome is not None and outcome.status is not Status.APPLIED:
         status, reason = outcome.status, outcome.reason
-    elif status is Status.AVAILABLE and (missing := registry.missing(patch)):
+    elif status is Status.AVAILABLE and (missing := needs.missing(patch)):
         status = Status.PENDING
         follows = "is applied when it is" if patch.id in state.waiting else "apply() then follows its import"
         reason = f"{', '.join(sorted(missing))} is not imported yet; {follows}"

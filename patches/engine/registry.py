@@ -98,7 +98,9 @@ class Registry:
         """The state of the named patches, or of all, read from what is installed now."""
         state = self._store.read()
         chosen = self._chosen(ids)
-        results = gate.in_one_look(lambda: tuple(reading.result(self, state, patch) for patch in chosen))
+        results = gate.in_one_look(
+            lambda: tuple(reading.result(state, p, disabled=p.id in self.disabled) for p in chosen)
+        )
         features = () if ids else tuple(reading.features(state, self._features.values()))
         packages = dict.fromkeys(name for result in results for name in result.versions)
         return Report(results, (*state.notes, *filter(None, map(gate.mismatch, packages))), features)
@@ -116,6 +118,9 @@ class Registry:
         finally:
             if fresh:
                 self.revert(*fresh)
+
+    def note(self, text: str) -> None:  # of every report from now on
+        self._record(lambda draft: draft.note(text))
 
     def prepare(self) -> None:
         """Work out what :meth:`apply` would change now, for whoever applies next; change nothing."""

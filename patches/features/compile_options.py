@@ -95,7 +95,7 @@ class CompileOptions(Mapping[str, Any]):
         return TorchDynamoPlugin(options=self.merged(), **fields)
 
     def __enter__(self) -> CompileOptions:
-        from .. import REGISTRY
+        from ..registry import REGISTRY
 
         entry = _Entry(self, _feature())
         REGISTRY.hold(entry.feature, entry)  # until `entry` is released, or gone
@@ -103,7 +103,7 @@ class CompileOptions(Mapping[str, Any]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        from .. import REGISTRY
+        from ..registry import REGISTRY
 
         *outer, entry = _entered.get()
         _entered.set(tuple(outer))

@@ -40,7 +40,7 @@ def check_ranks(group: ProcessGroup | None = None) -> Report:
     RuntimeError
         The process was launched as one of several, but ``torch.distributed`` is not initialised.
     """
-    from .. import REGISTRY
+    from ..registry import REGISTRY
 
     report = REGISTRY.report()
     gathered = _gather((platform.node(), _facts(report)), group)

@@ -31,7 +31,7 @@ from patches.engine.registry import Registry
 from patches.engine.report import Status
 from patches.engine.slots import slots_of
 
-PLUGIN = str(Path(patches.__file__).parent)
+PLUGIN = str(patches.__path__[0])
 ERRORS = (RuntimeError, KeyboardInterrupt, MemoryError, SystemExit)
 
 

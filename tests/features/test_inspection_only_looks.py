@@ -93,7 +93,7 @@ def test_it_imports_nothing(fresh):
         torch.nn.Linear(2, 2)  # what torch imports by itself on a first use
         before = set(sys.modules)
         print(patches.inspect(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Embedding(3, 4))))
-        print(sorted(name for name in set(sys.modules) - before if not name.startswith("patches.")))
+        print(sorted(name for name in set(sys.modules) - before if not name.startswith("bnb_patches.")))
         """,
         COLUMNS="120",
     ).splitlines()

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from patches.features import verify_processes
-from patches.features.verify_processes import NoInterpreter, ask
-from patches.features.verify_worker import Answer
+from patches.features.verify import processes
+from patches.features.verify.processes import NoInterpreter, ask
+from patches.features.verify.worker import Answer
 
 TOYS = "tests.features.verify_toys"
 ROOT = str(Path(__file__).parents[2])
-FORKS = verify_processes._can_fork()
+FORKS = processes._can_fork()
 PROC = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="there is no /proc to look for processes in")
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals have no numbers here")
 
@@ -29,7 +29,7 @@ POSIX = pytest.mark.skipif(os.name != "posix", reason="signals have no numbers h
 def kind(request, monkeypatch) -> str:
     """Both ways to make a process."""
     if request.param == "interpreters":
-        monkeypatch.setattr(verify_processes, "_can_fork", lambda: False)
+        monkeypatch.setattr(processes, "_can_fork", lambda: False)
     elif not FORKS:
         pytest.skip("this system is not forked")
     return request.param
@@ -168,11 +168,11 @@ def gone_within(seconds: float, mark: str) -> bool:
 
 ASK = f"""
 import sys
-from patches.features import verify_processes
+from patches.features.verify import processes
 if {{kind!r}} == "interpreters":
-    verify_processes._can_fork = lambda: False
+    processes._can_fork = lambda: False
 try:
-    for _ in verify_processes.ask("{TOYS}:answer", [("linger", path) for path in sys.argv[1:]], (), "", 2, 60):
+    for _ in processes.ask("{TOYS}:answer", [("linger", path) for path in sys.argv[1:]], (), "", 2, 60):
         pass
 except KeyboardInterrupt:
     sys.exit("interrupted")

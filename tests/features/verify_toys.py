@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from patches.features.verify_worker import Answer
+from bnb_patches.features.verify.worker import Answer
 
 SERVED = os.getpid()
 """The process that has imported this module: the fork server, where there is one."""

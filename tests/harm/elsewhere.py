@@ -51,7 +51,8 @@ def run_exported(path: str, inputs: list[Any]) -> list[Any]:
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    sys.modules["patches"] = None  # type: ignore[assignment]  # as if it were not installed
+    for name in ("patches", "bnb_patches", "bnb_patches_autoload"):
+        sys.modules[name] = None  # type: ignore[assignment]  # as if it were not installed
     import bitsandbytes  # noqa: F401, its operators
 
     while True:

@@ -21,7 +21,7 @@ from .layers import quantized
 from .rule import Died, Raised, Trace
 
 Observe = Callable[[], contextlib.AbstractContextManager[Any]]
-_OURS = ("patches", "bnb_patches_autoload")
+_OURS = ("patches", "bnb_patches", "bnb_patches_autoload")
 Sets = tuple[frozenset[str], frozenset[str]]
 """The patches that are in until a program hands over, and those after. Both the same for any other program."""
 

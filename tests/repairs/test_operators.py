@@ -51,7 +51,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    package = Path(patches.__file__).parent
+    package = Path(patches.__path__[0])
     copy = shutil.copytree(
         package, tmp_path_factory.mktemp("another") / "patches", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -60,6 +60,8 @@ def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = file.read_text()
         assert text.count(old) == 1
         file.write_text(text.replace(old, new))
+    for name in ("bnb_patches", "bnb_patches_autoload.py"):
+        (copy.parent / name).symlink_to(package.parent / name)
     return copy.parent
 
 
@@ -105,7 +107,7 @@ def test_the_digest_is_one_of_all_code_that_is_reached():
     assert name() == before
 
     def digest(source: str) -> str:
-        scope: dict = {"__name__": "patches.made"}
+        scope: dict = {"__name__": "bnb_patches.made"}
         exec(source, scope)
         return versioned("name", scope["root"])
 

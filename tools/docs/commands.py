@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from functools import partial
 
-from patches.__main__ import _parser
+from patches.command_line import _parser
 
 
 def fragment() -> str:

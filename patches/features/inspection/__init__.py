@@ -62,7 +62,7 @@ def _read(model: Any, optimizer: Any) -> Facts:
 
 def _with_status(found: Iterable[Problem]) -> Iterator[Problem]:
     """With the state of their patches, as far as this release of the plugin has them."""
-    from ... import REGISTRY
+    from ...registry import REGISTRY
 
     states: dict[str, str] = {}
     for problem in found:

@@ -90,7 +90,7 @@ def test_a_pickle_loads_without_this_package(forked, tmp_path):
 
         class Gone:  # where the plugin is installed, its entry point imports it
             def find_spec(self, name, *_):
-                if name.partition(".")[0] in ("patches", "bnb_patches_autoload"):
+                if name.partition(".")[0] in ("patches", "bnb_patches", "bnb_patches_autoload"):
                     raise ModuleNotFoundError(name)
 
         sys.meta_path.insert(0, Gone())

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..engine import gate, needs, table
-from ..engine.patch import CannotShow, Finding, Patch
-from ..engine.report import Status
-from .verify_processes import ask
-from .verify_worker import Answer
+from ...engine import gate, needs, table
+from ...engine.patch import CannotShow, Finding, Patch
+from ...engine.report import Status
+from .processes import ask
+from .worker import Answer
 
 PHASES = ("unpatched", "patched", "all", "reverted")
 VERDICTS = ("ok", "skipped", "cannot show", "wrong")
@@ -86,7 +86,7 @@ class Verification:
 
 def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
     """:func:`patches.verify`: each phase of each reproducer in its own fresh process."""
-    from .. import REGISTRY
+    from ...registry import REGISTRY
 
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be 1 or more, not {jobs}")
@@ -116,14 +116,14 @@ def _preload(chosen: Sequence[tuple[Patch, gate.Verdict]]) -> list[str]:
 
 def prepare() -> None:
     """For the process that the others are copies of: work out what patches change, which else each of them does."""
-    from .. import REGISTRY
+    from ...registry import REGISTRY
 
     REGISTRY.prepare()
 
 
 def answer(patch_id: str, phase: str) -> Answer:
     """What the reproducer of a patch says in this process, which must be a fresh one."""
-    from .. import REGISTRY
+    from ...registry import REGISTRY
 
     patch = REGISTRY.patches[patch_id]
     if phase != "unpatched":

@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .verify_worker import Answer, Asked, Crew, take
+from .worker import Answer, Asked, Crew, take
 
 TIMEOUT = 300.0
 """Seconds that one question may take; on a busy machine the first of them pays for the imports."""
@@ -142,7 +142,7 @@ def _start_one(folder: Path, index: int) -> _Interpreter:
 
 def _boot(call: str) -> str:
     """Source that finds our package under the name that it has here, and what this process finds."""
-    worker = __name__.rpartition(".")[0] + ".verify_worker"
+    worker = __name__.rpartition(".")[0] + ".worker"
     package = worker.rpartition(".features.")[0]
     file = getattr(sys.modules[package], "__file__", None) or ""
     known = {

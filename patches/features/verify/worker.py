@@ -1,4 +1,4 @@
-"""What runs in the processes that :mod:`.verify_processes` starts, and what looks after them.
+"""What runs in the processes that :mod:`.processes` starts, and what looks after them.
 
 A question is a call of one function of a module, its answer ``(present, figure)``; both travel as files in a
 folder that the asking process has made, so nothing that a library prints or closes can come between. Whoever

@@ -1,0 +1,180 @@
+"""Repairs quantized fine-tuning (bitsandbytes, transformers, peft, torchao) in the running process.
+
+    import patches
+    patches.apply()     # idempotent; what is not imported yet follows when it is
+    print(patches.report())
+    patches.revert()
+
+Distribution name ``bnb-patches``. Every patch is gated on the installed releases and on the exact
+source found, can be taken out again, and brings a reproducer of its defect (``patches.verify()``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .engine.patch import CannotShow, Finding, Patch
+from .engine.registry import PatchError
+from .engine.report import Change, Report, Result, Status
+from .features.ranks import RanksDiffer, check_ranks
+from .registry import REGISTRY
+
+if TYPE_CHECKING:
+    from .features.compile_options import CompileOptions
+    from .features.inspection import Inspection
+    from .features.verify import Verification
+
+__all__ = [
+    "CannotShow",
+    "Change",
+    "Finding",
+    "Patch",
+    "PatchError",
+    "RanksDiffer",
+    "Report",
+    "Result",
+    "Status",
+    "applied",
+    "apply",
+    "check_ranks",
+    "compile_options",
+    "inspect",
+    "report",
+    "revert",
+    "verify",
+]
+
+applied = REGISTRY.applied
+revert = REGISTRY.revert
+report = REGISTRY.report
+
+
+def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -> Report:
+    """Apply the named patches, or all; those whose modules are not imported yet follow when they are.
+
+    Idempotent. Each patch is applied whole or not at all; interrupted, the call has done nothing or all.
+    ``PATCHES_DISABLE`` is obeyed.
+
+    Parameters
+    ----------
+    strict:
+        Raise if a patch does not fit, after all were tried; by default what ``PATCHES_STRICT`` says.
+    untested:
+        Also try releases newer than any that a patch was tested on; by default what ``PATCHES_UNTESTED`` says.
+
+    Raises
+    ------
+    KeyError
+        An id is unknown; the message names the nearest. Nothing was changed.
+    PatchError
+        With ``strict``: a patch met a conflict or failed.
+    """
+    from . import autoload
+
+    settings = autoload.Settings.read(REGISTRY.patches)
+    REGISTRY.disabled = settings.disabled
+    return REGISTRY.apply(
+        *ids,
+        strict=settings.strict if strict is None else strict,
+        untested=settings.untested if untested is None else untested,
+    )
+
+
+def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
+    """Run the reproducers of the named patches, or of all, in fresh processes.
+
+    Each without its patch, with it alone, with all patches together, and after everything was taken out. It may be
+    called anywhere: in a script without a main guard, a notebook, a thread. The processes end with the call, also where
+    an exception or Ctrl-C ends it.
+
+    Parameters
+    ----------
+    jobs:
+        How many processes at a time; by default as many as there are processors, at most four.
+    progress:
+        Show a progress bar on standard error, if tqdm is installed.
+
+    Raises
+    ------
+    KeyError
+        An id is unknown.
+    ValueError
+        ``jobs`` is less than one.
+    NoInterpreter
+        This program is frozen: there is no Python to start.
+    """
+    from .features.verify import verify
+
+    return verify(*ids, jobs=jobs, progress=progress)
+
+
+def inspect(model: Any, optimizer: Any = None) -> Inspection:
+    """What a live model is made of, what of it trains, and what will go wrong, as one table.
+
+    It changes nothing, reads no tensor's contents, imports nothing, and needs no patch applied. ``print()`` shows
+    the table and below it each problem with what to do; in a notebook it is a table. ``.problems`` are those that
+    no applied patch has repaired; also ``.to_dict()`` and ``.to_json()``.
+
+    Parameters
+    ----------
+    model:
+        Any ``torch.nn.Module``: of transformers, wrapped by peft, dispatched by accelerate, compiled, or plain.
+    optimizer:
+        Its ``torch.optim.Optimizer``. After ``zero_grad()`` it alone knows which parameters got no gradient.
+
+    Raises
+    ------
+    TypeError
+        They are something else.
+    """
+    from .features.inspection import inspect
+
+    return inspect(model, optimizer)
+
+
+def compile_options(
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    *,
+    dynamic: bool | None = None,
+    sample_packing: bool = False,
+) -> CompileOptions:
+    """Inductor options for ``torch.compile``, checked against the installed torch; it is imported.
+
+    Three ways to use what is returned::
+
+        torch.compile(model, **patches.compile_options({"shape_padding": False}, mode="max-autotune"))
+
+        with patches.compile_options({"epilogue_fusion": False}):
+            trainer.train()     # or any other code that calls torch.compile, Inductor being on
+
+        Accelerator(dynamo_plugin=patches.compile_options({"max_autotune_gemm": True}).plugin())
+
+    The `with` covers the ``torch.compile`` calls made in it by the thread that entered it; what they return
+    keeps the options, also for what is compiled later and in another thread. At its end ``torch.compile`` is
+    as before. Meanwhile ``patches.report().features`` shows it, and ``patches.revert()`` takes it out.
+
+    Parameters
+    ----------
+    options:
+        Any of :data:`patches.features.compile_options.ALLOWED`, by name.
+    mode:
+        A mode of ``torch.compile``, which refuses it beside options: its own options are merged, below these.
+    dynamic:
+        As in ``torch.compile``, and passed on to it if given; a `with` leaves it to the calls in it.
+    sample_packing:
+        Say so if batches are packed: it warns about ``triton.cudagraphs``, as dynamic shapes do.
+
+    Raises
+    ------
+    ValueError
+        An option that is not allowed or not in the installed torch, or an unknown mode; lists what is.
+    TypeError
+        A value of another type than torch declares.
+    RuntimeError
+        From the `with`: nothing in it was compiled, or accelerate is about to prepare a model uncompiled.
+    """
+    from .features.compile_options import compile_options
+
+    return compile_options(options, mode, dynamic=dynamic, sample_packing=sample_packing)

@@ -1,0 +1,165 @@
+"""``python -m patches list | report | diff [ID ...] | verify [ID ...]``, each with ``--json``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from ..api import apply
+from ..engine import gate, table
+from ..engine.report import Report, Status
+from ..features.verify.processes import NoInterpreter
+from ..registry import REGISTRY
+from . import streams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 if `verify` or `report` found something wrong, 2 for bad usage."""
+    text, code = _answer(_parser().parse_args(argv))
+    sys.stdout.write(text)
+    return code
+
+
+def command() -> int:
+    """:func:`main` for a process of its own: its streams may be closed, cut off or full, and it may be stopped.
+
+    More exit codes: 2 if the answer cannot be written, 130 after Ctrl-C, 143 after SIGTERM. Where its reader has
+    gone (``| head``) the code is that of the answer.
+    """
+    streams.fill()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as the shell has it for what runs in the background
+            signal.signal(number, _stop)
+    try:
+        helped = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(helped):
+                options = _parser().parse_args()
+        except SystemExit as left:  # with a complaint, or after --help
+            streams.write(sys.stdout, helped.getvalue())
+            return int(left.code or 0)
+        out = streams.reserve_output()
+        text, code = _answer(options)
+        try:
+            streams.write(out, text)
+        except OSError as error:
+            _complain(f"cannot write: {error.strerror}")
+            return 2
+        return code
+    except _Stopped as stopped:
+        _complain(stopped.name)
+        return stopped.code
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal asks us to end; libraries let it pass as they do Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        self.name = "interrupted" if number == signal.SIGINT else "terminated"
+        self.code = 128 + number
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, lambda *_: os._exit(128 + number))  # whoever asks twice does not want to wait
+    raise _Stopped(number)
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):
+        streams.write(sys.stderr, f"patches: {text}\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers bad usage in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        _complain(f"{message}; see {self.prog} --help")
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m patches", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, run, text in (
+        ("list", _list, "every patch: what it repairs, and for which releases"),
+        ("report", _report, "what is applied here and what is not, with the reason"),
+        ("diff", _diff, "what is changed, as a unified diff"),
+        ("verify", _verify, "run the reproducers in fresh processes: unpatched, patched, reverted"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("ids", nargs="*", metavar="ID", help="patches; all if none is named")
+        command.add_argument("--json", action="store_true", help="for machines")
+        command.set_defaults(run=run)
+        if name == "verify":
+            command.add_argument("--jobs", type=_count, help="processes at a time")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, not {text}")
+    return int(text)
+
+
+def _answer(options: argparse.Namespace) -> tuple[str, int]:
+    """What to print, and the exit code."""
+    try:
+        REGISTRY.report(*options.ids)  # knows each of them
+    except KeyError as error:
+        _complain(error.args[0])
+        return "", 2
+    text, code = options.run(options)
+    return text and f"{text}\n", code
+
+
+def _list(options: argparse.Namespace) -> tuple[str, int]:
+    chosen = [REGISTRY.patches[r.id] for r in REGISTRY.report(*options.ids)]
+    if options.json:
+        rows = [{"id": p.id, "summary": p.summary, "requires": p.requires, "links": p.links} for p in chosen]
+        return json.dumps(rows, indent=2), 0
+    lines = [table.Row((p.id,), (p.summary, f"for {', '.join(p.requires)}")) for p in chosen]
+    return table.text(lines, table.total([p.id for p in chosen], ())), 0
+
+
+def _report(options: argparse.Namespace) -> tuple[str, int]:
+    report = _everything(options.ids)
+    text = report.to_json() if options.json else str(report)
+    return text, 1 if report.with_status(Status.CONFLICT, Status.FAILED) else 0
+
+
+def _diff(options: argparse.Namespace) -> tuple[str, int]:
+    report = _everything(options.ids)
+    if options.json:
+        return json.dumps({r.id: [c.diff for c in r.changes] for r in report if r.changes}, indent=2), 0
+    return report.diff(), 0
+
+
+def _verify(options: argparse.Namespace) -> tuple[str, int]:
+    from ..features.verify import verify
+
+    try:
+        result = verify(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)
+    except NoInterpreter as error:
+        _complain(str(error))
+        return "", 2
+    return result.to_json() if options.json else str(result), 0 if result.ok else 1
+
+
+def _everything(ids: Sequence[str]) -> Report:
+    """Import what the patches are for, apply them, and report: what a program here would get."""
+    os.environ.setdefault("PATCHES_AUTOLOAD", "0")  # one way of applying is enough
+    logging.getLogger("bnb_patches").addHandler(logging.StreamHandler())
+    for result in REGISTRY.report(*ids):
+        patch = REGISTRY.patches[result.id]
+        if gate.check(patch).status is Status.AVAILABLE:
+            REGISTRY.import_targets(patch)
+    return apply(*ids)

@@ -1,0 +1,33 @@
+"""Whether ``import patches`` gives ours, as far as the files of this installation say."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import sys
+
+
+def taken() -> str:
+    """In words, if another distribution has put its ``patches/__init__.py`` over ours; else empty."""
+    folder = sys.modules[__name__.partition(".")[0]].__path__[0]
+    try:
+        with open(os.path.join(folder, "__init__.py"), encoding="utf-8") as file:
+            if "__bnb_patches__ = True" in file.read():
+                return ""
+    except OSError:
+        if not os.path.isdir(folder) or os.path.exists(os.path.join(folder, "__init__.pyc")):
+            return ""  # an archive, or an installation without sources
+    owners = sorted(set(_owners()) - {"bnb-patches"}) or ["another package"]
+    return (
+        f"{os.path.join(folder, '__init__.py')} was replaced by {' and '.join(owners)}: `import patches` gives that "
+        "package. Use `import bnb_patches` and `python -m bnb_patches`. To uninstall one of the two also removes "
+        "files of the other; install the other again then"
+    )
+
+
+def _owners() -> list[str]:
+    """The distributions that say that a top-level ``patches`` is theirs."""
+    with contextlib.suppress(Exception):  # metadata may be broken in any way
+        return importlib.metadata.packages_distributions().get("patches", [])  # type: ignore[return-value]
+    return []
