@@ -29,5 +29,5 @@ def taken() -> str:
 def _owners() -> list[str]:
     """The distributions that say that a top-level ``patches`` is theirs."""
     with contextlib.suppress(Exception):  # metadata may be broken in any way
-        return importlib.metadata.packages_distributions().get("patches", [])  # type: ignore[return-value]
+        return importlib.metadata.packages_distributions().get("patches", [])
     return []

@@ -9,7 +9,6 @@ import __future__
 
 import ast
 import builtins
-import contextlib
 import functools
 import inspect
 import linecache
@@ -49,13 +48,13 @@ class Source(NamedTuple):
     """The function's own lines, decorators included; the first is line ``code.co_firstlineno``."""
     file: list[str]
     """All lines of its file."""
-    unused: list[tuple[ast.Module, FunctionNode]]
-    """The syntax tree that it was found right with, until somebody asks for one."""
+    unused: dict[str, tuple[ast.Module, FunctionNode]]
+    """The "tree" that it was found right with, until somebody asks for one."""
 
     def parse(self) -> tuple[ast.Module, FunctionNode]:
         """A syntax tree that nobody else has, and the function in it."""
-        with contextlib.suppress(IndexError):
-            return self.unused.pop()
+        if (found := self.unused.pop("tree", None)) is not None:
+            return found
         tree = ast.parse(self.text, self.code.co_filename)
         node: ast.AST = tree
         for _ in range(self.depth + 1):
@@ -66,7 +65,6 @@ class Source(NamedTuple):
         return tree, node
 
 
-@functools.lru_cache(maxsize=512)
 def read(function: FunctionType, code: CodeType) -> Source:
     """Read the source of ``function``, whose code object was ``code`` when it was imported.
 
@@ -75,6 +73,24 @@ def read(function: FunctionType, code: CodeType) -> Source:
     Conflict
         There is no source, or compiling it does not give ``code``.
     """
+    key = (code, code.co_filename, function.__qualname__)  # not the function: it would live as long as this is known
+    if (known := _known.get(key)) is None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        known = _known[key] = _read(function, code)
+    return known
+
+
+_known: dict[tuple[CodeType, str, str], Source] = {}
+_MOST = 512
+
+
+def forget() -> None:
+    """Read every source again when it is next asked for."""
+    _known.clear()
+
+
+def _read(function: FunctionType, code: CodeType) -> Source:
     where = f"{function.__module__}.{function.__qualname__}"
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename, function.__globals__)
@@ -85,10 +101,10 @@ def read(function: FunctionType, code: CodeType) -> Source:
         try:
             for block, imports in candidate(function, code, lines):
                 text, depth = _in_scopes(block, code, function.__qualname__)
-                found = Source(code, text, depth, imports, block, lines, [])
+                found = Source(code, text, depth, imports, block, lines, {})
                 parsed = found.parse()
                 if compiled(parsed[0], code) == code:
-                    found.unused.append(parsed)
+                    found.unused["tree"] = parsed
                     return found
             problem = None
         except (SyntaxError, IndexError, LookupError) as error:

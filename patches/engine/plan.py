@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from types import CodeType
+from weakref import ref
 
 from .build import Builder
 from .edits import Edit
-from .frames import in_frames, outlived
+from .frames import in_frames, named_in, nested
 from .locate import Conflict, Replaced
 from .report import Status
 from .slots import CodeSlot, NameSlot, Slot, slots_of
@@ -46,7 +47,10 @@ class Draft:
     ) -> None:
         """``order``: of the owners' edits; others come last. ``refused``: slots whose step failed in an earlier try, and why."""
         self.before = state
-        self.slots = dict(state.slots)
+        # What the slots are in is held until the change is made: an address must not come to mean something else.
+        places = {key: (known, known.slot.held()) for key, known in state.slots.items()}
+        self._places = [place for _, place in places.values()]
+        self.slots = {key: known for key, (known, place) in places.items() if place is not None}
         self.outcomes = dict(state.outcomes)
         self.waiting = dict(state.waiting)
         self.holders = dict(state.holders)
@@ -188,15 +192,14 @@ class Draft:
     def sweep(self) -> None:
         """Take out the names that nothing can use any more."""
         unused = {key: known.slot for key, known in self.slots.items() if not known.edits}
-        idle = {key: slot for key, slot in unused.items() if isinstance(slot, NameSlot)}
+        idle = {key: (slot, id(vars(slot.held()))) for key, slot in unused.items() if isinstance(slot, NameSlot)}
         spaces: dict[int, set[str]] = {}
-        for slot in idle.values():
-            spaces.setdefault(id(vars(slot.owner)), set()).add(slot.attribute)
+        for slot, space in idle.values():
+            spaces.setdefault(space, set()).add(slot.attribute)
         used = in_frames(spaces)
-        losing = {id(slot.function) for slot, _ in self._taken() if isinstance(slot, CodeSlot)}
-        kept = outlived(self._retired(), {slot.attribute for slot in idle.values()}, losing)
-        for key, slot in idle.items():
-            if slot.attribute not in kept and (id(vars(slot.owner)), slot.attribute) not in used:
+        kept = named_in(in_use(self.before), {slot.attribute for slot, _ in idle.values()})
+        for key, (slot, space) in idle.items():
+            if slot.attribute not in kept and (space, slot.attribute) not in used:
                 del self.slots[key]
 
     # -- what came of it -----------------------------------------------------------------------
@@ -239,6 +242,8 @@ class Draft:
         steps = []
         for key in {**self.before.slots, **self.slots}:
             before, after = self.before.slots.get(key), self.slots.get(key)
+            if before is not None and not before.slot.alive:  # and something else may have its address by now
+                before = None
             known = before or after
             if before is after or known is None:
                 continue
@@ -246,21 +251,40 @@ class Draft:
             new = known.original if after is None else after.value
             if old is not new and key not in self._shadowed:  # what someone else has put there stays
                 steps.append((known.slot.rank, known.slot.step(old, new)))
-        return [step for _, step in sorted(steps, key=lambda pair: pair[0])]
+        return [step for _, step in sorted(steps, key=lambda pair: pair[0]) if step is not None]
 
     def state(self) -> State:
         return State(self.slots, self.outcomes, self.waiting, self.holders, self.duties, self._retired(), self.notes)
 
-    def _retired(self) -> tuple[CodeType, ...]:
-        """Code that was taken out, by this change or before, as long as there are names of it."""
-        if not any(not known.edits for known in self.slots.values()):
+    def _retired(self) -> tuple[ref[CodeType], ...]:
+        """Code that was reverted, by this change or before, and is alive, as long as there are names of it."""
+        if all(known.edits for known in self.slots.values()):
             return ()
-        return tuple(dict.fromkeys((*self.before.retired, *(code for _, code in self._taken()))))
+        return (
+            *(code for code in self.before.retired if code() is not None),
+            *(ref(part) for code in self._reverted() for part in nested(code)),
+        )
 
-    def _taken(self) -> Iterator[tuple[Slot, CodeType]]:
-        """The code that this change takes out, and where."""
+    def _reverted(self) -> Iterator[CodeType]:
+        """The code that this change takes out of the places where we had put it."""
         for key, known in self.before.slots.items():
             if isinstance(known.value, CodeType) and (
                 key not in self.slots or self.slots[key].value is not known.value
             ):
-                yield known.slot, known.value
+                yield known.value
+
+
+def in_use(state: State) -> Iterator[CodeType]:
+    """Code of ours, or made of it, that lives on where we did not put it, or where we have reverted it.
+
+    Whoever holds a code object may run it: a copy of the function, a generator, a profiler that will put it back. And
+    a tracer puts code of its own, made of ours, where ours was.
+    """
+    for retired in state.retired:
+        if (code := retired()) is not None:
+            yield code
+    for known in state.slots.values():
+        if isinstance(known.slot, CodeSlot) and known.shadowed:
+            yield known.value
+            if (code := known.slot.read()) is not None:
+                yield code

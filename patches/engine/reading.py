@@ -6,13 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from . import gate, needs
+from . import frames, gate, needs
 from .edits import Edit
 from .locate import Conflict
 from .patch import Feature, Patch
+from .plan import in_use
 from .report import Change, Result, Status
-from .slots import Slot, slots_of
+from .slots import NameSlot, Slot, slots_of
 from .state import Installed, State
+
+
+_AGAIN = "was imported again after the patch was applied; apply() applies it there too"
 
 
 def result(state: State, patch: Patch, *, disabled: bool) -> Result:
@@ -22,6 +26,7 @@ def result(state: State, patch: Patch, *, disabled: bool) -> Result:
     active = state.active.get(patch.id, ())
     status, reason = verdict.status, verdict.reason
     notes: tuple[str, ...] = ()
+    active = [known for known in active if known.slot.alive]
     if active:
         status, reason = _of_active(needs.edits(patch), active, patch.id)
         if outcome is not None:
@@ -34,6 +39,8 @@ def result(state: State, patch: Patch, *, disabled: bool) -> Result:
         status = Status.PENDING
         follows = "is applied when it is" if patch.id in state.waiting else "apply() then follows its import"
         reason = f"{', '.join(sorted(missing))} is not imported yet; {follows}"
+    elif status is Status.AVAILABLE and outcome is not None:
+        reason = f"what it changes {_AGAIN}"
     changes = _changes(active, patch.id)
     return Result(patch.id, patch.summary, status, reason, verdict.versions, changes, notes, patch.links)
 
@@ -46,18 +53,32 @@ def features(state: State, known: Iterable[Feature]) -> Iterator[Result]:
             yield Result(feature.id, feature.summary, status, reason, changes=_changes(active, feature.id))
 
 
+def left_behind(state: State) -> Iterator[str]:
+    """Names that had to stay when their patches were reverted, and what needs them."""
+    idle = [known.slot for known in state.slots.values() if not known.edits and known.slot.alive]
+    if not idle:
+        return
+    names = {slot.attribute for slot in idle if isinstance(slot, NameSlot)}
+    codes = [code for code in in_use(state) if frames.named_in([code], names)]
+    who = ", ".join(frames.holders(codes)) or "a frame, a generator or a tool that has kept it"
+    yield (
+        f"code of reverted patches is still in use, by {who}: what it needs stays ({', '.join(sorted(s.name for s in idle))}). "
+        "It is removed by the first patches.report(), apply() or revert() after that code is gone"
+    )
+
+
 def _of_active(edits: Iterable[Edit], active: Sequence[Installed], owner: str) -> tuple[Status, str]:
     """The state of an owner that has edits in."""
     lost = [f"{known.slot.name} was changed by someone else after us" for known in active if known.shadowed]
     keys = {known.slot.key for known in active}
     try:
-        others = [slot.name for edit in edits for slot, _ in slots_of(edit) if slot.key not in keys]
+        slots = [slot for edit in edits for slot, _ in slots_of(edit) if not isinstance(slot, NameSlot)]
+        others = [slot.name for slot in slots if slot.key not in keys]
     except Conflict:  # something of someone else's stands there, or nothing
         lost += filter(None, (known.slot.displaced() for known in active))
     else:
         if others and not lost:
-            why = f"{others[0]} was loaded anew after the patch went in; apply() puts it in there too"
-            return Status.AVAILABLE, why
+            return Status.AVAILABLE, f"{others[0]} {_AGAIN}"
     return (Status.SHADOWED, "; ".join(lost)) if lost else (Status.APPLIED, "")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,7 +15,7 @@ from .edits import Edit
 from .patch import Feature, Patch, unknown
 from .plan import Draft, outcome_of
 from .report import Report, Status
-from .state import Duty, Outcome, State
+from .state import Duty, Installed, Outcome, State
 from .transaction import Stale, StepFailed, Store
 
 
@@ -54,11 +53,11 @@ class Registry:
         self._store: Store[State] = Store(State())
         self._features: dict[str, Feature] = {}
         self._builder = builder or Builder()
+        self._prepared: Mapping[Hashable, Installed] = {}
         self._hooked: set[str] = set()
         self._order = {patch_id: i for i, patch_id in enumerate(self.patches)}
 
     edits = staticmethod(needs.edits)
-    missing = staticmethod(needs.missing)
     import_targets = staticmethod(needs.import_targets)
 
     # -- the three verbs -----------------------------------------------------------------------
@@ -66,14 +65,8 @@ class Registry:
     def apply(self, *ids: str, strict: bool = False, untested: bool = False) -> Report:
         """Apply the named patches, or all; those whose modules are not imported yet follow later.
 
-        Idempotent. Each patch is applied whole or not at all; interrupted, the call has done nothing or all.
-
-        Raises
-        ------
-        KeyError
-            An id is unknown; the message names the nearest. Nothing was changed.
-        PatchError
-            With ``strict``, after all were tried: a patch met a conflict or failed.
+        Idempotent. Each patch is applied whole or not at all; interrupted, the call has done nothing or all. An id that
+        is unknown is a ``KeyError``; with ``strict`` a conflict or failure is a ``PatchError``, after all were tried.
         """
         chosen = self._chosen(ids)
         active = self._store.read().active
@@ -96,14 +89,16 @@ class Registry:
 
     def report(self, *ids: str) -> Report:
         """The state of the named patches, or of all, read from what is installed now."""
-        state = self._store.read()
         chosen = self._chosen(ids)
+        self._sweep()
+        state = self._store.read()
         results = gate.in_one_look(
             lambda: tuple(reading.result(state, p, disabled=p.id in self.disabled) for p in chosen)
         )
         features = () if ids else tuple(reading.features(state, self._features.values()))
         packages = dict.fromkeys(name for result in results for name in result.versions)
-        return Report(results, (*state.notes, *filter(None, map(gate.mismatch, packages))), features)
+        notes = (*reading.left_behind(state), *state.notes, *filter(None, map(gate.mismatch, packages)))
+        return Report(results, notes, features)
 
     @contextlib.contextmanager
     def applied(self, *ids: str, strict: bool = True, untested: bool = False) -> Iterator[Report]:
@@ -126,6 +121,7 @@ class Registry:
         """Work out what :meth:`apply` would change now, for whoever applies next; change nothing."""
         draft = Draft(self._store.read(), self._order, self._builder, {})
         self._plan_apply(dict.fromkeys(self.patches, False), frozenset(), draft)
+        self._prepared = draft.slots
         self._builder.compiler.keep()
 
     # -- features: edits that are in while someone uses them -----------------------------------
@@ -215,17 +211,16 @@ class Registry:
             gate.in_one_look(partial(plan, draft))
             for feature in self._features.values():
                 holders.drop_dead(feature, draft)
-            if len(sys._current_frames()) == 1:  # nobody else can enter a function meanwhile
-                draft.sweep()
             try:
                 self._store.commit(draft.before, draft.state(), draft.steps())
+                self._prepared = {}
                 return
             except Stale:
                 continue
             except StepFailed as failed:
-                error, key = failed.__cause__, failed.step.place.key
+                key = failed.step.place.key
                 if key in tried:  # the second time: it was no accident
-                    refused[key] = f"{type(error).__name__}: {error}"
+                    refused[key] = f"{type(failed.__cause__).__name__}: {failed.__cause__}"
                 tried.add(key)
 
     def _settle(self) -> None:
@@ -239,7 +234,7 @@ class Registry:
             self._record(partial(Draft.fulfil_compiled, said=self._forgotten()))
 
     def _sweep(self) -> None:
-        """Take out the names that nothing uses any more."""
+        """Take out the names that nothing uses any more: not with the code, which must be gone before."""
         if self._store.read().idle_names:
             self._record(Draft.sweep)
 

@@ -2,7 +2,8 @@
 
 There are three kinds: the code object of a function, an entry in the ``__dict__`` of a class or module, and a
 global that rewritten code needs, which is such an entry with a life of its own. All hold *raw* values, so that
-what is put back is the object that was there. A slot writes nothing: it says which step would.
+what is put back is the object that was there. A slot writes nothing: it says which step would. It holds its place
+weakly: what nobody else has is nothing to put back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
+from weakref import ref
 
 from . import locate, match, render, targets
 from .compiler import Compiler
@@ -30,14 +32,21 @@ class Slot(Protocol):
     rank: int
     """Where in a change it is written: names before the attributes and code that use them."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether the place is still there."""
+
+    def held(self) -> Any:
+        """The object that the place is in, for whoever needs it to stay; None if it is gone."""
+
     def read(self) -> Any:
         """What stands there now."""
 
     def build(self, original: Any, edits: Sequence[Any], compiler: Compiler) -> Any:
         """The value that ``edits`` make of ``original``; writes nothing. May raise ``Conflict``."""
 
-    def step(self, before: Any, after: Any) -> Step:
-        """What puts ``after`` there, where ``before`` stands now."""
+    def step(self, before: Any, after: Any) -> Step | None:
+        """What puts ``after`` there, where ``before`` stands now; None if the place is gone."""
 
     def diff(self, original: Any, edits: Sequence[Any]) -> str:
         """What ``edits`` make of ``original``, as a unified diff."""
@@ -52,45 +61,65 @@ class CodeSlot:
     rank = 2
 
     def __init__(self, function: FunctionType, edit: Rewrite) -> None:
-        self.function = function
+        self.held = ref(function)
         self.name = edit.target
         self.key: Hashable = ("code", id(function))
         self._edit = edit
 
-    def read(self) -> CodeType:
-        return self.function.__code__
+    @property
+    def alive(self) -> bool:
+        return self.held() is not None
+
+    def read(self) -> CodeType | None:
+        function = self.held()
+        return None if function is None else function.__code__
 
     def build(self, original: CodeType, edits: Sequence[Rewrite], compiler: Compiler) -> CodeType:
-        return compiler.rewritten(self.function, original, edits)
+        return compiler.rewritten(self._function(), original, edits)
 
-    def step(self, before: CodeType, after: CodeType) -> Step:
-        return Step(self, *(partial(setattr, self.function, "__code__", code) for code in (after, before)))
+    def step(self, before: CodeType, after: CodeType) -> Step | None:
+        function = self.held()
+        if function is None:
+            return None
+        return Step(self, *(partial(setattr, function, "__code__", code) for code in (after, before)))
 
     def diff(self, original: CodeType, edits: Sequence[Rewrite]) -> str:
-        return render.of_code(locate.read(self.function, original), edits)
+        return render.of_code(locate.read(self._function(), original), edits)
 
     def displaced(self) -> str:
-        return targets.displaced(self._edit, self.function)
+        return targets.displaced(self._edit, self._function())
+
+    def _function(self) -> FunctionType:
+        function = self.held()
+        if function is None:
+            raise Conflict(f"{self.name}: the function is gone")
+        return function
 
 
 class _Entry:
     """One entry in the ``__dict__`` of a class or module."""
 
     def __init__(self, owner: Any, attribute: str, name: str) -> None:
-        self.owner = owner
+        self.held = ref(owner)
         self.attribute = attribute
         self.name = name
 
+    @property
+    def alive(self) -> bool:
+        return self.held() is not None
+
     def read(self) -> Any:
-        return vars(self.owner).get(self.attribute, ABSENT)
+        owner = self.held()
+        return ABSENT if owner is None else vars(owner).get(self.attribute, ABSENT)
 
-    def step(self, before: Any, after: Any) -> Step:
-        return Step(self, *(self._put(value) for value in (after, before)))
+    def step(self, before: Any, after: Any) -> Step | None:
+        owner = self.held()
+        return None if owner is None else Step(self, *(self._put(owner, value) for value in (after, before)))
 
-    def _put(self, value: Any) -> partial[Any]:
+    def _put(self, owner: Any, value: Any) -> partial[Any]:
         if value is ABSENT:
-            return partial(delattr, self.owner, self.attribute)
-        return partial(setattr, self.owner, self.attribute, value)
+            return partial(delattr, owner, self.attribute)
+        return partial(setattr, owner, self.attribute, value)
 
 
 class AttributeSlot(_Entry):
@@ -120,11 +149,11 @@ class AttributeSlot(_Entry):
             owner, _ = targets.owner_of(self.name)
         except Conflict:
             return f"{self.name} was taken out after us"
-        return "" if owner is self.owner else f"{self.name} is an attribute of another class now"
+        return "" if owner is self.held() else f"{self.name} is an attribute of another class now"
 
 
 class NameSlot(_Entry):
-    """A global that rewritten code needs. It stays while a frame may still use it, see :mod:`.frames`."""
+    """A global that rewritten code needs. It stays while such code is alive, whoever has it, see :mod:`.frames`."""
 
     rank = 0
 

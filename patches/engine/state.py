@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple, cast
 from weakref import ref
@@ -17,7 +18,7 @@ from .slots import Slot
 class Installed:
     """What stands in a slot: the original, the active edits in order with their owners, and what they made.
 
-    A name without edits is one that was taken out, and stays until no frame can use it.
+    A name without edits is one that was reverted, and stays while code that uses it is alive.
     """
 
     slot: Slot
@@ -28,7 +29,7 @@ class Installed:
     @property
     def shadowed(self) -> bool:
         """Whether someone else has put something there since."""
-        return self.slot.read() is not self.value
+        return self.slot.alive and self.slot.read() is not self.value
 
     def owned_by(self, owner: str) -> bool:
         return owner in [name for name, _ in self.edits]
@@ -59,16 +60,16 @@ class State:
     holders: Mapping[str, tuple[ref[Any], ...]] = field(default_factory=dict)
     """Who uses a feature; it goes when none of them is alive."""
     duties: tuple[Duty, ...] = ()
-    retired: tuple[CodeType, ...] = field(default=(), repr=False)
-    """Code that was taken out while names that it uses are still there."""
+    retired: tuple[ref[CodeType], ...] = field(default=(), repr=False)
+    """Code that was reverted while names that it uses are still there; held weakly, for others may have it."""
     notes: tuple[str, ...] = ()
 
     @property
     def active(self) -> Mapping[str, Sequence[Installed]]:
-        """The slots in which an owner has an edit, by owner."""
+        """The slots in which an owner has an edit, by owner, but for places that are gone."""
         if "_active" not in vars(self):  # no cached_property: before Python 3.12 it holds a lock, also across a fork
             found: dict[str, list[Installed]] = {}
-            for installed in self.slots.values():
+            for installed in filter(attrgetter("slot.alive"), self.slots.values()):
                 for owner in dict.fromkeys(owner for owner, _ in installed.edits):
                     found.setdefault(owner, []).append(installed)
             vars(self)["_active"] = found
@@ -76,5 +77,5 @@ class State:
 
     @property
     def idle_names(self) -> bool:
-        """Whether names that were taken out are still there."""
-        return not all(installed.edits for installed in self.slots.values())
+        """Whether names that were reverted are still there, or slots of places that are gone."""
+        return not all(installed.edits and installed.slot.alive for installed in self.slots.values())

@@ -10,6 +10,7 @@ The allowlist is that of axolotl, https://github.com/axolotl-ai-cloud/axolotl/pu
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -218,6 +219,11 @@ def _feature() -> Feature:
     """What is in while a `with` is entered; it does nothing in contexts that entered none."""
     import torch  # noqa: F401  (the edits need it imported)
 
+    return _feature_with(accelerate=imported("accelerate.accelerator"))
+
+
+@functools.cache
+def _feature_with(accelerate: bool) -> Feature:
     edits: list[Edit] = [
         Rewrite(
             "torch:compile",
@@ -226,7 +232,7 @@ def _feature() -> Feature:
             names={"_patches_deliver": _deliver},
         )
     ]
-    if imported("accelerate.accelerator"):  # an early error; without it the end of the `with` is one
+    if accelerate:  # an early error; without it the end of the `with` is one
         target = "accelerate.accelerator:Accelerator.prepare_model"
         edits.append(SetAttribute(target, make=_demand_compile, over="self.state.dynamo_plugin"))
     return Feature("compile-options", "torch.compile takes the options of an entered compile_options()", tuple(edits))

@@ -74,11 +74,11 @@ def test_a_file_that_changed_since_decides_as_if_nothing_were_kept(toy, path):
     file = Path(toy.__file__)
     file.write_text(file.read_text().replace("y * 2", "y + 2"))  # of the same size
     os.utime(file, ns=(1, 1))
-    locate.read.cache_clear()
+    locate.forget()
     with pytest.raises(Conflict, match="the file changed since"):
         KeepingCompiler(path).rewritten(toy.plain, toy.plain.__code__, [ONE])
     file.unlink()
-    locate.read.cache_clear()
+    locate.forget()
     with pytest.raises(Conflict, match="no source"):
         KeepingCompiler(path).rewritten(toy.plain, toy.plain.__code__, [ONE])
 

@@ -69,7 +69,7 @@ def test_a_second_process_reads_no_source(fresh, tmp_path):
         import patches, accelerate.hooks, accelerate.utils.modeling
         from patches.engine import locate
         done = patches.apply().with_status(patches.Status.APPLIED)
-        print(len(done), locate.read.cache_info().misses)
+        print(len(done), len(locate._known))
         print([change.diff.count(chr(10)) for result in done for change in result.changes])
         patches.revert()
     """
