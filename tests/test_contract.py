@@ -183,7 +183,7 @@ for seed in range(3):
 from patches.engine.edits import Rewrite
 from patches.engine.targets import owner_of
 sites = {e.target: e for p in here for e in REGISTRY.edits(p) if isinstance(e, Rewrite)}
-aliases = {t: next(s.function for s, _ in slots_of(e) if hasattr(s, "function")) for t, e in sites.items()}
+aliases = {t: next(s.held() for s, _ in slots_of(e) if s.key[0] == "code") for t, e in sites.items()}
 codes = {t: f.__code__ for t, f in aliases.items()}
 patches.apply(strict=True)
 assert all(aliases[t].__code__ is not codes[t] for t in sites), "an alias taken before sees the change"

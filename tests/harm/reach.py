@@ -19,11 +19,11 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from patches import REGISTRY
-from patches.engine import gate
+from patches.engine import gate, needs
 from patches.engine.compiler import Compiler
 from patches.engine.edits import Rewrite
 from patches.engine.report import Status
-from patches.engine.slots import slots_of
+from patches.engine.slots import CodeSlot, slots_of
 
 USED = ("bitsandbytes", "accelerate", "transformers", "peft")
 """The packages that programs use: every module of theirs that a patch edits is imported."""
@@ -55,7 +55,7 @@ def here() -> tuple[str, ...]:
     for patch in REGISTRY.patches.values():
         if patch.package in USED:
             REGISTRY.import_targets(patch)
-        if gate.check(patch).status is Status.AVAILABLE and not REGISTRY.missing(patch):
+        if gate.check(patch).status is Status.AVAILABLE and not needs.missing(patch):
             found.append(patch.id)
     return tuple(found)
 
@@ -73,12 +73,12 @@ def _codes(patch_id: str, compiles: bool) -> frozenset[CodeType]:
     for edit in REGISTRY.edits(REGISTRY.patches[patch_id]):
         for slot, change in slots_of(edit):
             if not isinstance(edit, Rewrite):
-                found |= set() if compiles and not _asked_by_dynamo(slot, change) else _functions_of(slot.owner)
-            elif hasattr(slot, "function"):
-                found.add(slot.function.__code__)
+                found |= set() if compiles and not _asked_by_dynamo(slot, change) else _functions_of(slot.held())
+            elif isinstance(slot, CodeSlot):
+                found.add(slot.read())
         if edit.target.endswith(".backward"):  # on an accelerator it runs in a thread that is not traced
             forward = Rewrite(edit.target.removesuffix("backward") + "forward", "x", "x")
-            found |= {slot.function.__code__ for slot, _ in slots_of(forward)}
+            found |= {slot.read() for slot, _ in slots_of(forward)}
     return frozenset(found)
 
 

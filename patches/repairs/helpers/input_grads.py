@@ -10,12 +10,26 @@ if TYPE_CHECKING:
     import torch
 
 
-def require_grads(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-    """Forward hook: make ``output`` require grad, in place in eager and as a new tensor while compiling."""
-    if not tracing.for_this_process():
-        output.requires_grad_(True)
-        return None
-    return tied(output)
+class _RequireGrads:
+    """Makes ``output`` require grad, in place in eager and as a new tensor while compiling; what a hook returns.
+
+    cloudpickle saves a hook with what it names: in the place of this it saves torch's own method, so that the file can
+    be loaded where we are not.
+    """
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor | None:
+        if not tracing.for_this_process():
+            output.requires_grad_(True)
+            return None
+        return tied(output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import torch
+
+        return getattr, (torch.Tensor, "requires_grad_")
+
+
+require_grads = _RequireGrads()
 
 
 def tied(tensor: torch.Tensor) -> torch.Tensor | None:

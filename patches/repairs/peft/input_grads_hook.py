@@ -45,8 +45,8 @@ def defect() -> Finding:
 
 
 HOOK: dict[str, Any] = {
-    "find": "make_inputs_require_grad",
-    "replace": "_patches_require_grads",
+    "find": "output.requires_grad_(True)",
+    "replace": "return _patches_require_grads(output)",
     "names": {"_patches_require_grads": require_grads},
 }
 

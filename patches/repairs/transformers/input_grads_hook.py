@@ -73,8 +73,8 @@ PATCH = Patch(
     edits=(
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",
-            find="make_inputs_require_grads",
-            replace="_patches_require_grads",
+            find="output.requires_grad_(True)",
+            replace="return _patches_require_grads(output)",
             names={"_patches_require_grads": require_grads},
         ),
     ),
