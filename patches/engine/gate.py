@@ -113,6 +113,9 @@ def satisfied(requirements: str) -> bool:
     return True
 
 
+_TO_TRY = "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
+
+
 def check(patch: Patch, *, untested: bool = False) -> Verdict:
     """Say whether ``patch`` is for what is installed.
 
@@ -123,6 +126,9 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     for name, found in versions.items():
         if found is None:
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
+    if not untested and (odd := [f"{n} {v}" for n, v in versions.items() if requirement.read(str(v)) is None]):
+        why = f"the version of {' and of '.join(odd)} cannot be read; {_TO_TRY}"
+        return Verdict(Status.UNTESTED, why, versions)
     for text in patch.requires:
         needed = requirement.parse(text)
         version = str(versions[needed.name])
@@ -133,8 +139,7 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     if not untested and _newer(version, patch.tested_up_to):
         return Verdict(
             Status.UNTESTED,
-            f"{package} {version} is newer than {patch.tested_up_to}, the last it was tested on; "
-            "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1",
+            f"{package} {version} is newer than {patch.tested_up_to}, the last it was tested on; {_TO_TRY}",
             versions,
         )
     return Verdict(Status.AVAILABLE, "", versions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 
 from . import gate
@@ -21,11 +20,29 @@ def modules(patch: Patch) -> set[str]:
     return {gate.module_name(patch.package), *map(module_of, edits(patch))}
 
 
-def import_targets(patch: Patch) -> None:
-    """Import what ``patch`` edits here; what cannot be imported stays missing."""
+def import_targets(patch: Patch) -> list[str]:
+    """Import what ``patch`` edits here; what cannot be imported stays missing. Says which did not fit, and why.
+
+    That a package or module is absent is not said: the report says so. Any other error is: a package that was built
+    for another torch raises what it likes.
+    """
+    said = []
     for name in sorted(modules(patch)):
-        with contextlib.suppress(ImportError, NotImplementedError):  # the latter from unsloth without a GPU
+        try:
             importlib.import_module(name)
+        except KeyboardInterrupt:
+            raise
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                said.append(f"{name} cannot be imported: {_brief(error)}")
+        except BaseException as error:  # SystemExit too: it is the package's, not ours
+            if not isinstance(error, NotImplementedError):  # unsloth without a GPU
+                said.append(f"{name} cannot be imported: {_brief(error)}")
+    return said
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def missing(patch: Patch) -> set[str]:

@@ -31,19 +31,31 @@ class Requirement(NamedTuple):
     bounds: tuple[tuple[str, Version], ...]
 
     def contains(self, version: str) -> bool:
-        """Liberal about source builds: 0.50.0.dev0 may or may not have what came in 0.50.0.
+        """Liberal about builds from before a release: the match of the source decides.
 
-        It is taken to lie on both sides; the match of the source decides. What follows a "+" does not matter.
+        0.50.0.dev0, and 2.6.0a0 of a container of NVIDIA, may or may not have what came with the release: they are
+        taken to lie on both sides of it. A release candidate counts as its release. What follows a "+" does not
+        matter. A version that cannot be read meets every bound.
         """
-        try:
-            here = Version(Version(version).public)
-        except InvalidVersion:
-            return False
-        base = Version(here.base_version) if here.is_devrelease else here
+        here = read(version)
+        if here is None:
+            return True
+        base = Version(here.base_version)
+        if here.pre and here.pre[0] == "rc" and not here.is_devrelease:
+            here = base
+        base = base if here.is_prerelease else here
         return all(
             _OPERATORS[sign](here, bound) or (sign != "<" and _OPERATORS[sign](base, bound))
             for sign, bound in self.bounds
         )
+
+
+def read(version: str) -> Version | None:
+    """``version`` without what follows a "+"; None if it is none."""
+    try:
+        return Version(Version(version).public)
+    except InvalidVersion:
+        return None
 
 
 @functools.cache

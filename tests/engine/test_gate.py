@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 
 from patches.engine import gate
+from patches.engine.report import Status
+from tests.engine.conftest import patch
 
 
 @pytest.fixture
@@ -64,3 +66,19 @@ def test_an_error_leaves_nothing_that_is_remembered(module):
         gate.in_one_look(fails)
     module.__version__ = "2.0"
     assert gate.installed("made-up") == "2.0"
+
+
+def test_a_version_that_cannot_be_read_is_untested_and_can_be_tried(module):
+    known = patch("made-up-a", requires=("made-up>=1,<2",))
+    module.__version__ = "unknown"
+    verdict = gate.check(known)
+    assert verdict.status is Status.UNTESTED and "the version of made-up unknown cannot be read" in verdict.reason
+    assert gate.check(known, untested=True).status is Status.AVAILABLE
+
+
+def test_a_container_of_nvidia_is_in_range(module):
+    """Its torch is 2.6.0a0+ecf3bae40a.nv25.01: 16 of 17 patches were "not affected" there."""
+    module.__version__ = "2.6.0a0+ecf3bae40a.nv25.01"
+    known = patch("made-up-a", requires=("made-up>=2.6",), tested_up_to="2.13")
+    assert gate.check(known).status is Status.AVAILABLE
+    assert gate.check(known).versions == {"made-up": "2.6.0a0+ecf3bae40a.nv25.01"}

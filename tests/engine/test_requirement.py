@@ -34,8 +34,20 @@ def test_a_source_build_lies_on_both_sides_of_its_release(version):
     assert not parse("a>=0.51").contains(version) and not parse("a<0.49").contains(version)
 
 
-def test_a_version_that_is_none_meets_nothing():
-    assert not parse("a>=0").contains("not a version") and not parse("a").contains("")
+@pytest.mark.parametrize("version", ["2.6.0a0+ecf3bae40a.nv25.01", "2.6.0a0+df5bbc09d1.nv24.12", "2.6.0b1"])
+def test_a_build_for_a_container_lies_on_both_sides_too(version):
+    assert parse("torch>=2.6").contains(version) and parse("torch<2.6").contains(version)
+    assert not parse("torch>=2.7").contains(version) and not parse("torch<2.5").contains(version)
+
+
+@pytest.mark.parametrize("version", ["2.6.0rc1", "2.6.0rc3+cu124"])
+def test_a_release_candidate_counts_as_its_release(version):
+    assert parse("torch>=2.6").contains(version) and parse("torch==2.6.0").contains(version)
+    assert not parse("torch<2.6").contains(version) and not parse("torch!=2.6.0").contains(version)
+
+
+def test_a_version_that_is_none_meets_every_bound_and_the_source_decides():
+    assert parse("a>=0").contains("not a version") and parse("a<1").contains("")
 
 
 @pytest.mark.parametrize(
