@@ -1,9 +1,10 @@
 """The automatic path: what happens when an import calls our entry point.
 
 That is bitsandbytes', or the first of transformers, peft, accelerate and torchao after torch. It never raises into
-that import, whatever a logging handler does. One INFO line when something was applied, a WARNING for a conflict or a
-failure (an ERROR with ``PATCHES_STRICT``) and for compiled code that could not be forgotten, nothing else; logger
-``bnb_patches``.
+that import, whatever a logging handler does. Logger ``bnb_patches``: at most three INFO lines in a process say how many
+defects were repaired, DEBUG lines name the patches; a WARNING for a conflict or a failure (an ERROR with
+``PATCHES_STRICT``), for compiled code that could not be forgotten, and where another distribution has replaced a file
+of ours.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from . import second_name
+from .engine import imports
 from .engine.patch import unknown
 from .engine.plan import NOT_FORGOTTEN
-from .engine.report import Report, Status
+from .engine.report import Report, Result, Status
 
 log = logging.getLogger("bnb_patches")
 
@@ -36,7 +38,7 @@ class Settings:
     untested: bool = False
     """``PATCHES_UNTESTED``: also try releases newer than any that a patch was tested on."""
     disabled: frozenset[str] = frozenset()
-    """``PATCHES_DISABLE``: ids, separated by commas, that are left alone."""
+    """``PATCHES_DISABLE``: ids and groups (as ``python -m patches list`` shows them), by commas, that are left alone."""
 
     @classmethod
     def read(cls, known: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
@@ -44,7 +46,10 @@ class Settings:
         known = list(known)
         disabled = {name.strip() for name in environ.get("PATCHES_DISABLE", "").split(",")} - {""}
         for name in sorted(disabled - set(known)):
-            _log(logging.WARNING, "PATCHES_DISABLE: %s", unknown(name, known))
+            if own := _group(name, known):
+                disabled |= own
+            else:
+                _log(logging.WARNING, "PATCHES_DISABLE: %s", unknown(name, known))
         return cls(
             autoload=_flag(environ, "PATCHES_AUTOLOAD", cls.autoload),
             strict=_flag(environ, "PATCHES_STRICT", cls.strict),
@@ -80,6 +85,13 @@ def _leave_alone_what_is_not_imported_yet() -> None:
         REGISTRY.revert(*(result.id for result in pending))
 
 
+def _group(name: str, known: Iterable[str]) -> set[str]:
+    """The patches that are listed in the group ``name``."""
+    from .features import symptoms
+
+    return set(symptoms.read().grouped(known).get(name, ()))
+
+
 def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
     value = environ.get(name, "").strip().lower()
     if value in _YES or value in _NO:
@@ -92,13 +104,46 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
 
 def _tell(report: Report, settings: Settings) -> None:
     if done := report.with_status(Status.APPLIED):
-        versions = sorted({f"{name} {v}" for r in done for name, v in r.versions.items()})
-        _log(logging.INFO, "repaired %s: %s", ", ".join(versions), ", ".join(r.id for r in done))
+        _log(logging.DEBUG, "applied: %s", ", ".join(result.id for result in done))
+        _repaired.extend(done)
+        imports.after_outermost(_tell_how_many)
     for result in report.with_status(Status.CONFLICT, Status.FAILED):
         level = logging.ERROR if settings.strict else logging.WARNING
         _log(level, "%s: %s: %s", result.id, result.status, result.reason)
     if NOT_FORGOTTEN in report.notes:
         _log(logging.WARNING, "%s", NOT_FORGOTTEN)
+
+
+_repaired: list[Result] = []
+"""What was applied and no INFO line has counted yet."""
+_lines: list[str] = []
+"""The INFO lines of this process."""
+_MOST = 3
+_WIDTH = 200
+
+
+def _tell_how_many() -> None:
+    """One line when the import that a program has asked for is over; what comes after the last line is at DEBUG."""
+    counted: dict[str, int] = {}
+    while _repaired:
+        result = _repaired.pop(0)
+        package, version = next(iter(result.versions.items()))
+        label = f"{package} {str(version).partition('+')[0]}"
+        counted[label] = counted.get(label, 0) + 1
+    if not counted or len(_lines) >= _MOST:
+        return
+    more = "; more may follow, at DEBUG" if len(_lines) == _MOST - 1 else ""
+    end = f"{more}. All: python -m bnb_patches report"
+    parts = sorted(counted.items(), key=lambda item: -item[1])
+    line = f"repaired {_defects(parts[0][1])} of {parts[0][0]}" + "".join(f", {n} of {p}" for p, n in parts[1:]) + end
+    if len(line) > _WIDTH:
+        line = f"repaired {_defects(sum(counted.values()))} of {len(counted)} packages{end}"
+    _lines.append(line)
+    _log(logging.INFO, "%s", line)
+
+
+def _defects(number: int) -> str:
+    return "1 defect" if number == 1 else f"{number} defects"
 
 
 def _log(level: int, message: str, *arguments: object) -> None:

@@ -96,6 +96,8 @@ def test_report_and_diff_in_a_fresh_process(fresh):
         import contextlib, io, json
         from patches.command_line import main
         said = []
+        import os
+        os.environ["PATCHES_AUTOLOAD"] = "1"
         for line in ("report --json", "diff --json", "diff", "report"):
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 assert main(line.split()) == 0
@@ -229,7 +231,7 @@ sys.meta_path.insert(0, Greeter())
 @NEEDS_TORCH
 @SHELL
 def test_json_is_valid_whatever_libraries_print():
-    done = run("report", PEFT, "--json", source=NOISY)
+    done = run("report", PEFT, "--json", source=NOISY, env={"PATCHES_AUTOLOAD": "1"})
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["results"]
     assert (row["id"], row["status"]) == (PEFT, "applied")

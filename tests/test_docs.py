@@ -114,7 +114,7 @@ def test_a_figure_of_another_reproducer_is_not_shown(tmp_path, monkeypatch):
 
 
 def test_every_patch_has_its_symptoms():
-    assert KNOWN.groups_of.keys() == REGISTRY.patches.keys(), "docs/symptoms.json has an entry for each id"
+    assert KNOWN.groups_of.keys() == REGISTRY.patches.keys(), "patches/features/symptoms.json has an entry for each id"
     for patch_id, groups in KNOWN.groups_of.items():
         assert groups and set(groups) <= KNOWN.groups.keys(), patch_id
         assert KNOWN.said(patch_id) or patch_id in KNOWN.silent, f"{patch_id}: what is said without it, if anything"

@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (ROOT / path).write_text(text)
         print(path)
     print(
-        f"then: what a user sees, in docs/symptoms.json; python -m patches verify {options.id}, make figures, make readme,"
+        f"then: what a user sees, in patches/features/symptoms.json; python -m patches verify {options.id}, make figures, make readme,"
     )
     print("make test, and a line in CHANGELOG.md")
     return 0

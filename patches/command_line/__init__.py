@@ -1,4 +1,4 @@
-"""``python -m patches list | report | diff [ID ...] | verify [ID ...]``, each with ``--json``."""
+"""``python -m patches list | report | diff | verify | explain``, each with ``--json``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
+from .. import autoload, second_name
 from ..api import apply
-from ..engine import gate, table
-from ..engine.report import Report, Status
+from ..engine import gate
+from ..engine.report import Report, Result, Status
 from ..features.verify.processes import NoInterpreter
 from ..registry import REGISTRY
-from . import streams
+from . import explain, glance, streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,18 +89,26 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m patches", description=__doc__.splitlines()[0])
+    parser = _Parser(
+        prog="python -m patches", description="What the plugin repairs, what it has changed, and whether that holds."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, run, text in (
         ("list", _list, "every patch: what it repairs, and for which releases"),
         ("report", _report, "what is applied here and what is not, with the reason"),
         ("diff", _diff, "what is changed, as a unified diff"),
         ("verify", _verify, "run the reproducers in fresh processes: unpatched, patched, reverted"),
+        ("explain", _explain, "what is known of a patch, or of the message of an error, in quotes"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("ids", nargs="*", metavar="ID", help="patches; all if none is named")
+        if name == "explain":
+            command.add_argument("text", nargs="+", metavar="ID or message", help="a patch, or what an error says")
+        else:
+            command.add_argument("ids", nargs="*", metavar="ID", help="patches; all if none is named")
         command.add_argument("--json", action="store_true", help="for machines")
         command.set_defaults(run=run)
+        if name == "report":
+            command.add_argument("--all", action="store_true", help="a line for each patch")
         if name == "verify":
             command.add_argument("--jobs", type=_count, help="processes at a time")
     return parser
@@ -113,7 +123,7 @@ def _count(text: str) -> int:
 def _answer(options: argparse.Namespace) -> tuple[str, int]:
     """What to print, and the exit code."""
     try:
-        REGISTRY.report(*options.ids)  # knows each of them
+        REGISTRY.report(*getattr(options, "ids", ()))  # knows each of them
     except KeyError as error:
         _complain(error.args[0])
         return "", 2
@@ -126,18 +136,19 @@ def _list(options: argparse.Namespace) -> tuple[str, int]:
     if options.json:
         rows = [{"id": p.id, "summary": p.summary, "requires": p.requires, "links": p.links} for p in chosen]
         return json.dumps(rows, indent=2), 0
-    lines = [table.Row((p.id,), (p.summary, f"for {', '.join(p.requires)}")) for p in chosen]
-    return table.text(lines, table.total([p.id for p in chosen], ())), 0
+    return glance.patches(chosen, headed=not options.ids), 0
 
 
 def _report(options: argparse.Namespace) -> tuple[str, int]:
-    report = _everything(options.ids)
-    text = report.to_json() if options.json else str(report)
+    report = _everything(options.ids, automatic=True)
+    whole = options.all or options.ids
+    text = report.to_json() if options.json else str(report) if whole else glance.report(report)
     return text, 1 if report.with_status(Status.CONFLICT, Status.FAILED) else 0
 
 
 def _diff(options: argparse.Namespace) -> tuple[str, int]:
     report = _everything(options.ids)
+    _say(report.notes)
     if options.json:
         return json.dumps({r.id: [c.diff for c in r.changes] for r in report if r.changes}, indent=2), 0
     return report.diff(), 0
@@ -154,12 +165,50 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
     return result.to_json() if options.json else str(result), 0 if result.ok else 1
 
 
-def _everything(ids: Sequence[str]) -> Report:
-    """Import what the patches are for, apply them, and report: what a program here would get."""
-    os.environ.setdefault("PATCHES_AUTOLOAD", "0")  # one way of applying is enough
+def _explain(options: argparse.Namespace) -> tuple[str, int]:
+    text = " ".join(options.text)
+    found = [text] if text in REGISTRY.patches else explain.matching(text, REGISTRY.patches)
+    report = REGISTRY.report(*found) if found else Report(())
+    if options.json:
+        rows = [{"id": i, **explain.sections(REGISTRY.patches[i], report[i])} for i in found]
+        return json.dumps(rows, indent=2), 0 if found else 1
+    if not found:
+        _complain(
+            f"no patch and no message that is known here: {text[:80]!r}; `python -m patches list` shows all patches"
+        )
+        return "", 1
+    if len(found) == 1:
+        return explain.page(REGISTRY.patches[found[0]], report[found[0]]), 0
+    chosen = [REGISTRY.patches[i] for i in found]
+    return f"{glance.patches(chosen, headed=False)}; about one: python -m patches explain ID", 0
+
+
+def _say(notes: Sequence[str]) -> None:
+    for note in notes:
+        _complain(note)
+
+
+def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
+    """Import what the patches are for, apply them, and report; ``automatic``: what a program here gets by itself."""
+    off = automatic and not autoload.Settings.read(REGISTRY.patches).autoload
+    os.environ["PATCHES_AUTOLOAD"] = "0"  # one way of applying is enough
     logging.getLogger("bnb_patches").addHandler(logging.StreamHandler())
+    said: list[str] = [second_name.taken()]
     for result in REGISTRY.report(*ids):
         patch = REGISTRY.patches[result.id]
         if gate.check(patch).status is Status.AVAILABLE:
-            REGISTRY.import_targets(patch)
-    return apply(*ids)
+            said += REGISTRY.import_targets(patch)
+    report = apply(*ids, strict=False)  # PATCHES_STRICT is for programs: here a conflict is a row of the table
+    if off:
+        report = replace(report, results=tuple(map(_only_by_hand, report)))
+        said.append("PATCHES_AUTOLOAD is off: a program here gets no patch unless it calls patches.apply()")
+    notes = tuple(dict.fromkeys(filter(None, (*said, *report.notes))))
+    return replace(report, notes=notes)
+
+
+def _only_by_hand(result: Result) -> Result:
+    if result.status is not Status.APPLIED:
+        return result
+    return replace(
+        result, status=Status.AVAILABLE, reason="PATCHES_AUTOLOAD is off; patches.apply() applies it", changes=()
+    )

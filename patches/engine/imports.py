@@ -48,6 +48,28 @@ def after_import(name: str, callback: Callback) -> None:
         _arrived(name)
 
 
+def after_outermost(callback: Callback) -> None:
+    """Call ``callback`` when the import that this thread is in is over, and those around it; at once if it is in none."""
+    spec = _outermost()
+    if spec is not None:
+        _after_load(spec, callback)
+        if _is_watched(spec):
+            return
+    callback()
+
+
+def _outermost() -> ModuleSpec | None:
+    """The spec whose load is the first that this thread has begun and not ended."""
+    found: ModuleSpec | None = None
+    frame = sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        if frame.f_code.co_name == "_load_unlocked" and frame.f_globals.get("__name__") == "importlib._bootstrap":
+            spec = frame.f_locals.get("spec")
+            found = spec if getattr(spec, "_initializing", False) else found
+    return found
+
+
 def stop() -> None:
     """Wait for nothing any more."""
     _awaited.clear()

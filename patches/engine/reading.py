@@ -15,7 +15,6 @@ from .report import Change, Result, Status
 from .slots import NameSlot, Slot, slots_of
 from .state import Installed, State
 
-
 _AGAIN = "was imported again after the patch was applied; apply() applies it there too"
 
 
@@ -32,7 +31,7 @@ def result(state: State, patch: Patch, *, disabled: bool) -> Result:
         if outcome is not None:
             reason, notes = reason or outcome.reason, outcome.notes
     elif disabled:
-        status, reason = Status.DISABLED, "PATCHES_DISABLE names it"
+        status, reason = Status.DISABLED, "PATCHES_DISABLE names it or its group"
     elif outcome is not None and outcome.status is not Status.APPLIED:
         status, reason = outcome.status, outcome.reason
     elif status is Status.AVAILABLE and (missing := needs.missing(patch)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -62,3 +63,48 @@ def test_what_logging_raises_has_no_place_in_an_import(fresh, broken):
         PATCHES_DISABLE="no-such-patch",
     )
     assert int(out.split()[-1]) > 10
+
+
+def test_a_group_disables_the_patches_that_are_listed_in_it(caplog):
+    from patches import REGISTRY
+    from patches.features import symptoms
+
+    with caplog.at_level(logging.WARNING, "bnb_patches"):
+        found = Settings.read(REGISTRY.patches, {"PATCHES_DISABLE": "merge, peft-dora-cache"}).disabled
+    merge = {i for i, groups in symptoms.read().groups_of.items() if groups[0] == "merge"}
+    assert found == merge | {"peft-dora-cache"} and len(merge) > 5 and not caplog.records
+
+
+def test_the_whole_stack_logs_three_lines(fresh):
+    """How many defects were repaired; which, at DEBUG."""
+    pytest.importorskip("bitsandbytes")
+    out = fresh(
+        """
+        import json, logging
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append((record.levelno, record.getMessage()))
+        logging.getLogger("bnb_patches").addHandler(handler)
+        logging.getLogger("bnb_patches").setLevel("DEBUG")
+        import bnb_patches_autoload
+        import bitsandbytes
+        bnb_patches_autoload.start()
+        import transformers, peft, accelerate, bnb_patches
+        from transformers import Trainer, AutoModelForCausalLM, BitsAndBytesConfig
+        from transformers.quantizers import auto
+        for patch in bnb_patches.REGISTRY.patches.values():
+            if patch.package in ("bitsandbytes", "transformers", "peft", "accelerate", "torch"):
+                bnb_patches.REGISTRY.import_targets(patch)
+        applied = [r.id for r in bnb_patches.report().with_status(bnb_patches.Status.APPLIED)]
+        print(json.dumps([said, applied]))
+        """,
+        PATCHES_AUTOLOAD="1",
+    )
+    said, applied = json.loads(out.splitlines()[-1])
+    info = [text for level, text in said if level == logging.INFO]
+    assert 1 <= len(info) <= 3 and max(map(len, info)) <= 200, info
+    assert all("python -m bnb_patches report" in line and "defect" in line for line in info)
+    assert not any(patch_id in line for line in info for patch_id in applied)
+    named = ", ".join(text for level, text in said if level == logging.DEBUG)
+    assert len(applied) > 50 and all(patch_id in named for patch_id in applied)
+    assert not [text for level, text in said if level > logging.INFO]

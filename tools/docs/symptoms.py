@@ -1,65 +1,15 @@
-"""By what a user sees: the groups of symptoms and the messages, from ``docs/symptoms.json``.
-
-There every patch has its ``groups``, and ``silent`` where nothing is said. A message is the ``text`` that a user reads,
-the ``parts`` of it that are the same for everyone (the whole, if it does not say), the ``patches`` that it may mean,
-and where it is ``in``: a file of what is installed, which ``holds`` these strings (the parts, if it does not say), or
-"figure", what their reproducers say.
-"""
+"""What a user sees, for ``docs/which.md``: the messages and the groups of ``patches/features/symptoms.json``."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from patches import REGISTRY
+from patches.features.symptoms import Message, Symptoms, read
 
-from . import DOCS
-
-FILE = DOCS / "symptoms.json"
-
-
-@dataclass(frozen=True)
-class Message:
-    """What is said, the parts of it that everyone sees, what it may mean, and which strings stand where to prove it."""
-
-    text: str
-    parts: tuple[str, ...]
-    patches: tuple[str, ...]
-    where: str
-    holds: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Symptoms:
-    """Titles of the groups by key, all messages, the groups of each patch, and those that say nothing."""
-
-    groups: dict[str, str]
-    messages: tuple[Message, ...]
-    groups_of: dict[str, tuple[str, ...]]
-    silent: frozenset[str]
-
-    def said(self, patch_id: str) -> list[str]:
-        """The messages that ``patch_id`` repairs."""
-        return [message.text for message in self.messages if patch_id in message.patches]
-
-
-def read() -> Symptoms:
-    data = json.loads(FILE.read_text("utf-8"))
-    messages = map(_message, data["messages"])
-    return Symptoms(
-        data["groups"],
-        tuple(sorted(messages, key=lambda message: message.text.strip("'`").lower())),
-        {patch_id: tuple(entry["groups"]) for patch_id, entry in data["patches"].items()},
-        frozenset(patch_id for patch_id, entry in data["patches"].items() if entry.get("silent")),
-    )
-
-
-def _message(entry: Mapping[str, Any]) -> Message:
-    parts = entry.get("parts", [entry["text"]])
-    return Message(entry["text"], tuple(parts), tuple(entry["patches"]), entry["in"], tuple(entry.get("holds", parts)))
+__all__ = ["Message", "Symptoms", "fragment", "read"]
 
 
 def fragment() -> str:

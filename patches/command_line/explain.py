@@ -1,0 +1,81 @@
+"""``python -m patches explain``: what is known of one patch, or of the message of an error."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..engine import needs, table
+from ..engine.patch import Patch
+from ..engine.report import Result
+from ..features import symptoms
+
+HEADINGS = ("What you see", "Why", "What changes", "Cost", "Safe when")
+_COST = re.compile(r"\bcosts?\b|\bslower\b|\bfaster\b|\bas fast\b|\btakes? (?:no|as|more|less|\d)", re.IGNORECASE)
+_LEAST = 8
+"""Characters of a message that are enough to look for it."""
+
+
+def matching(text: str, patches: dict[str, Patch]) -> list[str]:
+    """The patches that ``text`` may mean: an error message, whole or a part of it, a traceback, or some words."""
+    known, wanted = symptoms.read(), " ".join(text.split()).lower()
+    found: list[str] = []
+    for message in known.messages:
+        said = " ".join(message.text.split()).lower()
+        parts = (" ".join(part.split()).lower() for part in message.parts)
+        if all(part in wanted for part in parts) or len(wanted) >= _LEAST and wanted in said:
+            found += message.patches
+    if not found:
+        words = re.findall(r"[\w.]+", wanted)
+        texts = {i: f"{i} {p.summary} {story(p)} {' '.join(known.said(i))}".lower() for i, p in patches.items()}
+        found = [i for ids in known.grouped(texts).values() for i in ids if all(word in texts[i] for word in words)]
+    return list(dict.fromkeys(patch_id for patch_id in found if patch_id in patches))
+
+
+def story(patch: Patch) -> str:
+    """The docstring of the file of ``patch``, also where Python keeps none (``-OO``); empty without sources."""
+    module = str(patch.defect.__module__)
+    spec = importlib.util.find_spec(module)
+    loader: Any = None if spec is None else spec.loader
+    source = loader.get_source(module) if hasattr(loader, "get_source") else None
+    return (ast.get_docstring(ast.parse(source)) if source else "") or ""
+
+
+def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
+    """The paragraphs under each of :data:`HEADINGS`."""
+    told = story(patch)
+    why = told.split("\n\n")[1:] or ["The file of the patch tells; it is not here."]
+    cost = [text for text in re.split(r"(?<=[.!])\s+", " ".join(told.split())) if _COST.search(text)]
+    edits = [f"{edit.target}" for edit in needs.edits(patch)] or [edit.target for edit in patch.edits]
+    return dict(zip(HEADINGS, (
+        [*_seen(patch)],
+        [*why, *patch.links],
+        [*dict.fromkeys(edits), f"The lines: python -m patches diff {patch.id}"],
+        cost or ["None that was measured for it alone; what all patches cost together is in docs/speed.md."],
+        [
+            f"For {', '.join(patch.requires)}; tested up to {patch.package} {patch.tested_up_to}. "
+            "Where the installed source is not the one it was written for, it is skipped and reported as a conflict.",
+            f"Here: {result.status}{f' ({result.reason})' if result.reason else ''}.",
+            f"To see defect and repair: python -m patches verify {patch.id}. "
+            f"To leave it out: PATCHES_DISABLE={patch.id}, or patches.revert({patch.id!r}).",
+        ],
+    )))  # fmt: skip
+
+
+def _seen(patch: Patch) -> Iterator[str]:
+    known = symptoms.read()
+    yield f"{patch.summary[0].upper()}{patch.summary[1:]}."
+    yield from known.said(patch.id)
+    if patch.id in known.silent:
+        yield "In other cases there is no message." if known.said(patch.id) else "There is no message."
+
+
+def page(patch: Patch, result: Result) -> str:
+    """One patch, for people."""
+    lines = [patch.id]
+    for heading, paragraphs in sections(patch, result).items():
+        lines += ["", heading, *(table.wrapped(" ".join(p.split()), indent="  ") for p in paragraphs)]
+    return "\n".join(lines)

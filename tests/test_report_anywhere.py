@@ -1,0 +1,185 @@
+"""``report``, ``diff`` and ``--json`` answer whatever the packages around do; what is seen first is what one acts on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patches import REGISTRY, Status
+from patches.command_line import explain, glance, main
+from patches.engine.report import Report, Result
+from patches.features import symptoms
+
+NEEDS_STACK = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="what the patches are for is not installed"
+)
+PEFT = "peft-input-grads-hook"
+
+
+def run(*arguments: str, before: tuple[str, ...] = (), path: Path | None = None, **environ: str):
+    known = os.environ.get("PYTHONPATH", "")
+    env = {**os.environ, "PATCHES_AUTOLOAD": "1", "PYTHONPATH": f"{path}{os.pathsep}{known}" if path else known}
+    command = [sys.executable, *before, "-m", "patches", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**env, **environ}, timeout=300)
+
+
+# -- what is around ------------------------------------------------------------------------------
+
+
+@NEEDS_STACK
+@pytest.mark.parametrize(
+    "package, error",
+    [("torchao", "AttributeError"), ("peft", "RuntimeError"), ("accelerate", "OSError"), ("trl", "SystemExit")],
+)
+def test_a_neighbour_that_cannot_be_imported_is_a_note(tmp_path, package, error):
+    """Packages that were built for another torch raise what they like."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"raise {error}('built for another torch')\n")
+    (tmp_path / f"{package}-9.dist-info").mkdir()
+    version = importlib.util.find_spec(package) and __import__("importlib.metadata").metadata.version(package)
+    if not version:
+        pytest.skip(f"{package} is not installed")
+    (tmp_path / f"{package}-9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: {version}\n")
+    ids = [p.id for p in REGISTRY.patches.values() if p.package == package][:2]
+    done = run("report", *ids, path=tmp_path)
+    assert done.returncode == 0 and all(patch_id in done.stdout for patch_id in ids), done.stderr
+    assert f"{error}: built for another torch" in done.stdout
+    found = json.loads(run("report", "--json", *ids, path=tmp_path).stdout)
+    assert [r["id"] for r in found["results"]] == ids and error in str(found["notes"])
+    diff = run("diff", *ids, path=tmp_path)
+    assert diff.returncode == 0 and error in diff.stderr
+
+
+@NEEDS_STACK
+def test_a_conflict_under_patches_strict_is_a_row(tmp_path):
+    """The variable is for programs: `report` shows what does not fit, and its exit code says so."""
+    import bitsandbytes
+    import shutil
+
+    copy = shutil.copytree(Path(bitsandbytes.__file__).parent, tmp_path / "bitsandbytes")
+    file = copy / "nn/modules.py"
+    text = file.read_text()
+    at = text.index("def forward(self, x", text.index("class Linear4bit"))
+    old = "quant_state = self.weight.quant_state"
+    changed = text[at:].replace(old, f"{old} or None", 1)
+    assert changed != text[at:]
+    file.write_text(text[:at] + changed)
+    done = run("report", path=tmp_path, PATCHES_STRICT="1")
+    assert done.returncode == 1 and "conflict: bitsandbytes-" in done.stdout, done.stderr
+    found = run("report", "--json", path=tmp_path, PATCHES_STRICT="1")
+    assert found.returncode == 1 and "conflict" in {r["status"] for r in json.loads(found.stdout)["results"]}
+    assert run("diff", path=tmp_path, PATCHES_STRICT="1").returncode == 0
+
+
+@NEEDS_STACK
+def test_with_warnings_as_errors(tmp_path):
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl" / "__init__.py").write_text("import warnings\nwarnings.warn('old')\n")
+    (tmp_path / "trl-0.dist-info").mkdir()
+    (tmp_path / "trl-0.dist-info" / "METADATA").write_text("Name: trl\nVersion: 0.24.0\n")
+    done = run("report", "--json", before=("-W", "error"), path=tmp_path)
+    assert done.returncode in (0, 1) and len(json.loads(done.stdout)["results"]) == len(REGISTRY.patches), done.stderr
+
+
+def test_without_docstrings():
+    done = run("list", PEFT, before=("-OO",))
+    assert done.returncode == 0 and PEFT in done.stdout, done.stderr
+    done = run("explain", PEFT, before=("-OO",))
+    assert done.returncode == 0 and "get_input_embeddings" in done.stdout, "the story is read from the source"
+    assert "usage: python -m patches" in run("--help", before=("-OO",)).stdout
+
+
+@NEEDS_STACK
+def test_where_no_program_gets_any_the_report_does_not_say_applied():
+    done = run("report", PEFT, "--json", PATCHES_AUTOLOAD="0")
+    found = json.loads(done.stdout)
+    (row,) = found["results"]
+    assert row["status"] == "available" and "patches.apply()" in row["reason"] and not row["changes"]
+    assert any("PATCHES_AUTOLOAD is off" in note for note in found["notes"])
+    assert json.loads(run("report", PEFT, "--json").stdout)["results"][0]["status"] == "applied"
+
+
+# -- at a glance ---------------------------------------------------------------------------------
+
+
+def result(patch_id: str, status: Status, reason: str = "", **more) -> Result:
+    return Result(patch_id, "what goes wrong", status, reason, **more)
+
+
+def test_total_first_then_what_one_acts_on_then_the_groups():
+    fine = [result(i, Status.APPLIED) for i in REGISTRY.patches]
+    bad = {
+        fine[0].id: result(fine[0].id, Status.CONFLICT, "the source moved"),
+        fine[1].id: result(fine[1].id, Status.UNTESTED, "it is new"),
+        fine[2].id: result(fine[2].id, Status.APPLIED, notes=("layer x lost its scales",)),
+    }
+    lines = glance.report(Report(tuple(bad.get(r.id, r) for r in fine), ("a note",))).splitlines()
+    assert lines[0].startswith(f"{len(fine)} patches: {len(fine) - 2} applied")
+    text = "\n".join(lines)
+    order = [text.index(part) for part in (f"conflict: {fine[0].id}: the source moved", f"untested: {fine[1].id}",
+             f"note: {fine[2].id}: layer x lost its scales", "note: a note", "Training: ")]  # fmt: skip
+    assert order == sorted(order)
+    assert all(f"{title}: " in text for title in symptoms.read().groups.values())
+    assert not any(r.id in text for r in fine[3:]) and len(lines) < 30
+
+
+@NEEDS_STACK
+def test_all_has_a_line_for_each_patch_and_without_it_a_screen():
+    short, whole = run("report").stdout, run("report", "--all").stdout
+    assert len(short.splitlines()) < 30 < len(whole.splitlines())
+    assert all(patch_id in whole for patch_id in REGISTRY.patches)
+
+
+def test_list_is_in_groups_the_most_met_first(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    known = symptoms.read()
+    heads = [f"{title} ({key})" for key, title in known.groups.items()]
+    assert [line for line in lines if line in heads] == heads
+    places = {line.split()[0]: at for at, line in enumerate(lines) if line.split()[:1]}
+    assert places.keys() >= REGISTRY.patches.keys()
+    train = [i for i in known.most_met if known.groups_of[i][0] == "train"]
+    others = [i for i, groups in known.groups_of.items() if groups[0] == "train" and i not in train]
+    assert train and max(places[i] for i in train) < min(places[i] for i in others)
+
+
+def test_what_is_most_met_are_patches():
+    assert set(symptoms.read().most_met) <= REGISTRY.patches.keys()
+
+
+# -- one patch, or a message ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, patch_id", [
+    ("peft-adapters-on-meta", "peft-adapters-on-meta"),
+    ("RuntimeError: Function MmBackward0 returned an invalid gradient at index 1 - expected device meta but got cpu",
+     "peft-adapters-on-meta"),
+    ("expected device meta but", "peft-adapters-on-meta"),
+    ("You can't train a model that has been loaded in 8-bit", "accelerate-refuses-offloaded-training"),
+    ("graph splits embedding", "transformers-input-grads-hook"),
+])  # fmt: skip
+def test_explain(capsys, text, patch_id):
+    assert main(["explain", *text.split(), "--json"]) == 0
+    assert patch_id in [row["id"] for row in json.loads(capsys.readouterr().out)]
+    assert main(["explain", text]) == 0
+    assert patch_id in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("patch_id", REGISTRY.patches)
+def test_each_page_has_its_five_headings(patch_id):
+    patch = REGISTRY.patches[patch_id]
+    found = explain.sections(patch, result(patch_id, Status.PENDING))
+    assert tuple(found) == explain.HEADINGS and all(found.values())
+    assert all(all(paragraphs) for paragraphs in found.values())
+
+
+def test_what_nobody_knows_is_exit_code_1_and_one_line(capsys):
+    assert main(["explain", "an error that was never seen anywhere qqq"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "python -m patches list" in err
