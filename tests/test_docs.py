@@ -84,7 +84,7 @@ def test_a_docstring_as_markdown():
 
 def test_every_public_name_and_every_command_has_its_place():
     assert not [name for name in patches.__all__ if f":: patches.{name}\n" not in sources()["api.md"]]
-    for command in ("list", "report", "diff", "verify"):
+    for command in ("list", "report", "diff", "verify", "explain"):
         assert f"usage: python -m patches {command} [-h]" in sources()["generated/commands.md"]
 
 
