@@ -191,13 +191,18 @@ def _say(notes: Sequence[str]) -> None:
 def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
     """Import what the patches are for, apply them, and report; ``automatic``: what a program here gets by itself."""
     off = automatic and not autoload.Settings.read(REGISTRY.patches).autoload
-    os.environ["PATCHES_AUTOLOAD"] = "0"  # one way of applying is enough
     logging.getLogger("bnb_patches").addHandler(logging.StreamHandler())
     said: list[str] = [second_name.taken()]
-    for result in REGISTRY.report(*ids):
-        patch = REGISTRY.patches[result.id]
-        if gate.check(patch).status is Status.AVAILABLE:
-            said += REGISTRY.import_targets(patch)
+    before = os.environ.get("PATCHES_AUTOLOAD")
+    os.environ["PATCHES_AUTOLOAD"] = "0"  # while it imports: one way of applying is enough
+    try:
+        for result in REGISTRY.report(*ids):
+            patch = REGISTRY.patches[result.id]
+            if gate.check(patch).status is Status.AVAILABLE:
+                said += REGISTRY.import_targets(patch)
+    finally:
+        del os.environ["PATCHES_AUTOLOAD"]
+        os.environ.update({"PATCHES_AUTOLOAD": before} if before is not None else {})
     report = apply(*ids, strict=False)  # PATCHES_STRICT is for programs: here a conflict is a row of the table
     if off:
         report = replace(report, results=tuple(map(_only_by_hand, report)))
