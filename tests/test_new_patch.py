@@ -37,7 +37,7 @@ def test_what_cannot_be_a_patch_is_refused_in_words(patch_id, inside, said, caps
 
 
 def test_the_skeleton_is_found_and_red(tmp_path):
-    for folder in ("patches", "tools"):
+    for folder in ("bnb_patches", "patches", "tools"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests" / "repairs" / "peft").mkdir(parents=True)
 
