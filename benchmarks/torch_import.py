@@ -38,7 +38,8 @@ POINT = "[torch.backends]\nbnb_patches = bnb_patches_autoload:wait\n"
 
 def install(folder: Path, point: str) -> Path:
     """The plugin as an index would install it, compiled, with the entry point ``point``."""
-    shutil.copytree(ROOT / "patches", folder / "patches")
+    for name in ("bnb_patches", "patches"):
+        shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "bnb_patches_autoload.py", folder)
     info = folder / "bnb_patches-0.0.0.dist-info"
     info.mkdir()

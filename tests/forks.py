@@ -130,7 +130,7 @@ def serve() -> None:
     for name in PRELOAD:
         importlib.import_module(name)
     compiling.without_figures()
-    early = [name for name in ("bitsandbytes", "peft", "patches") if name in sys.modules]
+    early = [name for name in ("bitsandbytes", "peft", "patches", "bnb_patches") if name in sys.modules]
     assert not early, f"{early} are for the programs to import"
     gc.collect()
     gc.freeze()

@@ -56,8 +56,9 @@ class Release:
             names = wheel.namelist()
             metadata = message_from_bytes(wheel.read(next(n for n in names if n.endswith(".dist-info/METADATA"))))
         tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-        expect(tops == {"patches", "bnb_patches_autoload.py"}, f"the wheel holds {sorted(tops)}")
-        expect("patches/py.typed" in names, "the wheel has no py.typed")
+        expect(tops == {"bnb_patches", "patches", "bnb_patches_autoload.py"}, f"the wheel holds {sorted(tops)}")
+        expect({"bnb_patches/py.typed", "patches/py.typed"} <= set(names), "the wheel has no py.typed")
+        expect("patches/features/symptoms.json" in names, "the wheel has no symptoms.json")
         sources = {str(path.relative_to(self.clone)) for path in (self.clone / "patches").rglob("*.py")}
         expect(sources <= set(names), f"the wheel lacks {sorted(sources - set(names))}")
         hard = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
@@ -85,7 +86,7 @@ class Release:
         with tarfile.open(self.sdist) as archive:
             archive.extractall(self.folder / "sdist", filter="data")
         (unpacked,) = (self.folder / "sdist").iterdir()
-        tracked = run("git", "ls-files", "tests", "tools", "benchmarks", "examples", "patches", cwd=self.clone).split()
+        tracked = run("git", "ls-files", "tests", "tools", "benchmarks", "examples", "bnb_patches", "patches", cwd=self.clone).split()
         lost = [name for name in tracked if not (unpacked / name).exists()]
         expect(not lost, f"the sdist lacks {lost}")
         bare = self._environment("bare", "packaging", "pytest", "pytest-timeout")

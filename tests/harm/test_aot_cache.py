@@ -38,7 +38,8 @@ def train(cache: Path, root: Path | None = None) -> dict[str, Trace]:
 
 def older_plugin(folder: Path) -> Path:
     """A copy of the plugin whose operators compute three times what they should, and nothing else."""
-    shutil.copytree(processor.ROOT / "patches", folder / "patches", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("bnb_patches", "patches"):
+        shutil.copytree(processor.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (folder / "patches/repairs/helpers/operators").glob("[!_]*.py"):
         if "torch.library.Library(" not in file.read_text():
             continue
