@@ -86,7 +86,9 @@ class Release:
         with tarfile.open(self.sdist) as archive:
             archive.extractall(self.folder / "sdist", filter="data")
         (unpacked,) = (self.folder / "sdist").iterdir()
-        tracked = run("git", "ls-files", "tests", "tools", "benchmarks", "examples", "bnb_patches", "patches", cwd=self.clone).split()
+        tracked = run(
+            "git", "ls-files", "tests", "tools", "benchmarks", "examples", "bnb_patches", "patches", cwd=self.clone
+        ).split()
         lost = [name for name in tracked if not (unpacked / name).exists()]
         expect(not lost, f"the sdist lacks {lost}")
         bare = self._environment("bare", "packaging", "pytest", "pytest-timeout")
