@@ -33,7 +33,7 @@ def llama() -> Any:
 
 def quantized(folder: Path, bits: int) -> Any:
     llama().save_pretrained(folder)
-    wanted = transformers.BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    wanted = transformers.BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=wanted, device_map="cpu")
 
 
@@ -92,7 +92,7 @@ def eight(**options: Any) -> Any:
 
 
 def four(**options: Any) -> Any:
-    return bnb.nn.Linear4bit(64, 32, compute_dtype=torch.float32, **options).to("cpu")
+    return bnb.nn.Linear4bit(64, 32, compute_dtype=torch.float32, quant_type="nf4", **options).to("cpu")
 
 
 MADE: dict[str, Callable[[Path], Any]] = {
@@ -102,7 +102,7 @@ MADE: dict[str, Callable[[Path], Any]] = {
     "Linear8bitLt with outliers": lambda _: trained(lambda: eight(threshold=6.0)),
     "a deep copy": lambda _: copy.deepcopy(trained(eight)),
     "its weight": lambda _: trained(eight).weight,
-    "Embedding4bit": lambda _: bnb.nn.Embedding4bit(16, 64).to("cpu"),
+    "EmbeddingNF4": lambda _: bnb.nn.EmbeddingNF4(16, 64).to("cpu"),
     "StableEmbedding": lambda _: bnb.nn.StableEmbedding(16, 8),
     "a state dict": lambda _: trained(four).state_dict(),
     "a model": lambda folder: quantized(folder, 4),
@@ -156,7 +156,11 @@ def test_what_is_saved_names_nothing_of_ours_and_loads_without_us(tmp_path):
         except Exception as error:  # what cannot be made without the plugin
             as_is = f"not made: {type(error).__name__}"
         with patches.applied(strict=False):
-            subject = make(tmp_path / f"{number}")
+            try:
+                subject = make(tmp_path / f"{number}")
+            except Exception:  # 8-bit optimizers of older releases need a GPU
+                assert as_is.startswith("not made"), name
+                continue
             with_us = saved(subject, file)
         assert not with_us or with_us == as_is, f"{name}: saving raises {with_us}, and {as_is or 'nothing'} as is"
         if not with_us:
