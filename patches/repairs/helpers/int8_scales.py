@@ -17,6 +17,12 @@ def is_lost(scale: Tensor | None) -> bool:
     return scale is None or scale.device.type == "meta"
 
 
+def is_int8(weight: Any) -> bool:
+    import torch
+
+    return isinstance(weight, torch.Tensor) and weight.dtype == torch.int8
+
+
 def find_scale(layer: Any) -> Tensor | None:
     """The row scales (float, one for each output feature) of a layer's int8 weight, from where they truly are.
 
@@ -43,6 +49,15 @@ def _offloaded(layer: Module) -> Iterator[Tensor | None]:
             yield weights["SCB"]
         if "weight" in weights:
             yield getattr(weights["weight"], "SCB", None)
+
+
+def saved(layer: Any) -> Tensor | None:
+    """The row scales that ``state_dict`` saves of ``layer``; None if it is not quantized."""
+    if layer.state.has_fp16_weights:
+        return None
+    own: Tensor | None = getattr(layer.weight, "SCB", None)
+    scale: Tensor | None = layer.state.SCB
+    return scale if own is None else own
 
 
 def scale(layer: Any) -> Tensor:

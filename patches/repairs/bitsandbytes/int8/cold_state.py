@@ -35,10 +35,13 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     settled, weight = layer.state, layer.weight
     if settled.has_fp16_weights or not hasattr(weight, "SCB"):
         return None  # tied, sharded or given by functional_call: the state is that of another weight
-    # The weight first: with `int8-requantized-codes` it keeps its scales, so that an eager forward in between,
-    # which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
+    # The weight first: with `int8-requantized-codes` it shows the scales of the state, so that an eager forward in
+    # between, which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
     # operation that the graph holds too, where torch.export would make a constant of what it read.
-    CB, SCB = (weight.detach(), weight.SCB) if weight.SCB is not None else (settled.CB, settled.SCB)
+    if weight.SCB is None or getattr(weight, "_patches_codes_replaced", False):
+        CB, SCB = settled.CB, settled.SCB
+    else:
+        CB, SCB = weight.detach(), weight.SCB
     if CB is None or SCB is None or CB.device != x.device or SCB.device != x.device:
         return None
     state = bnb.MatmulLtState()

@@ -40,13 +40,13 @@ def _reduce_ex(self: Int8Params, protocol: int) -> tuple[Any, ...]:
     from bitsandbytes.nn import Int8Params
 
     reduced = super(Int8Params, self).__reduce_ex__(protocol)
-    return reduced if is_read_by_default(protocol) else with_class(reduced, self)
+    return reduced if is_read_by_default(protocol) else with_class(reduced, self, SCB=getattr(self, "SCB", None))
 
 
 def _copy(self: Int8Params) -> Int8Params:
     from bitsandbytes.nn import Int8Params
 
-    rebuild, arguments, *_ = with_class(super(Int8Params, self).__reduce_ex__(4), self)
+    rebuild, arguments, *_ = with_class(super(Int8Params, self).__reduce_ex__(4), self, SCB=self.SCB)
     return rebuild(*arguments)
 
 

@@ -1,0 +1,144 @@
+"""Who owns the row scales of an INT8 weight: the weight until its layer has run, the state of the layer from then on.
+
+The first forward of a ``Linear8bitLt`` moves codes and scales into ``layer.state``, and from then on computes with what
+is there. ``weight.SCB`` is None from then on, and whoever has the weight alone (a copy, a pickle, a hook that moves it)
+loses the scales. A second reference on the weight would go wrong as soon as someone replaces ``state.SCB``. So there is
+none: ``Int8Params.SCB`` becomes a view of the scales of the layer that the weight has settled in, while it is there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+_homes: dict[int, weakref.ref[Module]] = {}
+"""Layers by the ``id()`` of the weight that settled there. True only while that layer has that weight; a weak reference
+to the weight itself would make ``torch.utils.swap_tensors`` refuse it."""
+_most = 256
+
+_noted: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+"""Codes and scales of the weight of a layer that has not run yet: ``functional_call`` takes the weight itself away."""
+
+
+def settled(layer: Module) -> None:
+    """The codes and scales of the weight of ``layer`` are in its state: from now on the weight shows those."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return
+    weight = layer._parameters.get("weight")
+    if weight is not None:
+        if len(_homes) >= _most:
+            _forget_stale()
+        _homes[id(weight)] = weakref.ref(layer)
+
+
+def _forget_stale() -> None:
+    global _most
+    for key, home in [*_homes.items()]:
+        layer = home()
+        if layer is None or id(layer._parameters.get("weight")) != key:
+            _homes.pop(key, None)
+    _most = max(256, 2 * len(_homes))
+
+
+def _state_of(weight: Any) -> Any:
+    """The state that owns the codes and scales of ``weight``; None if it has not settled, or left its layer."""
+    home = _homes.get(id(weight))
+    layer: Any = None if home is None else home()
+    if layer is None or vars(weight).get("CB") is not None or layer._parameters.get("weight") is not weight:
+        return None
+    return layer.state
+
+
+class Scales:
+    """``Int8Params.SCB``. No property: Dynamo would trace into it, and cannot; this it asks for its value."""
+
+    def __get__(self, weight: Any, owner: Any = None) -> Any:
+        if weight is None:
+            return self
+        own = vars(weight)
+        if "SCB" not in own:
+            raise AttributeError(f"{type(weight).__name__!r} object has no attribute 'SCB'")
+        scale = own["SCB"]
+        if scale is None and (state := _state_of(weight)) is not None:
+            scale = state.SCB
+        return scale
+
+    def __set__(self, weight: Any, scale: Tensor | None) -> None:
+        own = vars(weight)
+        if scale is not None and (state := _state_of(weight)) is not None:
+            own["SCB"], state.SCB = None, scale
+            return
+        old, own["SCB"] = own.get("SCB"), scale
+        if old is not None and old is not scale:
+            for layer, (_, noted) in [*_noted.items()]:
+                if noted() is old:
+                    _noted.pop(layer, None)
+
+    def __delete__(self, weight: Any) -> None:
+        if "SCB" not in vars(weight):
+            raise AttributeError("SCB")
+        del vars(weight)["SCB"]
+
+
+class CodesReplaced:
+    """Whether the layer that a weight has settled in computes with other codes than these by now."""
+
+    def __get__(self, weight: Any, owner: Any = None) -> Any:
+        if weight is None:
+            return self
+        state = _state_of(weight)
+        return state is not None and state.CB is not None and state.CB.data_ptr() != weight.data_ptr()
+
+
+def make_setstate(original: Callable[..., None] | None) -> Callable[..., None]:
+    """``Linear8bitLt.__setstate__``: a copy, and a layer from a pickle, has its scales in one place as well."""
+    from bitsandbytes.nn import Linear8bitLt
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        load = super(Linear8bitLt, self).__setstate__ if original is None else partial(original, self)
+        load(state)
+        settle_again(self)
+
+    return __setstate__
+
+
+def settle_again(layer: Any) -> None:
+    """Let the weight of a ``layer`` that has run, and was copied or put together anew, show the scales of its state."""
+    weight, state = layer._parameters.get("weight"), vars(layer).get("state")
+    own = {} if weight is None else vars(weight)
+    if state is None or state.CB is None or state.SCB is None or "SCB" not in own or own.get("CB") is not None:
+        return
+    if own["SCB"] is None or own["SCB"] is state.SCB:
+        own["SCB"] = None
+        settled(layer)
+
+
+def note(layer: Any) -> None:
+    """Note codes and scales of a weight that ``layer`` has got and not run with yet."""
+    weight = layer._parameters.get("weight")
+    codes, scale = getattr(weight, "CB", None), getattr(weight, "SCB", None)
+    if codes is not None and scale is not None:
+        _noted[layer] = weakref.ref(codes), weakref.ref(scale)
+
+
+def pair(layer: Any) -> tuple[Tensor, Tensor] | None:
+    """The codes that ``layer`` was quantized to, and their scales, whatever stands in the place of its weight now."""
+    import torch
+
+    state = layer.state
+    codes, scale = state.CB, state.SCB
+    if not torch.compiler.is_compiling() and (noted := _noted.get(layer)) is not None:
+        others = noted[0](), noted[1]()
+        if others[0] is not None and others[0] is not codes:
+            codes, scale = others
+    if codes is None or scale is None or codes.is_meta or scale.is_meta:
+        return None
+    return codes, scale
