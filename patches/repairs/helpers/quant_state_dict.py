@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .four_bit_state import packed_bytes
+
 if TYPE_CHECKING:
     import torch
     from bitsandbytes.functional import QuantState
@@ -24,7 +26,7 @@ class Quantized(NamedTuple):
     @property
     def nbytes(self) -> int:
         """How many bytes the codes take, two to a byte."""
-        return -(-prod(self.shape) // 2)
+        return packed_bytes(self.shape)
 
 
 def bytes_of_codes(layer: Linear4bit) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import int8_scales
+from . import four_bit_state, int8_scales
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +27,28 @@ def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
     if not names:
         return None
     base = layer.get_base_layer()
+    _refuse_plain(base)
     if layer.merged:
         if not _is_what_was_merged(layer, base):
             vars(layer).pop(_KEPT, None)
         return None
     return _record(base)
+
+
+def _refuse_plain(base: Any) -> None:
+    """Raise if ``base`` is a quantized layer by its class alone: what merges into it would look for scales."""
+    import torch
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+
+    weight = getattr(base, "weight", None)
+    if not isinstance(base, (Linear4bit, Linear8bitLt)) or isinstance(weight, (Int8Params, Params4bit)):
+        return
+    if type(weight) is torch.nn.Parameter and weight.is_floating_point():
+        raise ValueError(
+            f"{type(base).__name__} {int8_scales.name_of(base)!r} has a weight that is not quantized ({weight.dtype}, "
+            "tied to an embedding or left out of the quantization), so nothing was merged into it. Name the layer in "
+            "llm_int8_skip_modules, load the model and the adapter again, and merge then; or do not merge"
+        )
 
 
 def note(layer: Any, before: dict[str, Any] | None) -> None:
@@ -99,7 +116,7 @@ def _restore(base: Any, kept: dict[str, Any]) -> None:
     if "SCB" in attributes:
         base.state.reset_grads()
     elif kept["knows module"]:
-        base.quant_state = weight.quant_state
+        four_bit_state.give(weight.quant_state, base)
     if kept["bias changed"]:
         base.bias.data = kept["bias"].to(device)
 
@@ -124,7 +141,7 @@ def _quantized(base: Any) -> list[Tensor] | None:
 
     weight = getattr(base, "weight", None)
     if isinstance(weight, Params4bit):
-        state = weight.quant_state
+        state = four_bit_state.of(weight)
         found = None if state is None else list(_statistics(state))
     elif isinstance(weight, Int8Params) and weight.dtype == torch.int8:
         scale = int8_scales.find_scale(base)
