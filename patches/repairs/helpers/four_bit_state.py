@@ -24,7 +24,7 @@ def of(holder: Any) -> QuantState | None:
     return state
 
 
-def give(state: QuantState, *holders: Any) -> None:
+def give(state: QuantState | None, *holders: Any) -> None:
     """Make ``state`` the quantization state of each of ``holders``, weights and layers."""
     for holder in holders:
         holder.quant_state = state

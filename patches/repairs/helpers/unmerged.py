@@ -87,10 +87,10 @@ def _record(base: Any) -> dict[str, Any] | None:
     if tensors is None:
         return None
     weight, bias = base.weight, getattr(base, "bias", None)
-    own = {name: value for name, value in vars(weight).items() if not name.startswith("_") and name != "data"}
-    if "SCB" in own:
-        own |= {"CB": None, "SCB": tensors[1]}
+    kept = {name for name in vars(weight) if not name.startswith("_")} - {"data", *int8_scales.PLACES}
+    own = {name: value for name, value in vars(weight).items() if name in kept}
     return {
+        "scales": tensors[1].to("cpu") if int8_scales.is_int8(weight) and int8_scales.has_scales(weight) else None,
         "class": type(weight),
         "codes": tensors[0].to("cpu"),  # on a CPU no copy: a merge puts another parameter in the place of this one
         "requires_grad": weight.requires_grad,
@@ -107,16 +107,17 @@ def _restore(base: Any, kept: dict[str, Any]) -> None:
     attributes = {name: _moved(value, device) for name, value in kept["attributes"].items()}
     codes = kept["codes"].to(device)
     weight = torch.Tensor._make_subclass(kept["class"], codes, kept["requires_grad"])
-    if "SCB" in attributes:
-        attributes["CB"] = weight.data
-    else:
-        attributes["module"] = base if kept["knows module"] else None
+    int8 = kept["scales"] is not None
     vars(weight).update(attributes)
+    if int8:
+        int8_scales.put(weight, weight.data, kept["scales"].to(device))
+    else:
+        weight.module = base if kept["knows module"] else None
     base.weight = weight
-    if "SCB" in attributes:
+    if int8:
         base.state.reset_grads()
     elif kept["knows module"]:
-        four_bit_state.give(weight.quant_state, base)
+        four_bit_state.give(four_bit_state.of(weight), base)
     if kept["bias changed"]:
         base.bias.data = kept["bias"].to(device)
 

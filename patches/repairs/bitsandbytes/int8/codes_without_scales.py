@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import int8_scales
 from ...helpers.own_codes import are_own
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> 
     if layer.weight.dtype == torch.int8 and are_own(weight, layer.weight):
         return True
     assign = local_metadata.get("assign_to_params_buffers", False)
-    return assign and isinstance(weight, Int8Params) and weight.CB is not None and weight.SCB is not None
+    carries = isinstance(weight, Int8Params) and int8_scales.is_unsettled(weight) and int8_scales.of(weight) is not None
+    return bool(assign and carries)
 
 
 def defect() -> Finding:

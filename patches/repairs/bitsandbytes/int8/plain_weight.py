@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers import int8_plain, int8_settled
+from ...helpers import int8_plain, int8_scales, int8_settled
 from ...helpers.module_moves import make_apply
 
 if TYPE_CHECKING:
@@ -30,17 +30,14 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     import bitsandbytes as bnb
     import torch
 
-    weight, bias, kept = layer.weight, layer.bias, layer.state
+    weight, bias = layer.weight, layer.bias
     if bias is not None:
         bias = bias.to(x.dtype)
-    if weight.is_floating_point() and not kept.has_fp16_weights:
+    if weight.is_floating_point() and not layer.state.has_fp16_weights:
         int8_plain.refuse_codes(layer, weight)
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-    state = bnb.MatmulLtState()
-    state.threshold, state.has_fp16_weights, state.is_training = kept.threshold, kept.has_fp16_weights, layer.training
-    if not weight.is_floating_point():
-        state.CB, state.SCB = weight.detach(), int8_plain.scale(layer, weight)
-    product: Tensor = bnb.matmul(x, weight, bias=bias, state=state)
+    own = () if weight.is_floating_point() else (weight.detach(), int8_plain.scale(layer, weight))
+    product: Tensor = bnb.matmul(x, weight, bias=bias, state=int8_scales.make_state(layer, *own))
     return product
 
 
