@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Rewrite, SetAttribute
-from . import int8_scales, int8_settled
+from . import int8_plain, int8_scales, int8_settled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,18 @@ KEEP_CODES: tuple[Rewrite | SetAttribute, ...] = (
         names={"_patches_settled": int8_settled.settled},
     ),
     SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", value=int8_settled.Scales()),
-    SetAttribute("bitsandbytes.nn.modules:Int8Params._patches_codes_replaced", value=int8_settled.CodesReplaced()),
+    Rewrite(
+        "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
+        "super()._save_to_state_dict(destination, prefix, keep_vars)",
+        "_patches_agree(self)\nsuper()._save_to_state_dict(destination, prefix, keep_vars)",
+        names={"_patches_agree": int8_plain.agree},
+    ),
+    Rewrite(
+        "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
+        "getattr(self.state, scb_name)",
+        "_patches_scale_to_save(self)",
+        names={"_patches_scale_to_save": int8_plain.scale_to_save},
+    ),
     SetAttribute("bitsandbytes.nn.modules:Linear8bitLt.__setstate__", make=int8_settled.make_setstate),
     Rewrite(
         _TO,

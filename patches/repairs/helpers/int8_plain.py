@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SHARDED = "_patches_codes_sharded"
+_QUANTIZED = "_patches_was_quantized"
 _GIVEN = "_patches_given_with"
 _LARGEST = 127
 
@@ -50,6 +51,17 @@ def _foreign(which: str) -> str:
     )
 
 
+def agree(layer: Any) -> None:
+    """Before ``layer`` is saved or merged: see that its codes and scales belong together, or raise."""
+    from bitsandbytes.nn import Int8Params
+
+    weight = layer.weight
+    if isinstance(weight, Int8Params):
+        int8_settled.agree(layer)
+    elif int8_scales.is_int8(weight) and not weight.is_meta and int8_settled.pair(layer) is not None:
+        scale(layer, weight)
+
+
 def scale_to_save(layer: Any) -> Tensor | None:
     """The scales in the state of ``layer``, unless a plain tensor that they are not for stands in the place of its weight."""
     from bitsandbytes.nn import Int8Params
@@ -65,7 +77,8 @@ def refuse_codes(layer: Any, weight: Tensor) -> None:
     """Raise if ``weight``, of floating point, holds the codes of a weight instead of the weight. Only of a quantized layer."""
     import torch
 
-    if int8_settled.pair(layer) is None or weight.numel() == 0 or weight.is_meta:
+    quantized = layer.state.__dict__.get(_QUANTIZED, False) or int8_settled.pair(layer) is not None
+    if not quantized or weight.numel() == 0 or weight.is_meta:
         return
     message = (
         "the weight of {} was replaced by whole numbers up to 127 in floating point: INT8 codes, not weights. Give the "
@@ -98,14 +111,20 @@ def set_scale(layer: Any, scale: Tensor | None) -> None:
 
 def replaced(layer: Any, old: Any) -> None:
     """The weight ``old`` of ``layer`` was replaced: keep its codes and scales, if it takes the last reference with it."""
+    import torch
+
     weight, state = layer._parameters.get("weight"), vars(layer).get("state")
     if state is None or weight is None or weight is old:
         return
     if hasattr(weight, "CB"):
         vars(state).pop(_SHARDED, None)
+        vars(state).pop(_QUANTIZED, None)
         int8_settled.note(layer)
         return
-    if not hasattr(old, "CB") or not int8_scales.is_int8(weight) or not int8_scales.is_int8(old):
+    if not hasattr(old, "CB") or not int8_scales.is_int8(old):
+        return
+    setattr(state, _QUANTIZED, True)
+    if not int8_scales.is_int8(weight):
         return
     codes, scale = old.CB, state.SCB if old.CB is None else old.SCB
     if int8_scales.is_lost(scale):
@@ -113,5 +132,5 @@ def replaced(layer: Any, old: Any) -> None:
     if hasattr(weight, "_local_tensor") and weight.shape == old.shape:  # FSDP2 goes on with parameters of its own
         setattr(state, _SHARDED, True)
         state.SCB = scale
-    elif codes is not None:
+    elif codes is not None and codes.shape == weight.shape and torch.equal(codes, weight):
         state.CB, state.SCB = codes, scale

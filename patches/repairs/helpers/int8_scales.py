@@ -33,6 +33,11 @@ def is_unsettled(weight: Any) -> bool:
     return getattr(weight, "CB", None) is not None
 
 
+def is_settled(weight: Any) -> bool:
+    """Whether ``weight`` holds INT8 codes that its layer has run with: its state owns them, and their scales."""
+    return is_int8(weight) and has_scales(weight) and not is_unsettled(weight)
+
+
 def of_product(state: Any) -> tuple[Any, Any]:
     """The codes and scales that a product with ``state`` computes with; None where it has none yet."""
     return state.CB, state.SCB

@@ -11,38 +11,50 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-_homes: dict[int, weakref.ref[Module]] = {}
-"""Layers by the ``id()`` of the weight that settled there. True only while that layer has that weight; a weak reference
-to the weight itself would make ``torch.utils.swap_tensors`` refuse it."""
+
+class _Home(NamedTuple):
+    """Where a weight has settled, and with which codes and scales."""
+
+    layer: weakref.ref[Module]
+    address: int
+    scale: weakref.ref[Tensor] | None
+
+
+_homes: dict[int, _Home] = {}
+"""By the ``id()`` of the weight. True only while that layer has that weight; a weak reference to the weight itself would
+make ``torch.utils.swap_tensors`` refuse it."""
 _most = 256
 
 _noted: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
 """Codes and scales of the weight of a layer that has not run yet: ``functional_call`` takes the weight itself away."""
 
 
-def settled(layer: Module) -> None:
+def settled(layer: Any) -> None:
     """The codes and scales of the weight of ``layer`` are in its state: from now on the weight shows those."""
     import torch
 
     if torch.compiler.is_compiling():
         return
-    weight = layer._parameters.get("weight")
-    if weight is not None:
+    weight, state = layer._parameters.get("weight"), layer.state
+    if weight is not None and state.CB is not None:
         if len(_homes) >= _most:
             _forget_stale()
-        _homes[id(weight)] = weakref.ref(layer)
+        scale = None if state.SCB is None else weakref.ref(state.SCB)
+        _homes[id(weight)] = _Home(weakref.ref(layer), state.CB.data_ptr(), scale)
 
 
 def _forget_stale() -> None:
     global _most
     for key, home in [*_homes.items()]:
-        layer = home()
+        layer = home.layer()
         if layer is None or id(layer._parameters.get("weight")) != key:
             _homes.pop(key, None)
     _most = max(256, 2 * len(_homes))
@@ -51,10 +63,11 @@ def _forget_stale() -> None:
 def _state_of(weight: Any) -> Any:
     """The state that owns the codes and scales of ``weight``; None if it has not settled, or left its layer."""
     home = _homes.get(id(weight))
-    layer: Any = None if home is None else home()
+    layer: Any = None if home is None else home.layer()
     if layer is None or vars(weight).get("CB") is not None or layer._parameters.get("weight") is not weight:
         return None
-    return layer.state
+    state = layer.state
+    return state if state.CB is not None and state.CB.data_ptr() == weight.data_ptr() else None
 
 
 class Scales:
@@ -88,16 +101,6 @@ class Scales:
         del vars(weight)["SCB"]
 
 
-class CodesReplaced:
-    """Whether the layer that a weight has settled in computes with other codes than these by now."""
-
-    def __get__(self, weight: Any, owner: Any = None) -> Any:
-        if weight is None:
-            return self
-        state = _state_of(weight)
-        return state is not None and state.CB is not None and state.CB.data_ptr() != weight.data_ptr()
-
-
 def make_setstate(original: Callable[..., None] | None) -> Callable[..., None]:
     """``Linear8bitLt.__setstate__``: a copy, and a layer from a pickle, has its scales in one place as well."""
     from bitsandbytes.nn import Linear8bitLt
@@ -118,6 +121,50 @@ def settle_again(layer: Any) -> None:
         return
     if own["SCB"] is None or own["SCB"] is state.SCB:
         own["SCB"] = None
+        if weight.data_ptr() != state.CB.data_ptr() and _are_equal(weight, state.CB):
+            weight.data = state.CB  # as the next forward does
+        settled(layer)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    import torch
+
+    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device) or one.is_meta:
+        return False
+    return torch.equal(one.detach().as_subclass(torch.Tensor), other)
+
+
+def agree(layer: Any) -> None:
+    """Before codes and scales of a ``layer`` that has run are saved or merged: let its weight hold what it computes with.
+
+    Raises if weight and state hold different codes, and nothing tells which of them the scales are for.
+    """
+    weight, state = layer._parameters.get("weight"), layer.state
+    if not int8_scales.is_settled(weight) or state.CB is None or weight.is_meta or state.CB.is_meta:
+        return
+    if weight.data_ptr() == state.CB.data_ptr() or weight.dtype != state.CB.dtype or _are_equal(weight, state.CB):
+        return
+    home = _homes.get(id(weight))
+    if home is not None and home.layer() is not layer:
+        home = None
+    if (
+        home is not None and home.address == weight.data_ptr()
+    ):  # others were given to the state: as the next forward does
+        weight.data = state.CB
+    elif home is None or home.address != state.CB.data_ptr() or home.scale is None or home.scale() is state.SCB:
+        raise RuntimeError(
+            f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds two different sets of INT8 codes: layer.weight and "
+            "layer.state.CB, which its forward computes with. Its row scales (layer.state.SCB) can be those of one only. "
+            "Replace codes and scales together: layer.weight = Int8Params(codes, requires_grad=False, CB=codes, "
+            "SCB=scales), or load_state_dict with 'weight' and 'SCB'"
+        )
+
+
+def loaded(layer: Any) -> None:
+    """Codes were loaded into the weight of ``layer``: if it has run, it computes with those from now on."""
+    weight, state = layer.weight, layer.state
+    if int8_scales.is_settled(weight) and state.CB is not None and state.CB.data_ptr() != weight.data_ptr():
+        state.CB = weight.data
         settled(layer)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import four_bit_state, int8_scales
+from . import four_bit_state, int8_plain, int8_scales
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +24,14 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
     """The quantized base of ``layer`` as it is, if the adapters ``names`` are the first to be merged into it."""
+    from bitsandbytes.nn import Int8Params
+
     if not names:
         return None
     base = layer.get_base_layer()
     _refuse_plain(base)
+    if isinstance(getattr(base, "weight", None), Int8Params) and hasattr(base, "state"):
+        int8_plain.agree(base)
     if layer.merged:
         if not _is_what_was_merged(layer, base):
             vars(layer).pop(_KEPT, None)

@@ -40,7 +40,7 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     # between, which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
     # operation that the graph holds too, where torch.export would make a constant of what it read.
     scale = int8_scales.of(weight)
-    if scale is None or getattr(weight, "_patches_codes_replaced", False):
+    if scale is None:
         codes, scale = int8_scales.of_product(settled)
     else:
         codes = weight.detach()

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import int8_scales
+from ...helpers import int8_scales, int8_settled
 from ...helpers.int8_moves import KEEP_CODES_BEFORE_048
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def _scale_to_fill(layer: Any) -> Tensor | None:
         layer.weight = Int8Params(weight.data, False, False, weight.data, empty)
     if layer.weight.dtype != torch.int8:
         return None  # a new weight: what the state has is of another one
+    int8_settled.loaded(layer)
     return int8_scales.saved(layer)
 
 

@@ -114,7 +114,10 @@ def test_codes_of_another_layer_stay_an_error_that_names_the_layer(how, warm):
         if warm:
             layer(x)
         before = {name: t.clone() for name, t in model.state_dict().items()}
-        with pytest.raises(RuntimeError, match="weight of Linear8bitLt '0' was replaced by .* codes"):
+        with pytest.raises(
+            RuntimeError,
+            match="weight of Linear8bitLt .0. was replaced by .* codes|Linear8bitLt .0. holds int8 codes but not their row scales",
+        ):
             if how == "parameter":
                 layer.weight = torch.nn.Parameter(other, requires_grad=False)
                 layer(x)
