@@ -75,6 +75,15 @@ _INIT = "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state"
 _NAMES = {"_patches_quantize_int8": _quantize}
 
 
+SETTLING = Rewrite(
+    _INIT,
+    "self.state.CB = self.weight.CB",
+    "self.state.CB = _patches_before_settling(self)",
+    names={"_patches_before_settling": int8_settled.before},
+)
+"""Of ``init_8bit_state``: what is to be seen while the state has what it had."""
+
+
 def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
     target = f"bitsandbytes.autograd._functions:{function}.forward"
     return (
@@ -97,6 +106,7 @@ def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
 KEEP_CODES: tuple[Rewrite | SetAttribute, ...] = (
     *_forward("MatMul8bitLt"),
     *_forward("MatMul8bitFp", when="bitsandbytes>=0.47"),
+    SETTLING,
     Rewrite(
         _INIT,
         "self.state.SCB = self.weight.SCB",

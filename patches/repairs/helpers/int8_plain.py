@@ -120,6 +120,7 @@ def replaced(layer: Any, old: Any) -> None:
         vars(state).pop(_SHARDED, None)
         vars(state).pop(_QUANTIZED, None)
         int8_settled.note(layer)
+        int8_settled.came(layer, weight)
         return
     if not hasattr(old, "CB") or not int8_scales.is_int8(old):
         return

@@ -90,8 +90,8 @@ def find_scale(layer: Any) -> Tensor | None:
     for scale in (of(weight), *_offloaded(layer)):
         if scale is not None and not is_lost(scale):
             return scale.to(weight.device)
-    if is_lost(state.SCB) or is_lost(state.CB):
-        return None
+    if is_lost(state.SCB) or is_lost(state.CB) or state.CB is getattr(weight, "CB", None):
+        return None  # in the last case the state has taken the codes over, and no scales
     same = state.CB.shape == weight.shape and bool((state.CB.to(weight.device) == weight.data).all())
     return state.SCB.to(weight.device) if same else None
 

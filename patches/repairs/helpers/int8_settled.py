@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import int8_scales
+from . import int8_scales, kept_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,6 +134,29 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.detach().as_subclass(torch.Tensor), other)
 
 
+def came(layer: Any, weight: Any) -> None:
+    """``weight`` was assigned to ``layer``, which has run: with its scales it is a new one, without it is watched."""
+    state = layer.state
+    if not int8_scales.is_settled(weight) or state.CB is None:
+        return
+    if vars(weight).get("SCB") is not None:
+        weight.CB = weight.data
+    elif state.SCB is not None:
+        _homes[id(weight)] = _Home(weakref.ref(layer), 0, weakref.ref(state.SCB))
+
+
+def before(layer: Any) -> Tensor | None:
+    """The codes that ``layer`` settles with. Called while its state still has the old ones, which tell whose scales it has."""
+    import torch
+
+    kept_weights.notice(layer)
+    weight = layer.weight
+    if weight.SCB is None and not torch.compiler.is_compiling():
+        int8_scales.complete(layer)
+    codes: Tensor | None = weight.CB
+    return codes
+
+
 def agree(layer: Any) -> None:
     """Before codes and scales of a ``layer`` that has run are saved or merged: let its weight hold what it computes with.
 
@@ -145,13 +168,12 @@ def agree(layer: Any) -> None:
     if weight.data_ptr() == state.CB.data_ptr() or weight.dtype != state.CB.dtype or _are_equal(weight, state.CB):
         return
     home = _homes.get(id(weight))
-    if home is not None and home.layer() is not layer:
-        home = None
-    if (
-        home is not None and home.address == weight.data_ptr()
-    ):  # others were given to the state: as the next forward does
+    settled_in: Any = None if home is None else home.layer()
+    if home is None or settled_in is not layer or vars(weight).get("SCB") is not None:
+        return  # nobody knows, or it has scales of its own
+    if home.address == weight.data_ptr():  # others were given to the state: as the next forward does
         weight.data = state.CB
-    elif home is None or home.address != state.CB.data_ptr() or home.scale is None or home.scale() is state.SCB:
+    elif home.address != state.CB.data_ptr() or home.scale is None or home.scale() is state.SCB:
         raise RuntimeError(
             f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds two different sets of INT8 codes: layer.weight and "
             "layer.state.CB, which its forward computes with. Its row scales (layer.state.SCB) can be those of one only. "

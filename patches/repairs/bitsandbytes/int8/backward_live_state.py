@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
 from ...helpers import int8_scales, kept_weights
+from ...helpers.int8_moves import SETTLING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,13 +188,7 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
-        # A hook brings a new weight for each forward, and a new weight settles the state anew.
-        Rewrite(
-            "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state",
-            "self.state.CB = self.weight.CB",
-            "self.state.CB = self.weight.CB\n_patches_notice(self)",
-            names={"_patches_notice": kept_weights.notice},
-        ),
+        SETTLING,  # a hook brings a new weight for each forward, and a new weight settles the state anew
         Rewrite(f"{_LT}.forward", "A.to(torch.float16)", "_patches_half(A)", count=2, names=_NAMES),
         Rewrite(f"{_LT}.forward", "ctx.state = state", "ctx.state = None"),
         Rewrite(
