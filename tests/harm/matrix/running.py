@@ -1,0 +1,222 @@
+"""Trials in forks of a process that has imported everything: as is, with all patches, with some."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .judge import ERROR, WRONG, Outcome, Trace, fault, run
+from .trials import Trial
+
+BATCH = 400
+SECONDS = 60
+"""More than any trial takes; one that waits is an error."""
+_OURS = ("patches", "bnb_patches")
+Found = dict[Trial, Trace]
+
+
+def prepare() -> None:
+    """What forks find imported, so that none pays for it."""
+    import accelerate  # noqa: F401
+    import bitsandbytes  # noqa: F401
+    import peft  # noqa: F401
+    import transformers.integrations.bitsandbytes
+    from peft.tuners.lora import bnb  # noqa: F401
+    from peft.utils.integrations import dequantize_module_weight  # noqa: F401
+
+    del transformers
+    with contextlib.suppress(Exception):
+        run(Trial("int8", ("lora", "forward")))
+    gc.collect()
+    gc.freeze()
+
+
+def as_is(trials: Iterable[Trial]) -> Found:
+    return _in_forks(trials, _hide)
+
+
+def patched(trials: Iterable[Trial], ids: Collection[str] = (), without: Callable[[], None] | None = None) -> Found:
+    """With the patches ``ids``, or all; ``without`` takes something out of them first."""
+
+    def begin() -> None:
+        import patches
+
+        if without:
+            without()
+        patches.apply(*ids)
+
+    return _in_forks(trials, begin)
+
+
+def _hide() -> None:
+    """As if the plugin were not installed: importing it raises."""
+    names = [name for name in sys.modules if name.startswith(_OURS)]
+    sys.modules.update(dict.fromkeys({*names, "patches"}))  # type: ignore[arg-type]
+
+
+def _in_forks(trials: Iterable[Trial], begin: Callable[[], None]) -> Found:
+    """The traces; a trial that ends its process is an error, and the rest runs in another."""
+    left, found = list(dict.fromkeys(trials)), Found()
+    while left:
+        batch = left[:BATCH] if len(left) < 2 * BATCH else left
+        told, finished = _fork(batch, begin)
+        for trial, trace in zip(batch, told):
+            found[trial] = trace
+        if len(told) < len(batch) and not finished:
+            found[batch[len(told)]] = (Outcome(ERROR, "the process ended"),)
+            left = left[len(told) + 1 :]
+        else:
+            left = left[len(told) :]
+    return found
+
+
+def _fork(trials: Sequence[Trial], begin: Callable[[], None]) -> tuple[list[Trace], bool]:
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(receive)
+            _serve(trials, begin, send)
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(send)
+    told: list[Trace] = []
+    with os.fdopen(receive, "rb") as pipe, contextlib.suppress(EOFError):
+        if pickle.load(pipe) != "begun":
+            raise RuntimeError("a fork of the matrix could not begin: see what it printed")
+        while True:
+            told.append(pickle.load(pipe))
+    _, status = os.waitpid(child, 0)
+    return told, status == 0
+
+
+def _serve(trials: Sequence[Trial], begin: Callable[[], None], send: int) -> None:
+    torch.set_num_threads(1)
+    logging.disable()
+    warnings.simplefilter("ignore")
+    begin()
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGALRM, _late)
+    with os.fdopen(send, "wb") as pipe:
+        pickle.dump("begun", pipe)
+        for number, trial in enumerate(trials):
+            signal.alarm(SECONDS)
+            try:
+                trace = run(trial)
+            except Late:
+                trace = (Outcome(ERROR, f"takes more than {SECONDS} s"),)
+            signal.alarm(0)
+            pickle.dump(trace, pipe)
+            pipe.flush()
+            if number % 200 == 199:
+                gc.collect()
+
+
+class Late(BaseException):
+    """A trial does not end."""
+
+
+def _late(*_: Any) -> None:
+    raise Late
+
+
+# -- who did it ----------------------------------------------------------------------------------
+
+
+def worse(before: Found, after: Found) -> dict[Trial, str]:
+    """Why each trial is worse; not one whose layer computes the same wrong numbers as is.
+
+    Where the library raises an error in an earlier step, a repair of that step shows what comes later: that is judged
+    by what the library shows of it without that step.
+    """
+    found = {trial: why for trial in before if (why := fault(before[trial], after[trial]))}
+    others = {trial: _without_error(trial, trace) for trial in found if (trace := before[trial]) and trace[-1].ended}
+    shown = as_is(other for each in others.values() for other in each) if others else {}
+    return {trial: why for trial, why in found.items()
+            if not any(_wrong(shown[other]) for other in others.get(trial, ()))}  # fmt: skip
+
+
+def _without_error(trial: Trial, trace: Any) -> list[Trial]:
+    step = trace[-1].detail.partition(":")[0]
+    if step not in trial.steps:
+        return []
+    at = trial.steps.index(step)
+    short = (*trial.steps[:at], *trial.steps[at + 1 :])
+    if at < len(trial.steps) - 1:
+        return [Trial(trial.kind, short), *(Trial(trial.kind, (*short[:-1], end)) for end in ("forward", "forward_eval"))]
+    return [Trial(trial.kind, (*short, end)) for end in ("forward", "forward_eval", "state_dict")]
+
+
+def _wrong(trace: Trace) -> bool:
+    return bool(trace) and any(outcome.what == WRONG for outcome in trace)
+
+
+def culprits(trials: Sequence[Trial], before: Found) -> dict[Trial, list[str]]:
+    """The patches that make each trial worse alone."""
+    found: dict[Trial, list[str]] = {trial: [] for trial in trials}
+    for one in candidates():
+        for trial in worse({t: before[t] for t in trials}, patched(trials, [one])):
+            found[trial].append(one)
+    return found
+
+
+def needed(trials: Sequence[Trial], before: Found) -> dict[Trial, list[str]]:
+    """For those that no patch makes worse alone: the patches without which they are not worse."""
+    found: dict[Trial, list[str]] = {trial: [] for trial in trials}
+    everything = candidates()
+    for one in everything:
+        still = worse({t: before[t] for t in trials}, patched(trials, [x for x in everything if x != one]))
+        for trial in trials:
+            if trial not in still:
+                found[trial].append(one)
+    return found
+
+
+def candidates() -> list[str]:
+    """The patches that are in here when all are applied."""
+    receive, send = os.pipe()
+    if os.fork() == 0:
+        try:
+            logging.disable()
+            import patches
+
+            report = patches.apply()
+            ids = [row.id for row in report.with_status(patches.Status.APPLIED)]
+            os.write(send, json.dumps(ids).encode())
+        finally:
+            os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as pipe:
+        ids = json.load(pipe)
+    os.wait()
+    return [name for name in ids if name.startswith(("bitsandbytes", "peft", "accelerate", "transformers", "torch"))] or ids
+
+
+def shrunk(trial: Trial) -> Trial:
+    """The shortest trial that is worse, found by leaving steps out."""
+    from .trials import shorter
+
+    while True:
+        candidates_ = list(shorter(trial))
+        bad = worse(before := as_is(candidates_), patched(before))
+        if not bad:
+            return trial
+        trial = min(bad, key=lambda t: (len(t.steps), t.steps))
