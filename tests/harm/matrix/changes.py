@@ -615,6 +615,7 @@ def loads_another_storage(s: Subject) -> None:
     saved = {key: value.clone() for key, value in layer.state_dict().items()}
     s.layer.load_state_dict(saved)
     s.becomes(weight)
+    s.bias = None if s.bias is None else layer.bias.detach().clone()
 
 
 @change("4bit", whole=True)
@@ -625,6 +626,7 @@ def loads_other_type(s: Subject) -> None:
     weight = plain_weight(layer)
     s.layer.load_state_dict({key: value.clone() for key, value in layer.state_dict().items()})
     s.becomes(weight)
+    s.bias = None if s.bias is None else layer.bias.detach().clone()
 
 
 @change("4bit", whole=True)
@@ -633,6 +635,7 @@ def loads_other_nesting(s: Subject) -> None:
     weight = plain_weight(layer)
     s.layer.load_state_dict({key: value.clone() for key, value in layer.state_dict().items()})
     s.becomes(weight)
+    s.bias = None if s.bias is None else layer.bias.detach().clone()
 
 
 @change(*ALL)
@@ -654,7 +657,7 @@ def loads_own_assigning(s: Subject) -> None:
 @change(*ALL)
 def loads_on_meta(s: Subject) -> None:
     """The layer is made anew on meta under another default dtype, and loaded by assigning."""
-    only(not s.adapter)
+    only(not s.adapter and not s.tied and not s.offloaded)
     layer, weight = s.donor()
     saved = {key: value.clone() for key, value in layer.state_dict().items()}
     torch.set_default_dtype(torch.bfloat16)
@@ -689,7 +692,7 @@ def functionally(name: str, make: Callable[[Subject], tuple[Any, torch.Tensor, f
         only(s.call is None and not s.adapter and not s.offloaded)
         value, weight, slack = make(s)
         root, key = s.root, f"{s.path}.weight"
-        s.call = lambda x: functional_call(root, {key: value}, (x,))
+        s.call, s.given = lambda x: functional_call(root, {key: value}, (x,)), True
         s.becomes(weight, slack)
 
     body.__name__ = name
@@ -721,7 +724,7 @@ def call_stacked(s: Subject) -> None:
     parameters, buffers = stack_module_state([copy.deepcopy(s.root), Holder(layer)])
     root = s.root
     given = {key: value[1] for key, value in {**parameters, **buffers}.items()}
-    s.call = lambda x: functional_call(root, given, (x,))
+    s.call, s.given = lambda x: functional_call(root, given, (x,)), True
     s.becomes(weight)
     s.bias = layer.bias.detach().float().clone() if s.bias is not None else None
 

@@ -11,7 +11,7 @@ import torch
 
 from .changes import CHANGES
 from .readers import READERS
-from .states import STATES, NotMeant
+from .states import STATES, NotMeant, only
 from .subject import KINDS, Subject
 from .trials import Trial
 
@@ -91,6 +91,7 @@ def _step(s: Subject, name: str, outcomes: list[Outcome]) -> bool:
             for found, reference, tolerance in READERS[name].body(s):
                 outcomes.append(compare(found, reference, tolerance))
         else:
+            only(not s.given)
             (STATES.get(name) or CHANGES[name].body)(s)
     except NotMeant:
         raise

@@ -148,14 +148,22 @@ def worse(before: Found, after: Found) -> dict[Trial, str]:
     by what the library shows of it without that step.
     """
     found = {trial: why for trial in before if (why := fault(before[trial], after[trial]))}
-    others = {trial: _without_error(trial, trace) for trial in found if (trace := before[trial]) and trace[-1].ended}
-    shown = as_is(other for each in others.values() for other in each) if others else {}
-    return {trial: why for trial, why in found.items()
-            if not any(_wrong(shown[other]) for other in others.get(trial, ()))}  # fmt: skip
+    others = {trial: [*_without_error(trial, before[trial]), *_until_error(trial, after[trial])] for trial in found}
+    shown = as_is(other for each in others.values() for other in each)
+    return {trial: why for trial, why in found.items() if not any(_wrong(shown[other]) for other in others[trial])}
+
+
+def _until_error(trial: Trial, trace: Trace) -> list[Trial]:
+    """What the library does where the patched layer stops before the end: wrong numbers there are not to go on with."""
+    step = trace[-1].detail.partition(":")[0] if trace and trace[-1].ended else trial.steps[-1]
+    if step not in trial.steps[:-1]:
+        return []
+    steps = trial.steps[: trial.steps.index(step) + 1]
+    return [Trial(trial.kind, (*steps, end)) for end in ("forward", "forward_eval")]
 
 
 def _without_error(trial: Trial, trace: Any) -> list[Trial]:
-    step = trace[-1].detail.partition(":")[0]
+    step = trace[-1].detail.partition(":")[0] if trace and trace[-1].ended else ""
     if step not in trial.steps:
         return []
     at = trial.steps.index(step)

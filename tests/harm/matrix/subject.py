@@ -121,6 +121,8 @@ class Subject:
     slack: float = 0.0
     """What the weight may be off, because it was quantized from what the user gave."""
     call: Callable[[torch.Tensor], torch.Tensor] | None = None
+    given: bool = False
+    """Whether ``call`` brings its own weight, so that changes of the layer do not reach it."""
     adapter: str = ""
     """``lora``, ``dora``, ``merged``, or empty."""
     delta: torch.Tensor | None = None
@@ -187,7 +189,7 @@ class Subject:
         """What the layer holds, for the comparison before and after an error."""
         layer = self.layer
         weight, state = layer.weight, getattr(layer, "state", None)
-        found: list[Any] = [_print(weight.data), _print(getattr(layer, "bias", None)), layer.training]
+        found: list[Any] = [_print(weight.data), _print(getattr(layer, "bias", None))]
         if state is not None:
             owner = state if state.SCB is not None else weight
             found.append(_print(getattr(owner, "SCB", None)))
