@@ -41,7 +41,11 @@ def main() -> int:
     print("patched", dict(Counter(map(_end, after.values()))))
     if asked.trial:
         for trial in chosen:
-            print(trial, *(f"\n  as is   {o}" for o in before[trial] or ()), *(f"\n  patched {o}" for o in after[trial] or ()))
+            print(
+                trial,
+                *(f"\n  as is   {o}" for o in before[trial] or ()),
+                *(f"\n  patched {o}" for o in after[trial] or ()),
+            )
     worse = running.worse(before, after)
     alone = running.culprits(list(worse), before) if asked.alone and worse else {}
     for trial, why in sorted(worse.items(), key=lambda item: (item[1], str(item[0]))):

@@ -543,7 +543,11 @@ def _whole(s: Subject, saved: dict[str, Any]) -> dict[str, Any]:
     """The state dict of the model: the layer's, a tied one's, and what adapters have, which stays."""
     if s.tied:
         return {f"{path}.{key}": value for path in (s.path, "head") for key, value in saved.items()}
-    kept = {} if not s.adapter else {key: value for key, value in s.root.state_dict().items() if not key.startswith(s.path + ".")}
+    kept = (
+        {}
+        if not s.adapter
+        else {key: value for key, value in s.root.state_dict().items() if not key.startswith(s.path + ".")}
+    )
     return {**kept, **{f"{s.path}.{key}": value for key, value in saved.items()}}
 
 

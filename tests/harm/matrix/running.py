@@ -169,7 +169,10 @@ def _without_error(trial: Trial, trace: Any) -> list[Trial]:
     at = trial.steps.index(step)
     short = (*trial.steps[:at], *trial.steps[at + 1 :])
     if at < len(trial.steps) - 1:
-        return [Trial(trial.kind, short), *(Trial(trial.kind, (*short[:-1], end)) for end in ("forward", "forward_eval"))]
+        return [
+            Trial(trial.kind, short),
+            *(Trial(trial.kind, (*short[:-1], end)) for end in ("forward", "forward_eval")),
+        ]
     return [Trial(trial.kind, (*short, end)) for end in ("forward", "forward_eval", "state_dict")]
 
 
@@ -215,7 +218,9 @@ def candidates() -> list[str]:
     with os.fdopen(receive) as pipe:
         ids = json.load(pipe)
     os.wait()
-    return [name for name in ids if name.startswith(("bitsandbytes", "peft", "accelerate", "transformers", "torch"))] or ids
+    return [
+        name for name in ids if name.startswith(("bitsandbytes", "peft", "accelerate", "transformers", "torch"))
+    ] or ids
 
 
 def shrunk(trial: Trial) -> Trial:

@@ -54,7 +54,9 @@ class Kind:
 
 def random(seed: int) -> torch.Tensor:
     """Float weights with rows of different size, as in trained models; each seed with other scales."""
-    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float32)
+    weight = torch.randn(
+        ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float32
+    )
     spread = torch.logspace(-1, 0, ROWS, dtype=torch.float32, device="cpu")[:, None] / 8
     return weight * spread.flip(0) * 3 if seed else weight * spread
 
@@ -80,7 +82,9 @@ def _kinds() -> dict[str, Kind]:
                                      *_short(compute, "computed", torch.float32)])  # fmt: skip
                     options = {"quant_type": quant_type, "compress_statistics": nested, "quant_storage": storage,
                                "compute_dtype": compute, "bias": False}  # fmt: skip
-                    tolerance = 2e-2 if compute in (torch.bfloat16, torch.float16) else 1e-2  # a kernel rounds to bfloat16
+                    tolerance = (
+                        2e-2 if compute in (torch.bfloat16, torch.float16) else 1e-2
+                    )  # a kernel rounds to bfloat16
                     kinds.append(Kind(name, "4bit", nn4, options, tolerance))
     kinds.append(Kind("nf4-bias", "4bit", nn4, {**kinds[6].options, "bias": True}, 1e-2))
     kinds.append(Kind("embedding4", "embedding4", bnb.nn.EmbeddingNF4, {"dtype": torch.float32}, 1e-3))
@@ -166,7 +170,7 @@ class Subject:
         if self.adapter not in ("lora", "dora"):
             return self.weight
         wrapped = self.root.get_submodule(self.path.removesuffix(".base_layer"))
-        delta = (wrapped.lora_B["default"].weight.detach().float() @ wrapped.lora_A["default"].weight.detach().float())
+        delta = wrapped.lora_B["default"].weight.detach().float() @ wrapped.lora_A["default"].weight.detach().float()
         merged = self.weight + delta * wrapped.scaling["default"]
         if self.adapter == "dora":
             size = wrapped.lora_magnitude_vector["default"].weight.detach().float()
@@ -176,7 +180,9 @@ class Subject:
     def expected(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind.embeds:
             return self.weight[x]
-        return nn.functional.linear(x.detach().float(), self.effective(), None if self.bias is None else self.bias.float())
+        return nn.functional.linear(
+            x.detach().float(), self.effective(), None if self.bias is None else self.bias.float()
+        )
 
     @property
     def tolerance(self) -> float:

@@ -114,7 +114,9 @@ def walks(seed: int, count: int) -> tuple[Trial, ...]:
     draw = random.Random(seed)
     kinds = [*CORE * 4, *KINDS]
     between = [name for name, reader in READERS.items() if not reader.last and not reader.slow]
-    last = [name for name, reader in READERS.items() if not reader.slow and name not in ("forward_tied", "brought_back")]
+    last = [
+        name for name, reader in READERS.items() if not reader.slow and name not in ("forward_tied", "brought_back")
+    ]
     states = [state for state in STATES if state not in (*SLOW_STATES, *OFFLOADED)]
     found = []
     for _ in range(count):
