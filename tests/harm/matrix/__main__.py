@@ -47,9 +47,10 @@ def main() -> int:
                 *(f"\n  patched {o}" for o in after[trial] or ()),
             )
     worse = running.worse(before, after)
-    alone = running.culprits(list(worse), before) if asked.alone and worse else {}
+    causes = {why.partition("(")[2][-80:] + trial.steps[-1]: trial for trial, why in worse.items()}  # one of each
+    alone = running.culprits(list(causes.values()), before) if asked.alone and worse else {}
     for trial, why in sorted(worse.items(), key=lambda item: (item[1], str(item[0]))):
-        print(f"WORSE {trial}\n      {why}" + (f"\n      alone: {', '.join(alone[trial]) or 'none'}" if alone else ""))
+        print(f"WORSE {trial}\n      {why}" + (f"\n      alone: {', '.join(alone[trial])}" if trial in alone else ""))
     print(f"{len(worse)} worse")
     if asked.counts:
         wrong = [t for t in before if _end(before[t]) == _end(after[t]) == WRONG]

@@ -181,23 +181,19 @@ def _wrong(trace: Trace) -> bool:
 
 
 def culprits(trials: Sequence[Trial], before: Found) -> dict[Trial, list[str]]:
-    """The patches that make each trial worse alone."""
-    found: dict[Trial, list[str]] = {trial: [] for trial in trials}
-    for one in candidates():
-        for trial in worse({t: before[t] for t in trials}, patched(trials, [one])):
-            found[trial].append(one)
-    return found
-
-
-def needed(trials: Sequence[Trial], before: Found) -> dict[Trial, list[str]]:
-    """For those that no patch makes worse alone: the patches without which they are not worse."""
-    found: dict[Trial, list[str]] = {trial: [] for trial in trials}
+    """The patch that makes each trial worse alone, or the smallest set found by halving that does so together."""
+    found: dict[Trial, list[str]] = {}
     everything = candidates()
-    for one in everything:
-        still = worse({t: before[t] for t in trials}, patched(trials, [x for x in everything if x != one]))
-        for trial in trials:
-            if trial not in still:
-                found[trial].append(one)
+    for trial in trials:
+        ids = everything
+        while len(ids) > 1:
+            half = len(ids) // 2
+            guilty = [part for part in (ids[:half], ids[half:])
+                      if fault(before[trial], patched([trial], part)[trial])]  # fmt: skip
+            if not guilty:
+                break
+            ids = guilty[0]
+        found[trial] = ids if len(ids) < len(everything) // 2 else [f"no half of all {len(ids)} alone"]
     return found
 
 
