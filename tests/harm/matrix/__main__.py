@@ -11,7 +11,7 @@ os.environ.setdefault("PATCHES_AUTOLOAD", "0")
 
 from collections import Counter  # noqa: E402
 
-from . import running, trials  # noqa: E402
+from . import decided, running, trials  # noqa: E402
 from .judge import ERROR, RIGHT, WRONG, Trace  # noqa: E402
 
 
@@ -50,13 +50,21 @@ def main() -> int:
     causes = {why.partition("(")[2][-80:] + trial.steps[-1]: trial for trial, why in worse.items()}  # one of each
     alone = running.culprits(list(causes.values()), before) if asked.alone and worse else {}
     for trial, why in sorted(worse.items(), key=lambda item: (item[1], str(item[0]))):
-        print(f"WORSE {trial}\n      {why}" + (f"\n      alone: {', '.join(alone[trial])}" if trial in alone else ""))
-    print(f"{len(worse)} worse")
+        print(
+            f"{'DECIDED' if decided.reason(trial, why) else 'WORSE'} {trial}\n      {why}"
+            + (f"\n      alone: {', '.join(alone[trial])}" if trial in alone else "")
+        )
+    counted = Counter(decided.reason(trial, why) for trial, why in worse.items())
+    print(
+        f"{counted.pop('', 0)} worse",
+        *(f"{number} decided: {because}" for because, number in counted.items()),
+        sep="\n",
+    )
     if asked.counts:
         wrong = [t for t in before if _end(before[t]) == _end(after[t]) == WRONG]
         for name, number in Counter(step for t in wrong for step in t.steps[1:-1]).most_common():
             print(f"{number:6} stay wrong: {name}")
-    return bool(worse)
+    return any(not decided.reason(trial, why) for trial, why in worse.items())
 
 
 def _end(trace: Trace) -> str:

@@ -133,6 +133,7 @@ class Subject:
     offloaded: bool = False
     tied: bool = False
     folders: list[Any] = field(default_factory=list)
+    donors: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, kind: Kind) -> Subject:
@@ -151,6 +152,7 @@ class Subject:
     def donor(self, seed: int = 3) -> tuple[Any, torch.Tensor]:
         """Another quantized layer of this kind, and its weight."""
         layer = self.kind.quantized(seed)
+        self.donors.append(layer)  # another model that lives on
         return layer, plain_weight(layer)
 
     def becomes(self, weight: torch.Tensor, slack: float = 0.0) -> None:

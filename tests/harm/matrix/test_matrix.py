@@ -25,7 +25,7 @@ def imported() -> None:
 
 def told(before: running.Found, after: running.Found) -> list[str]:
     """What is worse and may not be, shrunk where it is a walk, with the patches that do it alone."""
-    bad = {trial: why for trial, why in running.worse(before, after).items() if not decided.reason(why)}
+    bad = {trial: why for trial, why in running.worse(before, after).items() if not decided.reason(trial, why)}
     first = dict(list(bad.items())[:3])
     alone = running.culprits(list(first), before) if first else {}
     lines = [f"{trial}\n    {why}\n    alone: {', '.join(alone.get(trial, [])) or '?'}" for trial, why in bad.items()]
