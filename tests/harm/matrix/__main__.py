@@ -21,14 +21,14 @@ def main() -> int:
     parser.add_argument("--walks", type=int, default=2000, help="how many random walks (2000)")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the walks")
     parser.add_argument("--only", default="", help="only trials whose name contains this")
-    parser.add_argument("--every", type=int, default=1, help="only every n-th trial of the product")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th trial of the product or slice")
     parser.add_argument("--alone", action="store_true", help="run what is worse with each patch alone")
     parser.add_argument("--counts", action="store_true", help="print what stays wrong, by step and error")
     parser.add_argument("trial", nargs="*", help="trials by name, with their traces")
     asked = parser.parse_args()
     chosen = [trials.Trial.parse(name) for name in asked.trial]
     if not chosen:
-        whole = trials.fixed_slice() if asked.slice else (*trials.named(), *trials.product()[:: asked.every])
+        whole = (*trials.named(), *(trials.fixed_slice() if asked.slice else trials.product())[:: asked.every])
         chosen = [t for t in (*whole, *trials.walks(asked.seed, asked.walks)) if asked.only in str(t)]
     print(f"{len(chosen)} trials, walks of seed {asked.seed}", flush=True)
     running.prepare()
