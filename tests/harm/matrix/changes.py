@@ -518,6 +518,7 @@ def loads(name: str, edit: Callable[[dict[str, Any]], dict[str, Any]] = dict, ra
     """A change that loads the state dict of another layer, after ``edit``, through the model."""
 
     def body(s: Subject) -> None:
+        only(not hasattr(s.layer, "parametrizations"))  # whose keys are others
         layer, weight = s.donor()
         if ran:
             with torch.no_grad():

@@ -13,6 +13,10 @@ BY_MESSAGE = {
 }
 
 BY_NAME = {
+    r"streamed \+ dequantize_by_": (
+        "peft and transformers dequantize with layer.state.SCB where weight.CB and weight.SCB are new and forward would "
+        "take them; a bias that requires gradients raises an error first as is"
+    ),
     r"^int8.*loads_partly": (
         "bitsandbytes-int8-codes-without-scales refuses codes that come in one load_state_dict(strict=False) and their "
         "scales in the next, because without the second the layer computes wrong numbers silently"
