@@ -109,6 +109,7 @@ def make_setstate(original: Callable[..., None] | None) -> Callable[..., None]:
         load = super(Linear8bitLt, self).__setstate__ if original is None else partial(original, self)
         load(state)
         settle_again(self)
+        note(self)
 
     return __setstate__
 
