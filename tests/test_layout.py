@@ -69,3 +69,34 @@ def test_no_file_is_longer_than_300_lines():
     ]
     long = {str(path.relative_to(ROOT)): lines for path in files if (lines := path.read_text().count("\n")) > 300}
     assert not long
+
+
+STATE = {"SCB", "CB", "quant_state", "bnb_quantized"}
+OWNERS = {f"repairs/helpers/{name}.py" for name in
+          ("four_bit_state", "int8_moves", "int8_plain", "int8_scales", "int8_settled")}  # fmt: skip
+LOOKUPS = {"getattr", "setattr", "hasattr", "delattr", "get", "pop", "setdefault"}
+
+
+def asked_for(path: Path) -> Iterator[str]:
+    """Where the code of ``path`` asks for the state of a quantized layer itself; ``defect()`` is a user's program."""
+    tree = ast.parse(path.read_text())
+    reproducers = (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "defect")
+    theirs = {id(node) for function in reproducers for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if id(node) in theirs:
+            continue
+        if isinstance(node, ast.Attribute) and node.attr in STATE:
+            yield f"line {node.lineno}: .{node.attr}"
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            names = {one.value for one in node.args if isinstance(one, ast.Constant)} if called in LOOKUPS else set()
+            yield from (f"line {node.lineno}: {called}({name!r})" for name in names & STATE)
+
+
+@pytest.mark.parametrize("path", named(sorted(PACKAGE.glob("**/*.py"))))
+def test_only_the_helpers_ask_for_the_state_of_a_quantized_layer(path):
+    """One helper for each truth (docs/state.md): a patch that asks for itself believes a place that is not the owner."""
+    if str(path.relative_to(PACKAGE)) in OWNERS:
+        assert list(asked_for(path)), "no owner any more: take it off the list"
+    else:
+        assert not list(asked_for(path))

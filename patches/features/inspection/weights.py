@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...repairs.helpers import four_bit_state, int8_scales
 from .tensors import devices, dtype, home, of_class
 
 BNB = "bitsandbytes.nn.modules"
@@ -54,11 +55,11 @@ def _parametrized(module: Any) -> Any:
     """The state of a parameter that ``bitsandbytes.nn.parametrize`` quantized."""
     if "original" not in module._parameters:
         return None
-    return next((vars(step).get("quant_state") for step in module.children() if "quant_state" in vars(step)), None)
+    return next(filter(None, map(four_bit_state.of, module.children())), None)
 
 
 def _four_bit(module: Any, weight: Any, hook: Any) -> Weight:
-    state = getattr(weight, "quant_state", None) or vars(module).get("quant_state")
+    state = four_bit_state.of(weight) or four_bit_state.of(module)
     given = vars(module).get("compute_dtype")
     compute = str(given).removeprefix("torch.") if given is not None else "its input's"
     if weight is None:
@@ -66,7 +67,7 @@ def _four_bit(module: Any, weight: Any, hook: Any) -> Weight:
     if state is not None and not _whole(weight, state):
         return _from_state(state, weight, compute, hook)
     kind = str(getattr(weight, "quant_type", "4-bit"))
-    if not weight.dtype.is_floating_point or getattr(weight, "bnb_quantized", False):
+    if not weight.dtype.is_floating_point or four_bit_state.is_marked(weight):
         elements = 2 * int(weight.numel()) * int(weight.element_size())
         return Weight("4", kind, "missing", compute, elements, fault="no state")
     fault = "not quantized yet" if of_class(weight, BNB, "Params4bit") else "plain"
@@ -92,7 +93,7 @@ def _from_state(state: Any, weight: Any, compute: str, hook: Any) -> Weight:
         fault = "no state"
     elif "meta" in there if weight.is_meta and hook is not None else there != {at} and not weight.is_meta:
         fault, statistics = "scales elsewhere", f"on {', '.join(sorted(there))}"
-    elif getattr(state, "packing_format_for_cpu", False):
+    elif four_bit_state.is_for_cpu_kernel(state):
         fault, statistics = "packed", "present, packed for AVX512"
     return Weight("4", how, statistics, compute, elements, extra, fault, state)
 
@@ -101,7 +102,7 @@ def _int8(module: Any, weight: Any, hook: Any) -> Weight:
     if weight is None:
         return Weight("8", "int8", "missing", "its input's")
     state = vars(module).get("state")  # the first forward moves what the weight holds there
-    held = [getattr(owner, name, None) for owner in (weight, state) for name in ("SCB", "CB")]
+    held = int8_scales.held(weight, state)
     scales = next((t for t in held[::2] if t is not None), None)
     elements, extra = int(weight.numel()), _beside(weight, held)
     if str(weight.dtype) != "torch.int8":
@@ -111,7 +112,7 @@ def _int8(module: Any, weight: Any, hook: Any) -> Weight:
             return Weight("8", "int8 in each call", "", "its input's", elements, extra)
         return Weight("8", "", "", "its input's", elements, extra, fault="not quantized yet")
     if hook is not None and weight.is_meta and home(hook, "SCB"):
-        codes = getattr(state, "CB", None)
+        codes = held[3]
         fault = "resident" if codes is not None and not codes.is_meta else ""
         return Weight("8", "int8", "present, offloaded", "its input's", elements, extra, fault)
     if scales is None:

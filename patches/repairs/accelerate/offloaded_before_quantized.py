@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import hooks
+from ..helpers import four_bit_state, hooks
 from ..helpers.parameters import like
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def _moved(module: Module, name: str, old: Tensor, device: int | str | torch.dev
 
 def _kept_weights(module: Module, name: str, old: Any) -> Tensor | None:
     """The weights that the hook of ``module`` keeps for a parameter that was quantized since; None for codes."""
-    state = getattr(old, "quant_state", None)
-    if state is None or getattr(module, "quant_state", None) is not None:
+    state = four_bit_state.of(old)
+    if state is None or four_bit_state.of(module) is not None:
         return None
     for part in hooks.on(module):
         kept: Tensor | None = (getattr(part, "weights_map", None) or {}).get(name)

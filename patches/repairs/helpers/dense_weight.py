@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...engine import Rewrite
-from . import int8_scales
+from . import four_bit_state, int8_scales
 
 if TYPE_CHECKING:
     import torch
@@ -22,12 +22,12 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     if weight.device.type == "meta":
         return weight  # offloaded, or not loaded yet
     if is_codes(layer):
-        # Which scales are those of the codes is asked of their contents; a compiler cannot.
-        known = layer.state.SCB if torch.compiler.is_compiling() else None
+        # Where scales may be that are not known is asked of contents; a compiler cannot.
+        known = int8_scales.known(layer) if torch.compiler.is_compiling() else None
         dense: Tensor = int8_vectorwise_dequant(weight.data, int8_scales.scale(layer) if known is None else known)
         return dense.to(dtype or dense.dtype)
-    if isinstance(weight, Params4bit) and weight.quant_state is not None:
-        dense = dequantize_4bit(weight.data, weight.quant_state)
+    if isinstance(weight, Params4bit) and (state := four_bit_state.of(weight)) is not None:
+        dense = dequantize_4bit(weight.data, state)
         return dense.to(dtype or dense.dtype)
     return weight
 

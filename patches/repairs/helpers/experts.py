@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from . import four_bit_state
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -58,7 +60,7 @@ def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _elements(parameter: torch.Tensor) -> int:
     """What a parameter stands for: two numbers to each byte of 4-bit codes."""
-    packed = getattr(parameter, "bnb_quantized", False) and type(parameter).__name__ == "Params4bit"
+    packed = type(parameter).__name__ == "Params4bit" and four_bit_state.is_packed(parameter)
     return parameter.numel() * (2 * parameter.element_size() if packed else 1)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Rewrite
-from . import int8_scales
+from ...engine import Rewrite, SetAttribute
+from . import int8_plain, int8_scales, int8_settled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,9 +39,49 @@ def _moved_scale(old: Any, new: Any) -> Tensor | None:
     return scale
 
 
+def follow(layer: Any, weight: Any, address: int) -> None:
+    """Put the codes and scales of ``layer`` where its ``weight`` was moved to; its values lay at ``address`` before."""
+    import torch
+
+    state = getattr(layer, "state", None)
+    holders: tuple[Any, ...] = (weight,) if state is None else (weight, state)
+    for holder in holders:
+        codes = getattr(holder, "CB", None)
+        if codes is not None and codes.data_ptr() in (address, weight.data_ptr()):
+            holder.CB = weight.data
+        elif codes is not None and codes.device != weight.device:  # someone has put others there
+            holder.CB = codes.to(weight.device)
+    for holder in holders:
+        scale = getattr(holder, "SCB", None)
+        if scale is not None and scale.device != weight.device:
+            lost = int8_scales.is_lost(scale)
+            holder.SCB = torch.empty_like(scale, device=weight.device) if lost else scale.to(weight.device)
+    if state is not None:
+        int8_settled.settle_again(layer)  # the weight may be another object by now
+
+
+def bring(layer: Any) -> None:
+    """Put the codes and scales of a ``layer`` that settles where its weight was brought to by ``.data``."""
+    weight, state = layer.weight, layer.state
+    if weight.device == state.CB.device or weight.is_meta or weight.dtype != state.CB.dtype:
+        return
+    state.CB = weight.data
+    if not int8_scales.is_lost(state.SCB):
+        state.SCB = state.SCB.to(weight.device)
+
+
 _TO = "bitsandbytes.nn.modules:Int8Params.to"
 _INIT = "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state"
 _NAMES = {"_patches_quantize_int8": _quantize}
+
+
+SETTLING = Rewrite(
+    _INIT,
+    "self.state.CB = self.weight.CB",
+    "self.state.CB = _patches_before_settling(self)",
+    names={"_patches_before_settling": int8_settled.before},
+)
+"""Of ``init_8bit_state``: what is to be seen while the state has what it had."""
 
 
 def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
@@ -63,16 +103,36 @@ def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
     )
 
 
-KEEP_CODES = (
+KEEP_CODES: tuple[Rewrite | SetAttribute, ...] = (
     *_forward("MatMul8bitLt"),
     *_forward("MatMul8bitFp", when="bitsandbytes>=0.47"),
+    SETTLING,
     Rewrite(
         _INIT,
         "self.state.SCB = self.weight.SCB",
         "self.state.SCB = _patches_scale(self)",
         names={"_patches_scale": int8_scales.scale},
     ),
-    Rewrite(_INIT, "self.weight.SCB = None", "self.weight.SCB = self.state.SCB"),
+    Rewrite(
+        _INIT,
+        "self.weight.SCB = None",
+        "self.weight.SCB = None\n_patches_settled(self)",
+        names={"_patches_settled": int8_settled.settled},
+    ),
+    SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", value=int8_settled.Scales()),
+    Rewrite(
+        "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
+        "super()._save_to_state_dict(destination, prefix, keep_vars)",
+        "_patches_agree(self)\nsuper()._save_to_state_dict(destination, prefix, keep_vars)",
+        names={"_patches_agree": int8_plain.agree},
+    ),
+    Rewrite(
+        "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
+        "getattr(self.state, scb_name)",
+        "_patches_scale_to_save(self)",
+        names={"_patches_scale_to_save": int8_plain.scale_to_save},
+    ),
+    SetAttribute("bitsandbytes.nn.modules:Linear8bitLt.__setstate__", make=int8_settled.make_setstate),
     Rewrite(
         _TO,
         'self.data.device.type == "cpu"',

@@ -12,9 +12,72 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+PLACES = frozenset({"CB", "SCB"})
+MARKS = PLACES | {"has_fp16_weights"}
+"""Attributes by which a plain ``Parameter`` is known as an INT8 weight that was pickled."""
+
+
+def of(weight: Any) -> Tensor | None:
+    """The row scales of ``weight``, if it has some: its own, or those of the layer that it settled in."""
+    scale: Tensor | None = getattr(weight, "SCB", None)
+    return scale
+
+
+def has_scales(weight: Any) -> bool:
+    """Whether ``weight`` is of the kind that has row scales, if only None by now: no plain tensor."""
+    return hasattr(weight, "SCB")
+
+
+def is_unsettled(weight: Any) -> bool:
+    """Whether ``weight`` owns its codes and scales: its layer has not run since it came."""
+    return getattr(weight, "CB", None) is not None
+
+
+def is_settled(weight: Any) -> bool:
+    """Whether ``weight`` holds INT8 codes that its layer has run with: its state owns them, and their scales."""
+    return is_int8(weight) and has_scales(weight) and not is_unsettled(weight)
+
+
+def of_product(state: Any) -> tuple[Any, Any]:
+    """The codes and scales that a product with ``state`` computes with; None where it has none yet."""
+    return state.CB, state.SCB
+
+
+def held(*owners: Any) -> list[Any]:
+    """Scales and codes, None where there are none, of each of ``owners``: a weight, a state."""
+    return [getattr(owner, name, None) for owner in owners for name in ("SCB", "CB")]
+
+
+def make_state(layer: Any, codes: Tensor | None = None, scale: Tensor | None = None) -> Any:
+    """A state for one product of ``layer``, with ``codes`` and ``scale``: nothing that it writes is kept."""
+    import bitsandbytes as bnb
+
+    state, kept = bnb.MatmulLtState(), layer.state
+    state.CB, state.SCB = codes, scale
+    state.threshold, state.has_fp16_weights, state.is_training = kept.threshold, kept.has_fp16_weights, layer.training
+    return state
+
+
+def put(weight: Any, codes: Tensor | None, scale: Tensor | None) -> None:
+    """Make ``codes`` and ``scale`` those of ``weight``; without ``codes`` its layer does not take it for a new one."""
+    weight.CB, weight.SCB = codes, scale
+
+
 def is_lost(scale: Tensor | None) -> bool:
     """Whether ``scale`` holds no values: absent, or on the meta device."""
     return scale is None or scale.device.type == "meta"
+
+
+def complete(layer: Any) -> None:
+    """Give the weight of ``layer`` its row scales, if it has none, from where they are."""
+    if of(layer.weight) is None:
+        layer.weight.SCB = find_scale(layer)
+
+
+def is_int8(weight: Any) -> bool:
+    import torch
+
+    return isinstance(weight, torch.Tensor) and weight.dtype == torch.int8
 
 
 def find_scale(layer: Any) -> Tensor | None:
@@ -24,11 +87,11 @@ def find_scale(layer: Any) -> Tensor | None:
     the weight. ``None`` if they are nowhere. Never computed: codes do not tell their scale.
     """
     weight, state = layer.weight, layer.state
-    for scale in (getattr(weight, "SCB", None), *_offloaded(layer)):
+    for scale in (of(weight), *_offloaded(layer)):
         if scale is not None and not is_lost(scale):
             return scale.to(weight.device)
-    if is_lost(state.SCB) or is_lost(state.CB):
-        return None
+    if is_lost(state.SCB) or is_lost(state.CB) or state.CB is getattr(weight, "CB", None):
+        return None  # in the last case the state has taken the codes over, and no scales
     same = state.CB.shape == weight.shape and bool((state.CB.to(weight.device) == weight.data).all())
     return state.SCB.to(weight.device) if same else None
 
@@ -42,7 +105,21 @@ def _offloaded(layer: Module) -> Iterator[Tensor | None]:
         if "SCB" in weights:
             yield weights["SCB"]
         if "weight" in weights:
-            yield getattr(weights["weight"], "SCB", None)
+            yield of(weights["weight"])
+
+
+def known(layer: Any) -> Any:
+    """The row scales of a layer that has them, without a look at contents: what a compiler can follow."""
+    scale = of(layer.weight)
+    return layer.state.SCB if scale is None else scale
+
+
+def saved(layer: Any) -> Tensor | None:
+    """The row scales that ``state_dict`` saves of ``layer``; None if it is not quantized."""
+    if layer.state.has_fp16_weights:
+        return None
+    scale: Tensor | None = known(layer)
+    return scale
 
 
 def scale(layer: Any) -> Tensor:

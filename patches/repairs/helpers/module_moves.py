@@ -21,12 +21,13 @@ Function = Callable[["Tensor"], "Tensor"]
 
 
 def make_apply(
-    owner: str, cls: str = "", settle: Callable[[Any, dict[str, Any]], None] | None = None
+    owner: str, cls: str = "", settle: Callable[[Any, dict[str, Any], int], None] | None = None
 ) -> Callable[[Apply | None], Apply]:
     """``make`` for ``_apply`` of the layer ``owner`` of ``bitsandbytes.nn``.
 
     Parameters of the class ``cls``, where one is named, keep it and their attributes across meta. Then
-    ``settle(layer, old)`` puts right what hangs on the layer, given the parameters that it had.
+    ``settle(layer, old, address)`` puts right what hangs on the layer, given the parameters that it had, and where the
+    values of its weight lay.
     """
 
     def make(original: Apply | None) -> Apply:
@@ -37,14 +38,22 @@ def make_apply(
         def _apply(self: Module, fn: Function, recurse: bool = True) -> Any:
             inherited = super(layer, self)._apply if original is None else partial(original, self)
             old = dict(self._parameters)
+            address = _address(old.get("weight"))
             result = _across_meta(self, inherited, fn, recurse, kind) if kind else inherited(fn, recurse)
             if settle is not None:
-                settle(self, old)
+                settle(self, old, address)
             return result
 
         return _apply
 
     return make
+
+
+def _address(weight: Tensor | None) -> int:
+    try:
+        return 0 if weight is None else weight.data_ptr()
+    except RuntimeError:  # it has none: fake, or inside a transform
+        return 0
 
 
 def _across_meta(layer: Module, inherited: Apply, fn: Function, recurse: bool, cls: type) -> Any:

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from . import int8_scales
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -24,7 +26,7 @@ _counter = itertools.count()
 
 def write(hook: Any, name: str, tensor: Tensor) -> None:
     """Make ``tensor`` what ``hook`` brings for ``name`` from now on, with its row scales if it is an INT8 weight."""
-    scales = getattr(tensor, "SCB", None)
+    scales = int8_scales.of(tensor)
     beside = name.replace("weight", "SCB")
     if scales is not None and beside in hook.weights_map:
         _put(hook, beside, scales.detach().to("cpu"))

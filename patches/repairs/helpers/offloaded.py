@@ -70,8 +70,8 @@ class Visit:
         self._before = self._layouts()
         hook.pre_forward(module)
         weight: Any = getattr(module, "weight", None)  # may be a plain one: of the embedding that a head is tied to
-        if type(module).__name__ == "Linear8bitLt" and hasattr(weight, "SCB") and weight.SCB is None:
-            weight.SCB = int8_scales.find_scale(module)
+        if type(module).__name__ == "Linear8bitLt" and int8_scales.has_scales(weight):
+            int8_scales.complete(module)
         hook._patches_visited = True
         hook.offload = False  # so that a forward of the module neither brings them again nor takes them away
 
@@ -151,7 +151,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     """What ``tensor`` holds: its values, and the row scales of an INT8 weight."""
     import torch
 
-    scales = getattr(tensor, "SCB", None)
+    scales = int8_scales.of(tensor)
     return [t.detach().as_subclass(torch.Tensor) for t in (tensor, scales) if t is not None]
 
 

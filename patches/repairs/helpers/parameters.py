@@ -56,18 +56,20 @@ def is_read_by_default(protocol: int) -> bool:
     return protocol < _NOT_READ_BY_DEFAULT
 
 
-def with_class(reduced: tuple[Any, ...], parameter: Any) -> tuple[Any, ...]:
+def with_class(reduced: tuple[Any, ...], parameter: Any, **attributes_now: Any) -> tuple[Any, ...]:
     """``reduced``, what ``Parameter.__reduce_ex__`` says of ``parameter``, and that it is of its class.
 
     The class is one more entry of the state, for torch rebuilds a plain ``Parameter`` and then sets what the
     state has. So the pickle names nothing of ours, and no constructor is called. An attribute that is the very
-    data of the parameter (``CB``) stays that: pickled once, not twice.
+    data of the parameter (``CB``) stays that: pickled once, not twice. ``attributes_now`` are those that the parameter
+    shows and does not hold itself.
     """
     if len(reduced[1]) < 4 or not _can_become(type(parameter)):
         return reduced
     rebuild, (data, requires_grad, hooks, state) = reduced
     attributes, *slots = state if isinstance(state, tuple) else (state,)
-    whole = {name: data if _is_same(value, data) else value for name, value in (attributes or {}).items()}
+    now = {**(attributes or {}), **attributes_now}
+    whole = {name: data if _is_same(value, data) else value for name, value in now.items()}
     whole["__class__"] = type(parameter)
     return rebuild, (data, requires_grad, hooks, (whole, *slots) if slots else whole)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .four_bit_state import packed_bytes
+
 if TYPE_CHECKING:
     import torch
     from bitsandbytes.functional import QuantState
@@ -24,7 +26,7 @@ class Quantized(NamedTuple):
     @property
     def nbytes(self) -> int:
         """How many bytes the codes take, two to a byte."""
-        return -(-prod(self.shape) // 2)
+        return packed_bytes(self.shape)
 
 
 def bytes_of_codes(layer: Linear4bit) -> int:
@@ -70,13 +72,46 @@ def read_for(weight: Quantized, group: Tensors, assign: bool) -> tuple[torch.Ten
         raise ValueError("the layer is on the meta device, where nothing can be copied to; pass assign=True")
     try:
         _check_sizes(weight, group, facts)
+        refuse_cast(_name(weight, ""), group[""])
         plain = {key: tensor.detach().as_subclass(torch.Tensor) for key, tensor in group.items()}
         nested = "nested_absmax" in group
         taken = {key: _as_saved(weight, key, plain[key], nested).to(device, copy=not assign) for key in plain}
         codes = taken.pop("")
-        return codes, QuantState.from_dict(taken, device=device)
+        state = QuantState.from_dict(taken, device=device)
+        if nested:  # of which that makes a tensor of torch's default dtype
+            state.offset = torch.tensor(float(facts["nested_offset"]), dtype=torch.float32, device=device)
+        return codes, state
     except (KeyError, TypeError, AssertionError) as error:
         raise ValueError(f"{_name(weight, packed[0])} cannot be read: {error!r}") from error
+
+
+_SAMPLE = 8192
+"""Words of packed codes that are looked at: a cast changes all of them."""
+
+
+def refuse_cast(name: str, codes: torch.Tensor) -> None:
+    """Raise ``ValueError`` if ``codes``, packed bits in a floating point dtype, were cast as if they were numbers.
+
+    What was cast to or through another dtype has numbers of that dtype alone. Packed bits nearly never are such.
+    """
+    import torch
+
+    if codes.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or codes.is_meta:
+        return
+    words = codes.detach().as_subclass(torch.Tensor).reshape(-1)
+    words = words[:: max(1, words.numel() // _SAMPLE)]
+    words = words[(words != 0) & ~words.isnan()]
+    if not words.numel():
+        return
+    enough = 1.0 if codes.dtype is torch.float16 else 0.9  # which rounds some to infinity on the way
+    for other in (torch.float16, torch.bfloat16, torch.float32):
+        if other is codes.dtype or torch.promote_types(other, codes.dtype) is other:
+            continue  # which would keep all of them
+        if float((words.to(other).to(words.dtype) == words).double().mean()) >= enough:
+            raise ValueError(
+                f"{name} is packed bits in {codes.dtype} that were cast from or through {other} as if they were numbers, "
+                "and are lost: save it again, and cast nothing of a quantized weight"
+            )
 
 
 def _as_saved(weight: Quantized, key: str, tensor: torch.Tensor, nested: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import int8_scales
+from . import four_bit_state, int8_plain, int8_scales
 
 if TYPE_CHECKING:
     import torch
@@ -24,14 +24,35 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
     """The quantized base of ``layer`` as it is, if the adapters ``names`` are the first to be merged into it."""
+    from bitsandbytes.nn import Int8Params
+
     if not names:
         return None
     base = layer.get_base_layer()
+    _refuse_plain(base)
+    if isinstance(getattr(base, "weight", None), Int8Params) and hasattr(base, "state"):
+        int8_plain.agree(base)
     if layer.merged:
         if not _is_what_was_merged(layer, base):
             vars(layer).pop(_KEPT, None)
         return None
     return _record(base)
+
+
+def _refuse_plain(base: Any) -> None:
+    """Raise if ``base`` is a quantized layer by its class alone: what merges into it would look for scales."""
+    import torch
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+
+    weight = getattr(base, "weight", None)
+    if not isinstance(base, (Linear4bit, Linear8bitLt)) or isinstance(weight, (Int8Params, Params4bit)):
+        return
+    if type(weight) is torch.nn.Parameter and weight.is_floating_point():
+        raise ValueError(
+            f"{type(base).__name__} {int8_scales.name_of(base)!r} has a weight that is not quantized ({weight.dtype}, "
+            "tied to an embedding or left out of the quantization), so nothing was merged into it. Name the layer in "
+            "llm_int8_skip_modules, load the model and the adapter again, and merge then; or do not merge"
+        )
 
 
 def note(layer: Any, before: dict[str, Any] | None) -> None:
@@ -70,10 +91,10 @@ def _record(base: Any) -> dict[str, Any] | None:
     if tensors is None:
         return None
     weight, bias = base.weight, getattr(base, "bias", None)
-    own = {name: value for name, value in vars(weight).items() if not name.startswith("_") and name != "data"}
-    if "SCB" in own:
-        own |= {"CB": None, "SCB": tensors[1]}
+    kept = {name for name in vars(weight) if not name.startswith("_")} - {"data", *int8_scales.PLACES}
+    own = {name: value for name, value in vars(weight).items() if name in kept}
     return {
+        "scales": tensors[1].to("cpu") if int8_scales.is_int8(weight) and int8_scales.has_scales(weight) else None,
         "class": type(weight),
         "codes": tensors[0].to("cpu"),  # on a CPU no copy: a merge puts another parameter in the place of this one
         "requires_grad": weight.requires_grad,
@@ -90,16 +111,17 @@ def _restore(base: Any, kept: dict[str, Any]) -> None:
     attributes = {name: _moved(value, device) for name, value in kept["attributes"].items()}
     codes = kept["codes"].to(device)
     weight = torch.Tensor._make_subclass(kept["class"], codes, kept["requires_grad"])
-    if "SCB" in attributes:
-        attributes["CB"] = weight.data
-    else:
-        attributes["module"] = base if kept["knows module"] else None
+    int8 = kept["scales"] is not None
     vars(weight).update(attributes)
+    if int8:
+        int8_scales.put(weight, weight.data, kept["scales"].to(device))
+    else:
+        weight.module = base if kept["knows module"] else None
     base.weight = weight
-    if "SCB" in attributes:
+    if int8:
         base.state.reset_grads()
     elif kept["knows module"]:
-        base.quant_state = weight.quant_state
+        four_bit_state.give(four_bit_state.of(weight), base)
     if kept["bias changed"]:
         base.bias.data = kept["bias"].to(device)
 
@@ -124,7 +146,7 @@ def _quantized(base: Any) -> list[Tensor] | None:
 
     weight = getattr(base, "weight", None)
     if isinstance(weight, Params4bit):
-        state = weight.quant_state
+        state = four_bit_state.of(weight)
         found = None if state is None else list(_statistics(state))
     elif isinstance(weight, Int8Params) and weight.dtype == torch.int8:
         scale = int8_scales.find_scale(base)

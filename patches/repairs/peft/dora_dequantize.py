@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
+from ..helpers import four_bit_state, int8_scales
 from ..helpers.graphs import in_pieces
 
 if TYPE_CHECKING:
@@ -41,11 +42,10 @@ def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
     import bitsandbytes as bnb
 
     if isinstance(weight, bnb.nn.Params4bit):
-        four_bit: torch.Tensor = bnb.functional.dequantize_4bit(weight, weight.quant_state)
+        four_bit: torch.Tensor = bnb.functional.dequantize_4bit(weight, four_bit_state.of(weight))
         return four_bit
     if isinstance(weight, bnb.nn.Int8Params):
-        scales = module.state.SCB if module.state.SCB is not None else weight.SCB
-        int8: torch.Tensor = bnb.functional.int8_vectorwise_dequant(weight, scales)
+        int8: torch.Tensor = bnb.functional.int8_vectorwise_dequant(weight, int8_scales.known(module))
         return int8
     return weight
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
+from ..helpers import four_bit_state
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ def holds_codes(parameter: Any) -> bool:
     if owner.param_name != "weight" or not isinstance(owner.module, (modules.Linear4bit, modules.Embedding4bit)):
         return False
     # The weight is a DTensor by now; the statistics on the layer are how its forward knows as well.
-    return getattr(owner.module, "quant_state", None) is not None
+    return four_bit_state.of(owner.module) is not None
 
 
 def defect() -> Finding:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers import offloaded
+from ..helpers import int8_scales, offloaded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,8 @@ def state_dict_of(model: Any) -> dict[str, Tensor]:
     """The state dict of ``model``; with values where transformers would not find them."""
     state: dict[str, Tensor] = model.state_dict()
     away = {name for name, tensor in state.items() if tensor.is_meta}
-    if not away or (_is_looked_up(model) and not any(name.endswith(".SCB") for name in away)):
+    int8 = any(int8_scales.is_int8(state[name]) for name in away)
+    if not away or (_is_looked_up(model) and not int8):
         return state
     for name, module in model.named_modules():
         if offloaded.hook_of(module) is None:
@@ -35,7 +36,9 @@ def state_dict_of(model: Any) -> dict[str, Tensor]:
         prefix = f"{name}." if name else ""
         with offloaded.visited(module):
             brought = module.state_dict(prefix=prefix)
-            state.update((name, tensor.to("cpu")) for name, tensor in brought.items() if name in away)
+            # Scales that are away are in no state dict once the layer has run.
+            new = {name: tensor for name, tensor in brought.items() if name in away or name not in state}
+            state.update((name, tensor.to("cpu")) for name, tensor in new.items())
     return state
 
 

@@ -46,7 +46,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ....engine import CannotShow, Finding, Patch, Rewrite
-from ...helpers import block_scales, live_objects, offloaded, tracing
+from ...helpers import block_scales, four_bit_state, live_objects, offloaded, tracing
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +63,13 @@ def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> Quan
     weight = layer._parameters.get("weight")  # not `layer.weight`, which takes 0.6 us
     if weight is None:
         weight = layer.weight
-    state = weight.quant_state
-    if _is_packed(state):
+    state = four_bit_state.of(weight)
+    if four_bit_state.is_for_cpu_kernel(state):
         from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
-        weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(weight.data, state)
-        return weight.quant_state
+        weight.data, state = _convert_weight_packed_for_cpu_inverse(weight.data, state)
+        four_bit_state.give(state, weight)
+        return state
     # Layers that were pickled by an older release have no such attribute.
     if layer.training and layer.__dict__.get("support_avx512bf16_for_cpu", False) and state is not None:
         # Looked up, not imported: each training forward comes by, and most programs never pack a weight.
@@ -76,11 +77,6 @@ def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> Quan
         if packed_weights is not None and packed_weights.alive and state.absmax.is_cpu:
             packed_weights.release(weight)
     return state
-
-
-def _is_packed(state: QuantState | None) -> bool:
-    # Not by getattr: QuantState looks for what it has not.
-    return state is not None and state.__dict__.get("packing_format_for_cpu", False)
 
 
 def restore_scales(state: QuantState) -> bool:
@@ -171,8 +167,8 @@ def damage() -> tuple[str, ...]:
 
     if not has_avx512bf16():
         return ()
-    states = (getattr(layer.weight, "quant_state", None) for layer in live_objects.instances(Linear4bit))
-    packed = [state for state in states if _is_packed(state)]
+    states = (four_bit_state.of(layer.weight) for layer in live_objects.instances(Linear4bit))
+    packed = [state for state in states if four_bit_state.is_for_cpu_kernel(state)]
     if not packed:
         return ()
     return (

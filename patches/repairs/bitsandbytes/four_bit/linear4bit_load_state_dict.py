@@ -35,6 +35,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
+from ...helpers import four_bit_state
 from ...helpers.own_codes import are_own
 from ...helpers.parameters import like
 from ...helpers.quant_state_dict import bytes_of_codes, read
@@ -96,7 +97,7 @@ def _is_quantized_group(layer: Linear4bit, group: Tensors) -> bool:
 
     if not group or not isinstance(layer.weight, Params4bit):
         return False
-    return set(group) != {""} or layer.weight.bnb_quantized or _is_packed(layer, group[""])
+    return set(group) != {""} or four_bit_state.is_packed(layer.weight) or _is_packed(layer, group[""])
 
 
 def _is_packed(layer: Linear4bit, tensor: torch.Tensor) -> bool:
@@ -105,7 +106,7 @@ def _is_packed(layer: Linear4bit, tensor: torch.Tensor) -> bool:
 
 def _stands_alone(layer: Linear4bit, group: Tensors, assign: bool) -> bool:
     """Whether ``group`` is codes alone that ``nn.Module`` may load, for their statistics are there then."""
-    if set(group) != {""} or not layer.weight.bnb_quantized:
+    if set(group) != {""} or not four_bit_state.is_packed(layer.weight):
         return False
     return are_own(group[""], layer.weight) or (assign and _carried(group[""]) is not None)
 
@@ -118,13 +119,13 @@ def _keep_statistics(layer: Linear4bit, old: Params4bit) -> None:
     if state is None:
         layer.weight = like(old, layer.weight.data)
     else:
-        layer.quant_state = state
+        four_bit_state.give(state, layer)
 
 
 def _with_what_it_carries(group: Tensors) -> Tensors:
     """``group``, and the statistics of codes that come alone but are themselves a quantized ``Params4bit``."""
     state = _carried(group[""]) if set(group) == {""} else None
-    if state is None or getattr(state, "packing_format_for_cpu", False):  # the layout of a kernel, never saved
+    if state is None or four_bit_state.is_for_cpu_kernel(state):  # never saved
         return group
     return {**group, **state.as_dict(packed=True)}
 
@@ -132,7 +133,7 @@ def _with_what_it_carries(group: Tensors) -> Tensors:
 def _carried(codes: torch.Tensor) -> QuantState | None:
     from bitsandbytes.nn import Params4bit
 
-    return codes.quant_state if isinstance(codes, Params4bit) and codes.bnb_quantized else None
+    return four_bit_state.of(codes) if isinstance(codes, Params4bit) and four_bit_state.is_packed(codes) else None
 
 
 def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
@@ -142,12 +143,12 @@ def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
         weight = layer.weight = like(weight, codes)
     weight.requires_grad = False
     weight.data = codes
-    weight.quant_state = layer.quant_state = state
+    four_bit_state.give(state, weight, layer)
     weight.blocksize = state.blocksize
     weight.compress_statistics = state.nested
     weight.quant_type = state.quant_type
     weight.quant_storage = layer.quant_storage = codes.dtype
-    weight.bnb_quantized = True
+    four_bit_state.mark(weight)
 
 
 def defect() -> Finding:

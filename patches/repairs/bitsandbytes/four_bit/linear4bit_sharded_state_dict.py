@@ -31,6 +31,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Patch, SetAttribute
+from ...helpers import four_bit_state
 from ...helpers.full_state_dict import SKIP_UNKNOWN_KEYS
 from ...helpers.own_codes import are_own
 from ...helpers.quant_state_dict import bytes_of_codes, read
@@ -46,8 +47,9 @@ def saving(original: Callable[..., None]) -> Callable[..., None]:
     """``Linear4bit._save_to_state_dict`` that also finds the state of a sharded weight."""
 
     def _save_to_state_dict(self: Linear4bit, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if _is_sharded(self):
-            _lend(self.quant_state, self.weight)
+        state = four_bit_state.of(self)
+        if state is not None and _is_sharded(self):
+            _lend(state, self.weight)
             original(self, destination, prefix, keep_vars)
             _pad(destination, prefix + "weight.quant_state.")
         else:
@@ -90,14 +92,14 @@ def loading(original: Callable[..., None] | None) -> Callable[..., None]:
         known = len(error_msgs)
         load({k: v for k, v in state_dict.items() if not k.startswith(weight + ".")}, prefix, *rest)
         if len(error_msgs) == known:
-            self.quant_state = state
+            four_bit_state.give(state, self)
 
     return _load_from_state_dict
 
 
 def _is_sharded(layer: Linear4bit) -> bool:
     """Whether FSDP2 has taken the weight of a quantized layer and left its state behind on the layer."""
-    return layer.quant_state is not None and _is_sharded_tensor(layer.weight)
+    return four_bit_state.of(layer) is not None and _is_sharded_tensor(layer.weight)
 
 
 def _is_sharded_tensor(tensor: Any) -> bool:
@@ -107,7 +109,7 @@ def _is_sharded_tensor(tensor: Any) -> bool:
 
 def _lend(state: QuantState, weight: Any) -> None:
     """Make the names of the state dict attributes of ``weight``."""
-    weight.quant_state = state
+    four_bit_state.give(state, weight)
     for names, source in ((OWN, state), (NESTED, state.state2)):
         for name, attribute in names.items():
             setattr(weight, name, getattr(source, attribute, None))
@@ -126,17 +128,22 @@ def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.T
     """The state that ``codes`` are to be read with. Raises ``ValueError`` if it cannot be known."""
     import torch
 
+    own = four_bit_state.of(layer)
     if saved:
         if not any(key.startswith("quant_state.") for key in saved):
             raise ValueError("the state dict lacks 'weight.quant_state.bitsandbytes__...'")
+        if own is not None and codes.dtype != layer.weight.dtype:  # torch copies them into those of the layer by value
+            raise ValueError(
+                f"its packed bits are in {codes.dtype}, and the layer's quant_storage is {layer.weight.dtype}"
+            )
         stand_in = torch.empty(1, dtype=torch.uint8).expand(bytes_of_codes(layer))  # the codes are loaded by torch
         return read(layer, {"": stand_in, **saved}, assign=False)[1]
-    if not are_own(codes, layer.weight):
+    if own is None or not are_own(codes, layer.weight):
         raise ValueError(
             "the state dict has codes without statistics ('weight.absmax' ...), and not the codes of this layer. "
             "It was saved without this repair, or loaded with broadcast_from_rank0"
         )
-    return layer.quant_state
+    return own
 
 
 def defect() -> Finding:

@@ -23,7 +23,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.quant_state_dict import Quantized, read_for
+from ...helpers import four_bit_state
+from ...helpers.quant_state_dict import Quantized, read_for, refuse_cast
 
 if TYPE_CHECKING:
     import torch
@@ -62,12 +63,12 @@ def load(
     original = f"{prefix}parametrizations.{parameter}.original"
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     try:
-        state = _read(parameter, parametrization.quant_state, held, {"": codes, **saved}, assign)
+        state = _read(parameter, four_bit_state.of(parametrization), held, {"": codes, **saved}, assign)
     except ValueError as error:
         error_msgs.append(f"While loading the 4-bit parameter {key!r}, which was left as it was: {error}")
         state_dict[original] = held.detach()
     else:
-        parametrization.quant_state = state
+        four_bit_state.give(state, parametrization)
         state_dict[original] = codes
 
 
@@ -87,9 +88,7 @@ def _chain(module: torch.nn.Module, parameter: str) -> Any:
     return chains[parameter]
 
 
-def _read(
-    parameter: str, old: QuantState, held: torch.Tensor, group: dict[str, torch.Tensor], assign: bool
-) -> QuantState:
+def _read(parameter: str, old: Any, held: torch.Tensor, group: dict[str, torch.Tensor], assign: bool) -> QuantState:
     """The state in ``group``. Raises ``ValueError`` if it, or its codes, are not for a parameter like ``held``."""
     import torch
 
@@ -98,6 +97,7 @@ def _read(
         found, expected = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (codes, held))
         raise ValueError(f"its codes are {found}, and must be {expected}")
     weight = Quantized(parameter, tuple(old.shape), old.quant_type, held.device)
+    refuse_cast(repr(parameter), codes)
     # torch loads the codes themselves, sharded ones as well; here their number and device are enough.
     stand_in = torch.empty(1, dtype=torch.uint8, device=codes.device).expand(weight.nbytes)
     _, state = read_for(weight, {**group, "": stand_in}, assign)

@@ -24,6 +24,7 @@ from typing import Any
 
 from ....engine import DeleteAttribute, Finding, Patch, SetAttribute
 from ....engine.gate import satisfied
+from ...helpers import four_bit_state
 from ...helpers.quant_state_names import NESTED, OWN, packed_key
 
 
@@ -36,7 +37,7 @@ def proxy(name: str, attribute: str, nested: bool) -> property:
     def get(self: Any) -> Any:
         if name in self.__dict__:
             return self.__dict__[name]
-        state = self.__dict__.get("quant_state")
+        state: Any = four_bit_state.of(self)
         if state is not None and nested:
             state = state.state2
         if state is None:

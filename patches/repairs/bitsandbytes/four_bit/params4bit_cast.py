@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import live_objects
+from ...helpers import four_bit_state, live_objects
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
     """``fn(parameter)`` without the cast in it, if ``parameter`` holds packed bits."""
     moved = fn(parameter)
-    if not getattr(parameter, "bnb_quantized", False) or moved.dtype is parameter.dtype:
+    if moved.dtype is parameter.dtype or not four_bit_state.is_packed(parameter):
         return moved
     if moved.device == parameter.device:
         return parameter
@@ -42,18 +42,21 @@ def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
 
 def damage() -> tuple[str, ...]:
     """Weights whose bits were cast before the patch was applied: in another dtype than they were packed in."""
+    weights = live_objects.lasting(_cast_weights)  # a weight and its layer refer to each other
+    states = map(four_bit_state.of, weights)
     return tuple(
-        f"a 4-bit weight of shape {tuple(weight.quant_state.shape)} was packed as {weight.quant_storage} "
+        f"a 4-bit weight of shape {tuple(state.shape)} was packed as {weight.quant_storage} "
         f"and cast to {weight.dtype}: its codes are lost, load the model again"
-        for weight in live_objects.lasting(_cast_weights)  # a weight and its layer refer to each other
+        for weight, state in zip(weights, states)
+        if state is not None
     )
 
 
 def _cast_weights() -> list[Params4bit]:
     """Quantized weights of layers (not the casts that a user made of one) in another dtype than they were packed in."""
-    quantized = [w for w in _weights() if getattr(w, "bnb_quantized", False) and w.quant_state]
+    states = [(w, four_bit_state.of(w)) for w in _weights() if four_bit_state.is_marked(w)]
     # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
-    plain = [w for w in quantized if not getattr(w.quant_state, "packing_format_for_cpu", False)]
+    plain = [w for w, state in states if state is not None and not four_bit_state.is_for_cpu_kernel(state)]
     return [w for w in plain if w.dtype != w.quant_storage]
 
 

@@ -21,11 +21,10 @@ What a user has written into the weight of a layer, ``weight.data = dequantized`
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import live_objects
+from ...helpers import four_bit_state, live_objects
 
 if TYPE_CHECKING:
     import torch
@@ -35,16 +34,15 @@ if TYPE_CHECKING:
 
 def _moves_with(device: torch.device | None, state: QuantState) -> bool:
     """Whether the statistics follow a weight to ``device``. Those of a repacked one fit no codes but its own."""
-    return device is None or device.type != "meta" or vars(state).get("packing_format_for_cpu", False)
+    return device is None or device.type != "meta" or four_bit_state.is_for_cpu_kernel(state)
 
 
 def _holds_codes(weight: Params4bit) -> bool:
     """Whether ``weight`` need not be quantized any more. Raises if it holds what it cannot be."""
-    state = weight.quant_state
-    quantized: bool = weight.bnb_quantized
+    state, quantized = four_bit_state.of(weight), four_bit_state.is_marked(weight)
     if not quantized or state is None or state.shape is None:
         return quantized
-    size = -(-prod(state.shape) // 2)
+    size = four_bit_state.packed_bytes(state.shape)
     if weight.shape != state.shape or weight.nbytes == size:
         return True
     if getattr(weight.module, "weight", None) is weight:  # in its layer, so nobody has just made it: `.data` was set
@@ -62,8 +60,8 @@ def damage() -> tuple[str, ...]:
     """Weights whose statistics went to meta before the patch was applied."""
     from bitsandbytes.nn import Params4bit
 
-    states = (w.quant_state for w in live_objects.instances(Params4bit) if w.quant_state is not None)
-    lost = {id(state): state for state in states if state.absmax.is_meta}
+    states = map(four_bit_state.of, live_objects.instances(Params4bit))
+    lost = {id(state): state for state in states if state is not None and state.absmax.is_meta}
     return tuple(
         f"the statistics of a 4-bit weight of shape {tuple(state.shape)} are on the meta device and lost, "
         "load the model again"

@@ -18,20 +18,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
+from ...helpers import four_bit_state
 from ...helpers.parameters import is_read_by_default, make_setstate, with_class
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
-
-_MARKS = frozenset({"quant_state", "bnb_quantized", "quant_storage", "blocksize"})
-"""Attributes by which a plain ``Parameter`` is known as a 4-bit weight that was pickled."""
 
 
 def _reduce_ex(self: Params4bit, protocol: int) -> tuple[Any, ...]:
     from bitsandbytes.nn import Params4bit
 
     reduced = super(Params4bit, self).__reduce_ex__(protocol)
-    plain = self.quant_state is None and self.module is None
+    plain = four_bit_state.of(self) is None and self.module is None
     return reduced if plain and is_read_by_default(protocol) else with_class(reduced, self)
 
 
@@ -63,7 +61,8 @@ PATCH = Patch(
         SetAttribute("bitsandbytes.nn.modules:Params4bit.__reduce_ex__", value=_reduce_ex),
         *(
             SetAttribute(
-                f"bitsandbytes.nn.modules:{layer}.__setstate__", make=make_setstate(layer, "Params4bit", _MARKS)
+                f"bitsandbytes.nn.modules:{layer}.__setstate__",
+                make=make_setstate(layer, "Params4bit", four_bit_state.MARKS),
             )
             for layer in ("Linear4bit", "Embedding4bit")
         ),

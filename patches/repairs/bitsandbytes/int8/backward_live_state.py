@@ -29,7 +29,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import kept_weights
+from ...helpers import int8_scales, kept_weights
+from ...helpers.int8_moves import SETTLING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +72,7 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
         return
     ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, _NO_TENSORS, _NO_TENSOR_STATES, None
     if needs[0]:
-        CB, SCB = state.CB, state.SCB
+        CB, SCB = int8_scales.of_product(state)
         try:
             ctx._patches_noted = CB, SCB, B, CB._version, SCB._version, B._version
         except RuntimeError:  # made in inference mode: there torch does not count
@@ -83,7 +84,7 @@ def _save(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
 
     A trace always does: it keeps nothing by reference.
     """
-    CB, SCB = (state.CB, state.SCB) if ctx.needs_input_grad[0] else (None, None)
+    CB, SCB = int8_scales.of_product(state) if ctx.needs_input_grad[0] else (None, None)
     if not ctx.needs_input_grad[1]:
         CAt = subA = SCAt = idx = A = None
     if kept_weights.savable(CB, SCB, CAt, subA, SCAt, idx, A):
@@ -120,7 +121,8 @@ def _recall(ctx: Any) -> Any:
     if version is not None and B._version != weight_version and B.data_ptr() == CB.data_ptr():
         kept_weights.refuse((B,), (weight_version,))
     state = ctx.state
-    if state.CB is CB and state.SCB is SCB:
+    now = int8_scales.of_product(state)
+    if now[0] is CB and now[1] is SCB:
         return ctx
     return _Kept(_Weight(CB, SCB, state.threshold))
 
@@ -186,13 +188,7 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
-        # A hook brings a new weight for each forward, and a new weight settles the state anew.
-        Rewrite(
-            "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state",
-            "self.state.CB = self.weight.CB",
-            "self.state.CB = self.weight.CB\n_patches_notice(self)",
-            names={"_patches_notice": kept_weights.notice},
-        ),
+        SETTLING,  # a hook brings a new weight for each forward, and a new weight settles the state anew
         Rewrite(f"{_LT}.forward", "A.to(torch.float16)", "_patches_half(A)", count=2, names=_NAMES),
         Rewrite(f"{_LT}.forward", "ctx.state = state", "ctx.state = None"),
         Rewrite(

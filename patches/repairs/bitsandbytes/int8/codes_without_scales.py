@@ -8,7 +8,8 @@ that is not quantized yet takes the codes as if they were weights. All releases.
 
 The repair makes codes without scales an error that names the layer, unless they are the codes that the
 layer has already, whose scales it knows, or are assigned as an ``Int8Params`` that carries its own; the layer
-is left as it was.
+is left as it was. So are weights in floating point for a layer that is quantized, which torch would cut off to whole
+numbers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import int8_scales
 from ...helpers.own_codes import are_own
 
 if TYPE_CHECKING:
@@ -36,6 +38,12 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
                 "the scales of its codes (with broadcast_from_rank0 they reach no rank but 0)"
             )
             return
+        if codes is not None and _would_be_cut_off(layer, codes, local_metadata):
+            lists[-1].append(
+                f"While loading the INT8 weight {prefix + 'weight'!r}, which is quantized: its values are {codes.dtype} and no "
+                "INT8 codes. Load such weights before the layer is quantized (before it is moved to a device)"
+            )
+            return
         load(state_dict, prefix, local_metadata, strict, *lists)
 
     return checked
@@ -51,7 +59,18 @@ def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> 
     if layer.weight.dtype == torch.int8 and are_own(weight, layer.weight):
         return True
     assign = local_metadata.get("assign_to_params_buffers", False)
-    return assign and isinstance(weight, Int8Params) and weight.CB is not None and weight.SCB is not None
+    carries = isinstance(weight, Int8Params) and int8_scales.is_unsettled(weight) and int8_scales.of(weight) is not None
+    return bool(assign and carries)
+
+
+def _would_be_cut_off(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
+    """Whether ``weight`` is unquantized, and torch would copy it into int8 codes by value: zeros, most of them."""
+    quantized = int8_scales.is_int8(layer.weight) and not layer.weight.is_meta
+    if not quantized or not weight.is_floating_point() or weight.is_meta:
+        return False
+    if local_metadata.get("assign_to_params_buffers", False) or hasattr(layer.weight, "_local_tensor"):
+        return False
+    return bool((weight != weight.round()).any())
 
 
 def defect() -> Finding:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import int8_scales
 from ...helpers.graphs import in_pieces
 
 if TYPE_CHECKING:
@@ -33,21 +34,20 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     import bitsandbytes as bnb
 
     settled, weight = layer.state, layer.weight
-    if settled.has_fp16_weights or not hasattr(weight, "SCB"):
+    if settled.has_fp16_weights or not int8_scales.has_scales(weight):
         return None  # tied, sharded or given by functional_call: the state is that of another weight
-    # The weight first: with `int8-requantized-codes` it keeps its scales, so that an eager forward in between,
-    # which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
+    # The weight first: with `int8-requantized-codes` it shows the scales of the state, so that an eager forward in
+    # between, which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
     # operation that the graph holds too, where torch.export would make a constant of what it read.
-    CB, SCB = (weight.detach(), weight.SCB) if weight.SCB is not None else (settled.CB, settled.SCB)
-    if CB is None or SCB is None or CB.device != x.device or SCB.device != x.device:
+    scale = int8_scales.of(weight)
+    if scale is None:
+        codes, scale = int8_scales.of_product(settled)
+    else:
+        codes = weight.detach()
+    if codes is None or scale is None or codes.device != x.device or scale.device != x.device:
         return None
-    state = bnb.MatmulLtState()
-    state.CB, state.SCB = CB, SCB
-    state.has_fp16_weights = False
-    state.threshold = settled.threshold
-    state.is_training = layer.training
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    product: torch.Tensor = bnb.matmul(x, weight, bias=bias, state=state)
+    product: torch.Tensor = bnb.matmul(x, weight, bias=bias, state=int8_scales.make_state(layer, codes, scale))
     return product
 
 

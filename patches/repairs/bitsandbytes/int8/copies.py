@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
+from ...helpers import int8_scales
 from ...helpers.int8_moves import KEEP_CODES_BEFORE_048
 from ...helpers.parameters import is_read_by_default, like, make_cut, make_setstate, with_class
 
@@ -32,21 +33,18 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Int8Params
     from torch import Tensor
 
-_MARKS = frozenset({"CB", "SCB", "has_fp16_weights"})
-"""Attributes by which a plain ``Parameter`` is known as an INT8 weight that was pickled."""
-
 
 def _reduce_ex(self: Int8Params, protocol: int) -> tuple[Any, ...]:
     from bitsandbytes.nn import Int8Params
 
     reduced = super(Int8Params, self).__reduce_ex__(protocol)
-    return reduced if is_read_by_default(protocol) else with_class(reduced, self)
+    return reduced if is_read_by_default(protocol) else with_class(reduced, self, SCB=int8_scales.of(self))
 
 
 def _copy(self: Int8Params) -> Int8Params:
     from bitsandbytes.nn import Int8Params
 
-    rebuild, arguments, *_ = with_class(super(Int8Params, self).__reduce_ex__(4), self)
+    rebuild, arguments, *_ = with_class(super(Int8Params, self).__reduce_ex__(4), self, SCB=int8_scales.of(self))
     return rebuild(*arguments)
 
 
@@ -54,10 +52,11 @@ def _pieces(whole: Int8Params, parts: tuple[Tensor, ...], dim: int) -> tuple[Ten
     """``parts``, what torch made of ``whole``, with the scales of their rows."""
     import torch
 
-    if getattr(whole, "SCB", None) is None or whole.dtype != torch.int8 or dim not in (0, -whole.dim()):
+    scale = int8_scales.of(whole)
+    if scale is None or whole.dtype != torch.int8 or dim not in (0, -whole.dim()):
         return parts
-    scales = whole.SCB.split([len(part) for part in parts])
-    marked = whole.CB is not None
+    scales: tuple[Tensor, ...] = scale.split([len(part) for part in parts])
+    marked = int8_scales.is_unsettled(whole)
     return tuple(like(whole, part, CB=part if marked else None, SCB=scale) for part, scale in zip(parts, scales))
 
 
@@ -108,7 +107,8 @@ PATCH = Patch(
         *(SetAttribute(f"{_PARAM}.{name}", make=make_cut("Int8Params", name, _pieces)) for name in ("chunk", "split")),
         *(
             SetAttribute(
-                f"bitsandbytes.nn.modules:{layer}.__setstate__", make=make_setstate(layer, "Int8Params", _MARKS)
+                f"bitsandbytes.nn.modules:{layer}.__setstate__",
+                make=make_setstate(layer, "Int8Params", int8_scales.MARKS),
             )
             for layer in ("Linear8bitLt", "Embedding8bit")
         ),

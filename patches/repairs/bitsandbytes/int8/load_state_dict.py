@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import int8_scales, int8_settled
 from ...helpers.int8_moves import KEEP_CODES_BEFORE_048
 
 if TYPE_CHECKING:
@@ -31,11 +32,12 @@ def _scale_to_fill(layer: Any) -> Tensor | None:
     weight = layer.weight
     assigned = type(weight.data) is torch.Tensor and not isinstance(weight, Int8Params)
     if weight.dtype == torch.int8 and assigned:  # the DTensor of FSDP2 is no such thing, and stays
-        empty = torch.empty(weight.shape[0], device=weight.device)
+        empty = torch.empty(weight.shape[0], device=weight.device, dtype=torch.float32)  # whatever the default is
         layer.weight = Int8Params(weight.data, False, False, weight.data, empty)
-    own: Tensor | None = getattr(layer.weight, "SCB", None)
-    scale: Tensor | None = layer.state.SCB if own is None else own
-    return scale
+    if layer.weight.dtype != torch.int8:
+        return None  # a new weight: what the state has is of another one
+    int8_settled.loaded(layer)
+    return int8_scales.saved(layer)
 
 
 def defect() -> Finding:

@@ -18,47 +18,20 @@ device. Now they are with the weight that was moved away, so where a layer settl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers import int8_scales
+from ...helpers import int8_moves, int8_scales
 from ...helpers.module_moves import make_apply
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-
-def _settle(layer: Any, old: dict[str, Any]) -> None:
+def _settle(layer: Any, old: dict[str, Any], address: int) -> None:
     """Put the codes and scales of a quantized ``layer`` where its weight is now."""
-    import torch
     from bitsandbytes.nn import Int8Params
 
     before, weight = old.get("weight"), layer._parameters.get("weight")
-    if isinstance(before, Int8Params) and weight.dtype == before.dtype == torch.int8:
-        _follow(weight, weight)
-        _follow(getattr(layer, "state", None), weight)
-
-
-def _follow(holder: Any, weight: Tensor) -> None:
-    """Put the codes and scales that ``holder`` has where ``weight`` is."""
-    import torch
-
-    if getattr(holder, "CB", None) is not None:
-        holder.CB = weight.data
-    scale = getattr(holder, "SCB", None)
-    if scale is not None and scale.device != weight.device:
-        lost = scale.device.type == "meta"
-        holder.SCB = torch.empty_like(scale, device=weight.device) if lost else scale.to(weight.device)
-
-
-def _bring(layer: Any) -> None:
-    """Put the codes and scales of a ``layer`` that settles where its weight was brought to by ``.data``."""
-    weight, state = layer.weight, layer.state
-    if weight.device == state.CB.device or weight.is_meta or weight.dtype != state.CB.dtype:
-        return
-    state.CB = weight.data
-    if not int8_scales.is_lost(state.SCB):
-        state.SCB = state.SCB.to(weight.device)
+    if isinstance(before, Int8Params) and int8_scales.is_int8(before) and int8_scales.is_int8(weight):
+        int8_moves.follow(layer, weight, address)
 
 
 def defect() -> Finding:
@@ -95,7 +68,7 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state",
             "self.weight.CB = None",
             "_patches_bring(self)\nself.weight.CB = None",
-            names={"_patches_bring": _bring},
+            names={"_patches_bring": int8_moves.bring},
         ),
     ),
     defect=defect,

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import tracing
+from ...helpers import int8_scales, tracing
 from ...helpers.graphs import in_pieces
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ def traced_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any)
 def _operator(A: torch.Tensor, bias: Any, state: Any) -> torch.Tensor:
     from ...helpers.operators import int8_linear
 
-    return int8_linear.OPERATOR(A, state.CB, state.SCB, bias, float(state.threshold))
+    return int8_linear.OPERATOR(A, *int8_scales.of_product(state), bias, float(state.threshold))
 
 
 def _fits(A: torch.Tensor, state: Any) -> bool:
-    if state.has_fp16_weights or state.CB is None or state.SCB is None:
+    codes, scale = int8_scales.of_product(state)
+    if state.has_fp16_weights or codes is None or scale is None:
         return False
     return state.threshold > 0.0 and A.dim() in (2, 3)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers import int8_scales
+from ...helpers import int8_plain, int8_scales, int8_settled
 from ...helpers.module_moves import make_apply
 
 if TYPE_CHECKING:
@@ -30,43 +30,34 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     import bitsandbytes as bnb
     import torch
 
-    weight, bias, kept = layer.weight, layer.bias, layer.state
+    weight, bias = layer.weight, layer.bias
     if bias is not None:
         bias = bias.to(x.dtype)
-    if weight.is_floating_point() and not kept.has_fp16_weights:
+    if weight.is_floating_point() and not layer.state.has_fp16_weights:
+        int8_plain.refuse_codes(layer, weight)
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-    state = bnb.MatmulLtState()
-    state.threshold, state.has_fp16_weights, state.is_training = kept.threshold, kept.has_fp16_weights, layer.training
-    if not weight.is_floating_point():
-        scale = int8_scales.find_scale(layer) if int8_scales.is_lost(kept.SCB) else kept.SCB
-        if scale is None:
-            raise int8_scales.lost(layer)
-        state.CB, state.SCB = weight.detach(), scale.to(weight.device)
-    product: Tensor = bnb.matmul(x, weight, bias=bias, state=state)
+    own = () if weight.is_floating_point() else (weight.detach(), int8_plain.scale(layer, weight))
+    product: Tensor = bnb.matmul(x, weight, bias=bias, state=int8_scales.make_state(layer, *own))
     return product
-
-
-def _note_scale(layer: Any, old: dict[str, Any] | None = None) -> None:
-    """Note the scales of a weight that was just quantized or assigned, before its first forward."""
-    weight, state = layer._parameters.get("weight"), vars(layer).get("state")
-    if state is not None and getattr(weight, "CB", None) is not None and not int8_scales.is_lost(weight.SCB):
-        state.SCB = weight.SCB
 
 
 def make_setattr(original: Callable[..., None] | None) -> Callable[..., None]:
     from bitsandbytes.nn import Linear8bitLt
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        if name == "weight":
-            _note_scale(self)
+        old = self._parameters.get("weight") if name == "weight" else None
         if original is None:
             super(Linear8bitLt, self).__setattr__(name, value)
         else:
             original(self, name, value)
         if name == "weight":
-            _note_scale(self)
+            int8_plain.replaced(self, old)
 
     return __setattr__
+
+
+def _note(layer: Any, old: dict[str, Any], address: int) -> None:
+    int8_settled.note(layer)
 
 
 def defect() -> Finding:
@@ -115,8 +106,9 @@ PATCH = Patch(
             """,
             names={"_patches_plain_forward": _plain_forward},
         ),
+        SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", value=int8_settled.Scales()),
         SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr),
-        SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_note_scale)),
+        SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_note)),
     ),
     defect=defect,
 )

@@ -26,7 +26,7 @@ def _damage() -> tuple[str, ...]:
     """Layers whose codes were quantized a second time: every scale is 127 exactly."""
     found = []
     for layer in int8_scales.layers():
-        scale = layer.state.SCB
+        _, scale = int8_scales.of_product(layer.state)
         if not layer.state.has_fp16_weights and not int8_scales.is_lost(scale) and bool((scale == 127).all()):
             found.append(
                 f"{int8_scales.name_of(layer)}: its int8 codes were quantized again; load its weight and SCB anew"

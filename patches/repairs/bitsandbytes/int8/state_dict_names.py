@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers import int8_scales
+from ...helpers import int8_plain, int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,20 +22,18 @@ if TYPE_CHECKING:
 
 def _scale(layer: Any) -> Tensor:
     """The row scales as ``state_dict`` saves them; absent for a layer that is not quantized."""
-    for holder in (layer.weight, layer.state):
-        scale: Tensor | None = getattr(holder, "SCB", None)
-        if scale is not None and not layer.state.has_fp16_weights:
-            return scale
-    raise AttributeError(f"{type(layer).__name__!r} object has no attribute 'SCB': it is not quantized")
+    scale = int8_scales.saved(layer)
+    if scale is None:
+        raise AttributeError(f"{type(layer).__name__!r} object has no attribute 'SCB': it is not quantized")
+    return scale
 
 
 def _set_scale(layer: Any, scale: Tensor) -> None:
-    holder = layer.state if int8_scales.is_lost(getattr(layer.weight, "SCB", None)) else layer.weight
-    holder.SCB = scale
+    int8_plain.set_scale(layer, scale)
 
 
 def _delete_scale(layer: Any) -> None:
-    layer.state.SCB = None
+    int8_plain.set_scale(layer, None)
 
 
 def _format(layer: Any) -> Tensor:

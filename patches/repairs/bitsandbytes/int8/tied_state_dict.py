@@ -9,6 +9,7 @@ dict, then fail (#1634). Up to 0.49.2; fixed upstream in 0.50.0 (#1897), the sam
 from __future__ import annotations
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers import int8_plain
 
 
 def defect() -> Finding:
@@ -41,6 +42,12 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
             "getattr(self.weight, scb_name)",
             "getattr(self.weight, scb_name, None)",
+        ),
+        Rewrite(
+            "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
+            "getattr(self.state, scb_name)",
+            "_patches_scale_to_save(self)",
+            names={"_patches_scale_to_save": int8_plain.scale_to_save},
         ),
     ),
     defect=defect,

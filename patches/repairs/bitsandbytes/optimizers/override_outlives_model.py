@@ -12,6 +12,9 @@ with the parameter. What an optimizer finds by module it notes by parameter alon
 as the place; before, an override that was given by parameter alone was ignored (#1269), and the repair looks it up there
 too. What ``register_parameters`` notes by place stays: it is how an override follows ``tensor.to(device)``.
 
+A copy of an embedding of ``bitsandbytes.nn`` never went through the constructor that registers it. Unpatched it often had
+the override of its original all the same, by its place in the optimizer; now it is registered as its original was.
+
 It costs nothing in a step; before 0.50 a look into a dict for each parameter, which later releases have.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1269
@@ -21,9 +24,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Patch, Rewrite, SetAttribute
 from ...helpers.optimizer_overrides import BY_PARAMETER
 
 if TYPE_CHECKING:
@@ -65,6 +70,25 @@ def register(manager: GlobalOptimManager, module: Module, name: str, config: dic
             with contextlib.suppress(ValueError):  # by another thread
                 noted.remove(entry)
     noted.append((_Registered(module, name), name, config))
+
+
+def make_setstate(owner: str) -> Callable[[Callable[..., None] | None], Callable[..., None]]:
+    """``make`` for ``__setstate__`` of an embedding, by which copies and pickles come: what its constructor registers."""
+
+    def make(original: Callable[..., None] | None) -> Callable[..., None]:
+        import bitsandbytes.nn.modules as nn
+        from bitsandbytes.optim import GlobalOptimManager
+
+        embedding = getattr(nn, owner)
+
+        def __setstate__(self: Any, state: dict[str, Any]) -> None:
+            load = super(embedding, self).__setstate__ if original is None else partial(original, self)
+            load(state)
+            GlobalOptimManager.get_instance().register_module_override(self, "weight", {"optim_bits": 32})
+
+        return __setstate__
+
+    return make
 
 
 def is_alive(entry: tuple[Any, str, dict[str, Any]]) -> bool:
@@ -161,6 +185,10 @@ PATCH = Patch(
             names={"_patches_forget_with": forget_with},
         ),
         BY_PARAMETER,
+        *(
+            SetAttribute(f"bitsandbytes.nn.modules:{owner}.__setstate__", make=make_setstate(owner))
+            for owner in ("StableEmbedding", "Embedding")
+        ),
     ),
     defect=defect,
 )

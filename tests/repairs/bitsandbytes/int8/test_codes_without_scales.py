@@ -57,3 +57,20 @@ def test_whole_state_dicts_floats_adapters_and_fp16_layers_load_as_before():
     assert torch.equal(live(X), saved(X))
     assert torch.equal(floats[0].weight.data, model(0)[0].weight.data) and floats[0].bias.eq(1).all()
     assert torch.equal(full[0].weight.data, model(0, fp16=True)[0].weight.data)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_unquantized_weights_for_a_quantized_layer_are_an_error_that_changes_nothing(warm):
+    """torch copies them by value: -0.1 becomes the code 0."""
+    expected = model(0).to("cpu")(X)
+    with patches.applied(ID):
+        live = model(0).to("cpu")
+        saved = live.state_dict()
+        if warm:
+            live(X)
+        with pytest.raises(RuntimeError, match="'0.weight', which is quantized.*Load such weights before"):
+            live.load_state_dict({**saved, "0.weight": torch.randn(32, 64)}, strict=False)
+        assert torch.equal(live(X), expected)
+        fresh = model(1).to("cpu")
+        fresh.load_state_dict({**saved, "0.weight": saved["0.weight"].float()})
+        assert torch.equal(fresh(X), expected), "codes that were cast to floats are the same codes"

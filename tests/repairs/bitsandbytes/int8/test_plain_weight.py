@@ -59,8 +59,6 @@ def test_functional_call_runs_on_what_it_is_given_and_leaves_no_trace(training, 
             layer(x)
         given = {name: p.detach().clone() for name, p in layer.named_parameters()}
         assert torch.equal(functional_call(layer, given, (x,)), expected)
-        given["weight"] = -given["weight"]
-        assert torch.equal(functional_call(layer, given, (x,)), -expected)
         assert torch.equal(layer(x), expected), "the layer kept the weight of the call"
 
 
@@ -103,21 +101,80 @@ def test_compiled_equals_eager_in_one_graph(kind):
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
 
 
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("how", ["functional", "as floats", "parameter"])
+def test_codes_of_another_layer_stay_an_error_that_names_the_layer(how, warm):
+    """They are int8 tensors like any other: only their contents tell that the scales of this layer are not theirs."""
+    other = linear(bias=False).weight.data.flip(0)
+    x = torch.randn(4, 64)
+    with patches.applied(ID):
+        model = torch.nn.Sequential(linear(bias=False))
+        layer = model[0]
+        expected = linear(bias=False)(x)
+        if warm:
+            layer(x)
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        with pytest.raises(
+            RuntimeError,
+            match="weight of Linear8bitLt .0. was replaced by .* codes|Linear8bitLt .0. holds int8 codes but not their row scales",
+        ):
+            if how == "parameter":
+                layer.weight = torch.nn.Parameter(other, requires_grad=False)
+                layer(x)
+            else:
+                functional_call(layer, {"weight": other.float() if how == "as floats" else other}, (x,))
+        if how != "parameter":
+            assert torch.equal(layer(x), expected)
+            after = model.state_dict()
+            assert after.keys() == before.keys() and all(torch.equal(after[k], before[k]) for k in before)
+
+
+def test_codes_that_were_written_over_are_an_error():
+    """``.data`` counts no version."""
+    x = torch.randn(4, 64)
+    with patches.applied(ID):
+        layer = linear(bias=False)
+        layer(x)
+        layer.weight = torch.nn.Parameter(layer.weight.data.clone(), requires_grad=False)
+        layer(x)
+        layer.weight.data.copy_(layer.weight.data.flip(0))
+        with pytest.raises(RuntimeError, match="codes that are not the layer's own"):
+            layer(x)
+
+
+def test_scales_that_were_replaced_before_the_first_forward_are_never_those_of_the_note():
+    x = torch.randn(4, 64)
+    with patches.applied(ID):
+        layer = linear(bias=False)
+        old = layer.weight.SCB
+        layer.weight.SCB = old * 2
+        given = {"weight": layer.weight.detach().clone()}
+        with pytest.raises(RuntimeError, match="not their row scales"):
+            functional_call(layer, given, (x,))
+        assert torch.equal(layer(x), 2 * linear(bias=False)(x)) and old is not None
+
+
 @pytest.mark.parametrize("how", ["replaced", "functional"])
-def test_compiled_takes_the_weight_that_is_there_not_that_of_the_state(how):
+def test_compiled_refuses_codes_of_another_layer(how):
     x = torch.randn(4, 64)
     with patches.applied(ID, "bitsandbytes-int8-cold-state"):
         layer = linear(bias=False).eval()
-        expected = -layer(x)
-        given = -layer.weight.data
+        expected = layer(x)
+        own, given = layer.weight.data.clone(), -layer.weight.data
+
+        def call(weight, x):
+            if how == "functional":
+                return functional_call(layer, {"weight": weight}, (x,))
+            return layer(x)
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         if how == "replaced":
-            layer.weight = torch.nn.Parameter(given, requires_grad=False)
-            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        else:
-            compiled = torch.compile(
-                lambda x: functional_call(layer, {"weight": given}, (x,)), fullgraph=True, backend="aot_eager"
-            )
-        assert torch.equal(compiled(x), expected)
+            layer.weight = torch.nn.Parameter(own, requires_grad=False)
+        assert torch.equal(compiled(own, x), expected)
+        if how == "replaced":
+            layer.weight.data.copy_(given)
+        with pytest.raises(RuntimeError, match="codes that are not the layer's own"):
+            compiled(given, x)
 
 
 def test_transformers_with_a_tied_head(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import pickle
 import weakref
 
 import bitsandbytes as bnb
@@ -251,3 +252,22 @@ def test_values_of_a_configuration_that_is_kept(manager, either):
     optimizer = Adam8bit(net.parameters(), lr=1.0, eps=0.75)
     found = [optimizer.get_config(0, index, optimizer.param_groups[0]) for index in range(2)]
     assert [(config["lr"], config["eps"]) for config in found] == [(0.125, 0.25), (1.0, 0.75)]
+
+
+def unpickled(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize("kind", [bnb.nn.StableEmbedding, bnb.nn.Embedding])
+@pytest.mark.parametrize("way", [copy.deepcopy, unpickled])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_copy_of_an_embedding_has_the_override_of_its_original(kind, way, trained):
+    with patches.applied(ID):
+        original = Sequential(kind(64, 64))
+        if trained:
+            assert states([original[0].weight]) == [torch.float32]
+        made = way(original)
+        assert states([made[0].weight]) == [torch.float32] == states([original[0].weight])
+        del original, made
+        gc.collect()
+        assert states([Linear(64, 64).weight]) == [torch.uint8]

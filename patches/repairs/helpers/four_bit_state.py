@@ -1,0 +1,58 @@
+"""What a 4-bit weight is at this moment, asked of what it holds: its quantization state, and whether its bytes are packed.
+
+``Params4bit.bnb_quantized`` stays True when someone writes other values into the weight (``weight.data = dequantized``), and
+``quant_state`` stays where it is. So whether there are packed bytes is a matter of their number as well: two values share
+a byte, and no dtype that a dequantized weight has is as small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
+MARKS = frozenset({"quant_state", "bnb_quantized", "quant_storage", "blocksize"})
+"""Attributes by which a plain ``Parameter`` is known as a 4-bit weight that was pickled."""
+
+
+def of(holder: Any) -> QuantState | None:
+    """The quantization state that ``holder``, a weight or a layer, holds itself."""
+    state: QuantState | None = getattr(holder, "quant_state", None)
+    return state
+
+
+def give(state: QuantState | None, *holders: Any) -> None:
+    """Make ``state`` the quantization state of each of ``holders``, weights and layers."""
+    for holder in holders:
+        holder.quant_state = state
+
+
+def is_marked(weight: Any) -> bool:
+    """Whether ``weight`` says that it was quantized. What it holds by now is another matter: see :func:`is_packed`."""
+    return bool(getattr(weight, "bnb_quantized", False))
+
+
+def mark(weight: Any) -> None:
+    weight.bnb_quantized = True
+
+
+def packed_bytes(shape: Iterable[int]) -> int:
+    """How many bytes as many values take, two to a byte."""
+    return -(-prod(shape) // 2)
+
+
+def is_packed(weight: Any) -> bool:
+    """Whether ``weight`` was quantized, and holds packed bytes still."""
+    if not is_marked(weight):
+        return False
+    state = of(weight)
+    return state is None or state.shape is None or weight.nbytes <= packed_bytes(state.shape)
+
+
+def is_for_cpu_kernel(state: QuantState | None) -> bool:
+    """Whether the bytes under ``state`` are in the layout of the AVX512-BF16 kernel, which nothing else reads."""
+    # Not by getattr: QuantState looks for what it has not.
+    return state is not None and bool(state.__dict__.get("packing_format_for_cpu", False))

@@ -1,0 +1,137 @@
+"""Which scales a plain tensor of INT8 codes is read with, where it stands in the place of a layer's ``Int8Params``.
+
+FSDP2 puts one there, ``functional_call`` does, and users do. Codes do not tell their scales. Those of the layer are right
+only for the codes that the layer was quantized to, so the contents are compared; any other codes are an error, as they
+are without the plugin, unless their scales come with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import int8_scales, int8_settled
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_SHARDED = "_patches_codes_sharded"
+_QUANTIZED = "_patches_was_quantized"
+_GIVEN = "_patches_given_with"
+_LARGEST = 127
+
+
+def scale(layer: Any, codes: Tensor) -> Tensor:
+    """The row scales of ``codes``, which stand in the place of the weight of ``layer``; or an error that names it."""
+    import torch
+
+    state = layer.state
+    kept, known = state.__dict__, state.SCB  # not by getattr: MatmulLtState has one of its own
+    if not kept.get(_SHARDED, False) and kept.get(_GIVEN) is not codes:
+        pair = int8_settled.pair(layer)
+        if pair is None:
+            raise int8_scales.lost(layer)
+        own, known = pair[0].to(codes.device), pair[1]
+        fits = own.shape == codes.shape and own.dtype == codes.dtype
+        if fits and torch.compiler.is_compiling():
+            torch._assert_async((own == codes).all(), _foreign("an INT8 layer"))
+        elif not fits or not torch.equal(own, codes):
+            raise RuntimeError(_foreign(f"{type(layer).__name__} {int8_scales.name_of(layer)!r}"))
+    if int8_scales.is_lost(known):
+        raise int8_scales.lost(layer)
+    found: Tensor = known.to(codes.device)
+    return found
+
+
+def _foreign(which: str) -> str:
+    return (
+        f"the weight of {which} was replaced by a plain tensor of codes that are not the layer's own, so the row scales "
+        "of the layer (layer.state.SCB) are not theirs. Assign an Int8Params that carries both (Int8Params(codes, "
+        "requires_grad=False, CB=codes, SCB=scales)), or load 'weight' and 'SCB' of the other layer with load_state_dict"
+    )
+
+
+def agree(layer: Any) -> None:
+    """Before ``layer`` is saved or merged: see that its codes and scales belong together, or raise."""
+    from bitsandbytes.nn import Int8Params
+
+    weight = layer.weight
+    if isinstance(weight, Int8Params):
+        int8_settled.agree(layer)
+    elif int8_scales.is_int8(weight) and not weight.is_meta and int8_settled.pair(layer) is not None:
+        scale(layer, weight)
+
+
+def scale_to_save(layer: Any) -> Tensor | None:
+    """The scales in the state of ``layer``, unless a plain tensor that they are not for stands in the place of its weight."""
+    from bitsandbytes.nn import Int8Params
+
+    weight = layer.weight
+    known: Tensor | None = layer.state.SCB
+    if known is None or layer.state.has_fp16_weights or isinstance(weight, Int8Params) or weight.is_meta:
+        return known
+    return scale(layer, weight) if int8_scales.is_int8(weight) else None
+
+
+def refuse_codes(layer: Any, weight: Tensor) -> None:
+    """Raise if ``weight``, of floating point, holds the codes of a weight instead of the weight. Only of a quantized layer."""
+    import torch
+
+    quantized = layer.state.__dict__.get(_QUANTIZED, False) or int8_settled.pair(layer) is not None
+    if not quantized or weight.numel() == 0 or weight.is_meta:
+        return
+    message = (
+        "the weight of {} was replaced by whole numbers up to 127 in floating point: INT8 codes, not weights. Give the "
+        "weights themselves, codes * SCB[:, None] / 127"
+    )
+    if torch.compiler.is_compiling():
+        torch._assert_async(~_are_codes(weight), message.format("an INT8 layer"))
+    elif bool(_are_codes(weight[:1])) and bool(_are_codes(weight)):
+        raise RuntimeError(message.format(f"{type(layer).__name__} {int8_scales.name_of(layer)!r}"))
+
+
+def _are_codes(weight: Tensor) -> torch.Tensor:
+    return (weight == weight.round()).all() & (weight.abs().amax() == _LARGEST)
+
+
+def set_scale(layer: Any, scale: Tensor | None) -> None:
+    """Make ``scale`` the row scales of the weight that ``layer`` has now: its own, or a plain tensor of codes."""
+    weight, state = layer.weight, layer.state
+    vars(state).pop(_GIVEN, None)
+    if hasattr(weight, "CB"):
+        if scale is not None and not int8_scales.is_lost(weight.SCB):
+            weight.SCB = scale
+        else:
+            state.SCB = scale
+        return
+    state.SCB = scale
+    if scale is not None:
+        setattr(state, _GIVEN, weight)
+
+
+def replaced(layer: Any, old: Any) -> None:
+    """The weight ``old`` of ``layer`` was replaced: keep its codes and scales, if it takes the last reference with it."""
+    import torch
+
+    weight, state = layer._parameters.get("weight"), vars(layer).get("state")
+    if state is None or weight is None or weight is old:
+        return
+    if hasattr(weight, "CB"):
+        vars(state).pop(_SHARDED, None)
+        vars(state).pop(_QUANTIZED, None)
+        int8_settled.note(layer)
+        int8_settled.came(layer, weight)
+        return
+    if not hasattr(old, "CB") or not int8_scales.is_int8(old):
+        return
+    setattr(state, _QUANTIZED, True)
+    if not int8_scales.is_int8(weight):
+        return
+    codes, scale = old.CB, state.SCB if old.CB is None else old.SCB
+    if int8_scales.is_lost(scale):
+        return
+    if hasattr(weight, "_local_tensor") and weight.shape == old.shape:  # FSDP2 goes on with parameters of its own
+        setattr(state, _SHARDED, True)
+        state.SCB = scale
+    elif codes is not None and codes.shape == weight.shape and torch.equal(codes, weight):
+        state.CB, state.SCB = codes, scale

@@ -1,0 +1,39 @@
+"""Trials that are worse and stay, each with its reason: by what they say, or by their names."""
+
+from __future__ import annotations
+
+import re
+
+from .trials import Trial
+
+BY_MESSAGE = {
+    "holds two different sets of INT8 codes": (
+        "codes were replaced in one of two places after a forward, and nothing tells which is newer (docs/state.md)"
+    ),
+}
+
+BY_NAME = {
+    r"streamed \+ dequantize_by_": (
+        "peft and transformers dequantize with layer.state.SCB where weight.CB and weight.SCB are new and forward would "
+        "take them; a bias that requires gradients raises an error first as is"
+    ),
+    r"^int8.*loads_partly": (
+        "bitsandbytes-int8-codes-without-scales refuses codes that come in one load_state_dict(strict=False) and their "
+        "scales in the next, because without the second the layer computes wrong numbers silently"
+    ),
+    r"^int8-float.*(copied_shallowly|pickled|saved_whole|saved_and_loaded|copied|weight_).*(dora|dequantize|merge|hira)": (
+        "peft and transformers take the float weights of a has_fp16_weights layer for codes; copies that "
+        "bitsandbytes-int8-copies repairs have the class again by which they do so, as the original has"
+    ),
+    r"^(nf4|fp4).*(pickled|saved_whole|saved_and_loaded).*(class_of_plain_layer|forward_of_its_own).*(offload|dispatch)": (
+        "accelerate takes a weight of class Params4bit that was dequantized in place for a packed one; copies that "
+        "bitsandbytes-params4bit-pickle repairs have the class again by which it does so, as the original has"
+    ),
+}
+
+
+def reason(trial: Trial, why: str) -> str:
+    """Why this trial may be worse; empty if it may not."""
+    by_message = (because for words, because in BY_MESSAGE.items() if words in why)
+    by_name = (because for pattern, because in BY_NAME.items() if re.search(pattern, str(trial)))
+    return next(iter((*by_message, *by_name, "")))

@@ -1,0 +1,231 @@
+"""Trials in forks of a process that has imported everything: as is, with all patches, with some."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .judge import ERROR, WRONG, Outcome, Trace, fault, run
+from .trials import Trial
+
+BATCH = 400
+SECONDS = 60
+"""More than any trial takes; one that waits is an error."""
+_OURS = ("patches", "bnb_patches")
+Found = dict[Trial, Trace]
+
+
+def prepare() -> None:
+    """What forks find imported, so that none pays for it."""
+    import accelerate  # noqa: F401
+    import bitsandbytes  # noqa: F401
+    import peft  # noqa: F401
+    import transformers.integrations.bitsandbytes
+    from peft.tuners.lora import bnb  # noqa: F401
+    from peft.utils.integrations import dequantize_module_weight  # noqa: F401
+
+    del transformers
+    with contextlib.suppress(Exception):
+        run(Trial("int8", ("lora", "forward")))
+    gc.collect()
+    gc.freeze()
+
+
+def as_is(trials: Iterable[Trial]) -> Found:
+    return _in_forks(trials, _hide)
+
+
+def patched(trials: Iterable[Trial], ids: Collection[str] = (), without: Callable[[], None] | None = None) -> Found:
+    """With the patches ``ids``, or all; ``without`` takes something out of them first."""
+
+    def begin() -> None:
+        import patches
+
+        if without:
+            without()
+        patches.apply(*ids)
+
+    return _in_forks(trials, begin)
+
+
+def _hide() -> None:
+    """As if the plugin were not installed: importing it raises."""
+    names = [name for name in sys.modules if name.startswith(_OURS)]
+    sys.modules.update(dict.fromkeys({*names, "patches"}))  # type: ignore[arg-type]
+
+
+def _in_forks(trials: Iterable[Trial], begin: Callable[[], None]) -> Found:
+    """The traces; a trial that ends its process is an error, and the rest runs in another."""
+    left, found = list(dict.fromkeys(trials)), Found()
+    while left:
+        batch = left[:BATCH] if len(left) < 2 * BATCH else left
+        told, finished = _fork(batch, begin)
+        for trial, trace in zip(batch, told):
+            found[trial] = trace
+        if len(told) < len(batch) and not finished:
+            found[batch[len(told)]] = (Outcome(ERROR, "the process ended"),)
+            left = left[len(told) + 1 :]
+        else:
+            left = left[len(told) :]
+    return found
+
+
+def _fork(trials: Sequence[Trial], begin: Callable[[], None]) -> tuple[list[Trace], bool]:
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(receive)
+            _serve(trials, begin, send)
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(send)
+    told: list[Trace] = []
+    with os.fdopen(receive, "rb") as pipe, contextlib.suppress(EOFError):
+        if pickle.load(pipe) != "begun":
+            raise RuntimeError("a fork of the matrix could not begin: see what it printed")
+        while True:
+            told.append(pickle.load(pipe))
+    _, status = os.waitpid(child, 0)
+    return told, status == 0
+
+
+def _serve(trials: Sequence[Trial], begin: Callable[[], None], send: int) -> None:
+    torch.set_num_threads(1)
+    logging.disable()
+    warnings.simplefilter("ignore")
+    begin()
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGALRM, _late)
+    with os.fdopen(send, "wb") as pipe:
+        pickle.dump("begun", pipe)
+        for number, trial in enumerate(trials):
+            signal.alarm(SECONDS)
+            try:
+                trace = run(trial)
+            except Late:
+                trace = (Outcome(ERROR, f"takes more than {SECONDS} s"),)
+            signal.alarm(0)
+            pickle.dump(trace, pipe)
+            pipe.flush()
+            if number % 200 == 199:
+                gc.collect()
+
+
+class Late(BaseException):
+    """A trial does not end."""
+
+
+def _late(*_: Any) -> None:
+    raise Late
+
+
+# -- who did it ----------------------------------------------------------------------------------
+
+
+def worse(before: Found, after: Found) -> dict[Trial, str]:
+    """Why each trial is worse; not one whose layer computes the same wrong numbers as is.
+
+    Where the library raises an error in an earlier step, a repair of that step shows what comes later: that is judged
+    by what the library shows of it without that step.
+    """
+    found = {trial: why for trial in before if (why := fault(before[trial], after[trial]))}
+    others = {trial: [*_without_error(trial, before[trial]), *_until_error(trial, after[trial])] for trial in found}
+    shown = as_is(other for each in others.values() for other in each)
+    return {trial: why for trial, why in found.items() if not any(_wrong(shown[other]) for other in others[trial])}
+
+
+def _until_error(trial: Trial, trace: Trace) -> list[Trial]:
+    """What the library does where the patched layer stops before the end: wrong numbers there are not to go on with."""
+    step = trace[-1].detail.partition(":")[0] if trace and trace[-1].ended else trial.steps[-1]
+    if step not in trial.steps[:-1]:
+        return []
+    steps = trial.steps[: trial.steps.index(step) + 1]
+    return [Trial(trial.kind, (*steps, end)) for end in ("forward", "forward_eval")]
+
+
+def _without_error(trial: Trial, trace: Any) -> list[Trial]:
+    step = trace[-1].detail.partition(":")[0] if trace and trace[-1].ended else ""
+    if step not in trial.steps:
+        return []
+    at = trial.steps.index(step)
+    short = (*trial.steps[:at], *trial.steps[at + 1 :])
+    if at < len(trial.steps) - 1:
+        return [
+            Trial(trial.kind, short),
+            *(Trial(trial.kind, (*short[:-1], end)) for end in ("forward", "forward_eval")),
+        ]
+    return [Trial(trial.kind, (*short, end)) for end in ("forward", "forward_eval", "state_dict")]
+
+
+def _wrong(trace: Trace) -> bool:
+    return bool(trace) and any(outcome.what == WRONG for outcome in trace)
+
+
+def culprits(trials: Sequence[Trial], before: Found) -> dict[Trial, list[str]]:
+    """The patch that makes each trial worse alone, or the smallest set found by halving that does so together."""
+    found: dict[Trial, list[str]] = {}
+    everything = candidates()
+    for trial in trials:
+        ids = everything
+        while len(ids) > 1:
+            half = len(ids) // 2
+            guilty = [part for part in (ids[:half], ids[half:])
+                      if fault(before[trial], patched([trial], part)[trial])]  # fmt: skip
+            if not guilty:
+                break
+            ids = guilty[0]
+        found[trial] = ids if len(ids) < len(everything) // 2 else [f"no half of all {len(ids)} alone"]
+    return found
+
+
+def candidates() -> list[str]:
+    """The patches that are in here when all are applied."""
+    receive, send = os.pipe()
+    if os.fork() == 0:
+        try:
+            logging.disable()
+            import patches
+
+            report = patches.apply()
+            ids = [row.id for row in report.with_status(patches.Status.APPLIED)]
+            os.write(send, json.dumps(ids).encode())
+        finally:
+            os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as pipe:
+        ids = json.load(pipe)
+    os.wait()
+    return [
+        name for name in ids if name.startswith(("bitsandbytes", "peft", "accelerate", "transformers", "torch"))
+    ] or ids
+
+
+def shrunk(trial: Trial) -> Trial:
+    """The shortest trial that is worse, found by leaving steps out."""
+    from .trials import shorter
+
+    while True:
+        candidates_ = list(shorter(trial))
+        bad = worse(before := as_is(candidates_), patched(before))
+        if not bad:
+            return trial
+        trial = min(bad, key=lambda t: (len(t.steps), t.steps))

@@ -1,0 +1,105 @@
+"""The matrix sees: a fix is taken out of a helper, and trials get worse that do not with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+from . import running
+from .trials import Trial
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials run in forks of one process")
+
+
+def behaves(path: str, source: str) -> Callable[[], None]:
+    """The function at ``path`` is given the body of the function ``old`` in ``source``, wherever it is held already."""
+
+    def take_out() -> None:
+        module, _, name = path.partition(":")
+        names = vars(import_module(module))
+        target: Any = import_module(module)
+        for part in name.split("."):
+            target = getattr(target, part)
+        local: dict[str, Any] = {}
+        exec(source, names, local)
+        assert isinstance(target, FunctionType) and not local["old"].__code__.co_freevars
+        target.__code__ = local["old"].__code__
+
+    return take_out
+
+
+HELPERS = "patches.repairs.helpers"
+TAKEN_OUT = {
+    "A1: the weight keeps scales of its own after a forward": (
+        behaves(f"{HELPERS}.int8_settled:settled", """
+def old(layer):
+    weight = layer._parameters.get("weight")
+    if weight is not None and layer.state.CB is not None:
+        vars(weight)["SCB"] = layer.state.SCB
+"""),
+        ["int8: ran + scales_replaced + state_dict", "int8: ran + scales_equalized + offload_to_cpu",
+         "int8: trained + rows_permuted + loaded"],
+    ),
+    "A2: any codes are read with the scales of the layer": (
+        behaves(f"{HELPERS}.int8_plain:scale", """
+def old(layer, codes):
+    return int8_settled.pair(layer)[1]
+"""),
+        ["int8: ran + call_with_detached + forward", "int8: ran + weight_plain_codes + forward"],
+    ),
+    "A2: codes as floating point numbers are taken for weights": (
+        behaves(f"{HELPERS}.int8_plain:refuse_codes", """
+def old(layer, weight):
+    return None
+"""),
+        ["int8: ran + weight_codes_as_float + forward", "int8: ran + call_with_codes_as_floats + forward"],
+    ),
+    "A3: packed bits that were cast are loaded": (
+        behaves(f"{HELPERS}.quant_state_dict:refuse_cast", """
+def old(name, codes):
+    return None
+"""),
+        ["nf4-stored-bf16: ran + loads_in_half + forward", "nf4-stored-f16: cold + loads_in_bf16 + state_dict"],
+    ),
+    "A4: a new weight is loaded under the scales of the old": (
+        behaves("patches.repairs.bitsandbytes.int8.load_state_dict:_scale_to_fill", """
+def old(layer):
+    return layer.state.SCB
+"""),
+        ["int8: ran + loads_into_fresh + forward", "int8-bias: ran + loads_into_fresh_not_strictly + state_dict"],
+    ),
+    "A5: what was dequantized in place counts as packed": (
+        behaves(f"{HELPERS}.four_bit_state:is_packed", """
+def old(weight):
+    return is_marked(weight)
+"""),
+        ["nf4: ran + class_of_plain_layer + half", "nf4: cold + forward_of_its_own + bfloat16"],
+    ),
+    "A6: statistics are rounded to the default dtype": (
+        behaves(f"{HELPERS}.quant_state_dict:_as_saved", """
+def old(weight, key, tensor, nested):
+    import torch
+    return tensor.to(torch.get_default_dtype()) if key and tensor.is_floating_point() else tensor
+"""),
+        ["nf4: cold + loads_on_meta + state_dict", "nf4-nested: cold + loads_on_meta + state_dict"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    running.prepare()
+
+
+@pytest.mark.parametrize("what", TAKEN_OUT)
+def test_a_fix_that_is_taken_out_is_seen(what: str) -> None:
+    without, names = TAKEN_OUT[what]
+    chosen = [Trial.parse(name) for name in names]
+    before = running.as_is(chosen)
+    assert not running.worse(before, running.patched(chosen))
+    assert running.worse(before, running.patched(chosen, without=without)), "nothing gets worse: the matrix is blind"
