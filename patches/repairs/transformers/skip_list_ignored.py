@@ -21,7 +21,7 @@ import difflib
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import skipped
+from ..helpers import skipped, tiny_models
 from ..helpers.messages import LOGGER
 
 if TYPE_CHECKING:
@@ -83,27 +83,17 @@ def defect() -> Finding:
     """Load a tiny Llava in 4 bits without its vision tower, and a Llama without the projections of its attention."""
     import tempfile
 
-    from transformers import (
-        AutoModelForCausalLM,
-        BitsAndBytesConfig,
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-    )
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlavaForConditionalGeneration
 
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=64, **size)
-    text = LlamaConfig(vocab_size=16, **size)
-    asked = ((LlavaForConditionalGeneration, "vision_tower"), (AutoModelForCausalLM, "self_attn.q_proj"))
+    asked = (
+        (LlavaForConditionalGeneration, tiny_models.save_llava, "vision_tower"),
+        (LlamaForCausalLM, tiny_models.save_llama, "self_attn.q_proj"),
+    )
     quantized = {}
-    for kind, name in asked:
+    for kind, save, name in asked:
         how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=[name])
         with tempfile.TemporaryDirectory() as folder:
-            if kind is AutoModelForCausalLM:
-                kind.from_config(text).save_pretrained(folder)
-            else:
-                kind(LlavaConfig(vision_config=vision, text_config=text, image_token_index=15)).save_pretrained(folder)
+            save(folder)
             model = kind.from_pretrained(folder, quantization_config=how, device_map="cpu")
         layers = [m for path, m in model.named_modules() if skipped.root(path, name)]
         quantized[name] = sum(type(m).__name__ == "Linear4bit" for m in layers)
