@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+
 class Stored(NamedTuple):
     """A tensor in a file."""
 

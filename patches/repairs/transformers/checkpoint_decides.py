@@ -111,7 +111,7 @@ def defect() -> Finding:
 
     list_now = ["model.vision_tower", "model.multi_modal_projector", "lm_head", "model.language_model.layers.0.mlp"]
     list_then = ["vision_tower", "multi_modal_projector", "lm_head", "language_model.model.layers.0.mlp"]
-    how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=list_now)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=list_now)
     load = LlavaForConditionalGeneration.from_pretrained
     with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
         tiny_models.save_llava(plain)

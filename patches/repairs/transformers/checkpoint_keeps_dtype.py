@@ -60,7 +60,7 @@ def defect() -> Finding:
     def save_neox(folder: str) -> None:
         GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=16, **tiny_models.SIZE)).save_pretrained(folder)
 
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)
     said, wrong = [], False
     for kind, save in ((LlavaForConditionalGeneration, tiny_models.save_llava), (GPTNeoXForCausalLM, save_neox)):
         with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:

@@ -1,6 +1,6 @@
 """``bnb_4bit_compute_dtype`` and ``llm_int8_threshold`` are ignored for a checkpoint that is quantized already.
 
-Who loads a 4-bit checkpoint with ``BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)``, because a
+Who loads a 4-bit checkpoint with ``BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)``, because a
 T4 cannot compute in bf16, gets layers that compute in what the file says: transformers takes the whole configuration of the
 checkpoint, and its warning says that of each argument. A checkpoint that was saved with the default computes in float32,
 whatever is asked for. All releases (transformers #47378, #47661).
@@ -81,21 +81,21 @@ def defect() -> Finding:
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    asked = {
-        "compute dtype": ({"load_in_4bit": True}, {_COMPUTE: torch.float16}),
-        "threshold": ({"load_in_8bit": True}, {_THRESHOLD: 0.0}),
-    }
+    asked: tuple[tuple[dict[str, Any], str, Any], ...] = (
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _COMPUTE, torch.float16),
+        ({"load_in_8bit": True}, _THRESHOLD, 0.0),
+    )
     said, wrong = [], False
     load = AutoModelForCausalLM.from_pretrained
-    for name, (how, given) in asked.items():
+    for how, name, value in asked:
         with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
             tiny_models.save_llama(plain)
             load(plain, quantization_config=BitsAndBytesConfig(**how), device_map="cpu").save_pretrained(packed)
-            model = load(packed, quantization_config=BitsAndBytesConfig(**how, **given), device_map="cpu")
-        layer = model.model.layers[0].mlp.up_proj
-        got = layer.compute_dtype if "load_in_4bit" in how else layer.state.threshold
-        wrong = wrong or [got] != list(given.values())
-        said.append(f"{name} {got}, asked for {next(iter(given.values()))}")
+            given = BitsAndBytesConfig(**how, **{name: value})
+            layer = load(packed, quantization_config=given, device_map="cpu").model.layers[0].mlp.up_proj
+        got = layer.compute_dtype if name == _COMPUTE else layer.state.threshold
+        wrong = wrong or got != value
+        said.append(f"{name} is {got}, asked for {value}")
     return Finding(wrong, "; ".join(said))
 
 

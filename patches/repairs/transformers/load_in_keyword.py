@@ -62,7 +62,7 @@ def defect() -> Finding:
     with tempfile.TemporaryDirectory() as folder, heard():
         LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(folder)
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, load_in_4bit=True)
+            model = AutoModelForCausalLM.from_pretrained(folder, load_in_4bit=True, bnb_4bit_quant_type="nf4")
         except TypeError as error:
             return Finding(True, str(error))
     kind = type(model.model.layers[0].mlp.up_proj).__name__

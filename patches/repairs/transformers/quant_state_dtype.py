@@ -57,7 +57,7 @@ def defect() -> Finding:
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)
     load = LlamaForCausalLM.from_pretrained
     with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
         LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(plain)
@@ -73,7 +73,9 @@ _NAMES = {"_patches_follow": follow}
 PATCH = Patch(
     id="transformers-quant-state-dtype",
     summary="4-bit layers of a bf16 checkpoint that is loaded in fp16 dequantize in bf16",
-    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py",),
+    links=(
+        "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py",
+    ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.23.0",
     seen_on=("2.13",),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def to_skip(quantizer: Any, model: Module) -> list[str] | None:
     """The names that transformers is given in place of those that the user gave."""
-    asked = quantizer.quantization_config.llm_int8_skip_modules
+    asked: list[str] | None = quantizer.quantization_config.llm_int8_skip_modules
     if asked is None or quantizer.pre_quantized:
         return asked
     names, paths = skipped.checked(asked), skipped.linears(model)
@@ -91,7 +91,7 @@ def defect() -> Finding:
     )
     quantized = {}
     for kind, save, name in asked:
-        how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=[name])
+        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=[name])
         with tempfile.TemporaryDirectory() as folder:
             save(folder)
             model = kind.from_pretrained(folder, quantization_config=how, device_map="cpu")

@@ -62,7 +62,7 @@ def defect() -> Finding:
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["q_proj"])
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["q_proj"])
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(LlamaConfig(vocab_size=8, tie_word_embeddings=True, **size)).save_pretrained(folder)
         try:
