@@ -102,9 +102,10 @@ def _read(model: Module, packed: str) -> Iterator[str]:
     """Paths of the linear layers of ``model`` whose weight, stored as ``packed``, its code cannot read."""
     layers = set(skipped.linears(model))
     for path, module in model.named_modules():
-        for name in READ.get(type(module).__name__, ()):
+        kind: Any = type(module)
+        for name in READ.get(kind.__name__, ()):
             full = f"{path}.{name}" if path else name
-            if full in layers and packed in _lost_for(type(module), name):
+            if full in layers and packed in _lost_for(kind, name):
                 yield full
 
 
