@@ -34,10 +34,10 @@ def defect() -> Finding:
     import torch
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
-    class Config(PretrainedConfig):
+    class Config(PretrainedConfig):  # type: ignore[misc]
         model_type = "gated"
 
-    class Gated(PreTrainedModel):
+    class Gated(PreTrainedModel):  # type: ignore[misc]
         config_class = Config
 
         def __init__(self, config: Config) -> None:
