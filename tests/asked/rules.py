@@ -78,10 +78,13 @@ def _as_saved(loaded: Loaded) -> Iterator[str]:
 
 
 def _dtypes(program: Program, loaded: Loaded) -> Iterator[str]:
-    """Rule 4: as the model that is not quantized has them."""
+    """Rule 4: as the model that is not quantized has them, but for what its class keeps in float32."""
+    kept = loaded.model._keep_in_fp32_modules or ()
     own = dict(loaded.original.named_parameters())
     packed = {f"{path}.weight" for path in quantized(loaded.model)}
     for name, parameter in loaded.model.named_parameters():
+        if parameter.dtype == torch.float32 and any(contains(name, each) for each in kept):
+            continue
         if name not in packed and name in own and parameter.dtype != own[name].dtype:
             yield f"4: {name} is {parameter.dtype}, asked for {own[name].dtype}"
     for name in packed:
