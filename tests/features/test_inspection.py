@@ -260,7 +260,7 @@ def test_in_a_notebook_and_as_data():
     read.feed(found._repr_html_())
     assert read.depth == 0 and read.tags.count("table") == 2
     rows = len(found.facts.layers) + len(found.facts.adapters) + 1 + len(found.facts.problems)
-    assert read.tags.count("tr") == rows + 2, "and two heads"
+    assert read.tags.count("tr") == rows + 3, "and two heads, and what was asked for"
     data = json.loads(found.to_json())
     assert data == json.loads(json.dumps(found.to_dict()))
     assert data["problems"][0]["patch"] == "bitsandbytes-int8-plain-weight" and data["layers"][0]["kind"] == "Embedding"

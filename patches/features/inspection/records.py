@@ -113,6 +113,28 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What the configuration of a model asks of bitsandbytes, and what the model is."""
+
+    precision: str
+    """``"4bit"`` or ``"8bit"``."""
+    default_list: bool
+    """No list of modules to skip was given: heads and what is tied are left as they are."""
+    skip: tuple[str, ...]
+    """``llm_int8_skip_modules``."""
+    skipped: int
+    """Linear layers that are not quantized."""
+    of: int
+    """Linear layers in all."""
+    dtypes: dict[str, int]
+    """Of the floating-point tensors that are not quantized."""
+    compute: str
+    """``bnb_4bit_compute_dtype``; empty for INT8."""
+    threshold: float | None
+    """``llm_int8_threshold``; None for 4 bits."""
+
+
+@dataclass(frozen=True)
 class Problem:
     """One thing that goes wrong with this model."""
 
@@ -144,6 +166,8 @@ class Facts:
     checkpointing: Checkpointing | None
     optimizer: OptimizerState | None
     problems: tuple[Problem, ...]
+    asked: Asked | None = None
+    """None for a model that bitsandbytes did not quantize while loading."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...engine import table
-from .records import Adapters, Checkpointing, Facts, Layers, OptimizerState, Problem, Training
+from .records import Adapters, Asked, Checkpointing, Facts, Layers, OptimizerState, Problem, Training
 from .tensors import readable
 
 EXAMPLES = 3
@@ -50,6 +50,8 @@ class Inspection:
 
     def _rows(self) -> Iterator[table.Row]:
         facts = self.facts
+        if facts.asked is not None:
+            yield _asked(facts.asked)
         yield from map(_layers, facts.layers)
         yield from map(_adapters, facts.adapters)
         yield _training(facts.training)
@@ -89,6 +91,17 @@ def _layers(line: Layers) -> table.Row:
         f"{line.tied} tied" if line.tied else "",
     ]
     return _row("layer", line.kind, line.count, line.bytes, facts)
+
+
+def _asked(line: Asked) -> table.Row:
+    skip = "default skip list" if line.default_list else f"skip list (in place of the default): {_names(line.skip)}"
+    facts = [
+        skip,
+        f"{line.skipped} of {line.of} linear layers are not quantized",
+        f"compute dtype {line.compute}" if line.compute else f"threshold {line.threshold}",
+        f"the rest: {_places(line.dtypes, 0)}",
+    ]
+    return _row("asked", f"load_in_{line.precision}", line.of - line.skipped, None, facts)
 
 
 def _adapters(line: Adapters) -> table.Row:

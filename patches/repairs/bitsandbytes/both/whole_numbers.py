@@ -1,0 +1,89 @@
+"""A quantized layer that is given whole numbers computes with them, and returns whole numbers.
+
+Model files cast activations to the dtype of the next layer's weight (``x.to(self.wo.weight.dtype)``). The weight of a
+4-bit layer is ``torch.uint8``: the activations lose their fractions and signs, the layer takes them as they are, and
+nobody says so (LongT5 in 4 bits: outputs off by 1.5 of their norm). ``nn.Linear`` raises an error for whole numbers, an INT8
+layer too (``result type Float can't be cast to the desired output type Byte``). 0.46.1 to 0.50.2.
+
+With the repair ``Linear4bit`` and ``Linear8bitLt`` raise one that names the layer. It costs a look at the dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ....engine import Finding, Patch, Rewrite
+from ...helpers import int8_scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def floating(layer: Any, x: Tensor) -> bool:
+    """True, if ``layer`` can compute with ``x``."""
+    if not x.dtype.is_floating_point:
+        _refuse(layer, x)
+    return True
+
+
+def state_of(x: Tensor, state: Any) -> Any:
+    """``state``, of a ``Linear8bitLt`` that is given ``x``; None of no layer."""
+    if state is not None and not x.dtype.is_floating_point:
+        _refuse(int8_scales.layer_of(state), x)
+    return state
+
+
+def _refuse(layer: Any, x: Tensor) -> None:
+    which = "matmul" if layer is None else f"{type(layer).__name__} {int8_scales.name_of(layer)!r}"
+    raise TypeError(
+        f"{which} was given an input of {x.dtype}, and computes with floating-point numbers alone. If the model casts its "
+        "activations to the dtype of this layer's weight, which is that of packed weights, leave the layer in floating "
+        "point: add its name to llm_int8_skip_modules."
+    )
+
+
+def defect() -> Finding:
+    """Activations that the code of a model has cast to the dtype of the weight, in a 4-bit layer."""
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer.load_state_dict({"weight": torch.randn(64, 64)})
+    layer.to("cpu")
+    x = torch.randn(2, 64)
+    try:
+        out = layer(x.to(layer.weight.dtype))
+    except TypeError as error:
+        return Finding(False, str(error).partition(".")[0])
+    return Finding(True, f"an input of torch.uint8 is taken, the output is {out.dtype}")
+
+
+_ASKED = "self.compute_dtype is not None"
+
+PATCH = Patch(
+    id="bitsandbytes-whole-numbers",
+    summary="4-bit layers take whole numbers for activations: wrong outputs where a model casts to weight.dtype",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py",
+        "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/longt5/modeling_longt5.py#L293",
+    ),
+    requires=("bitsandbytes>=0.46.1",),
+    tested_up_to="0.50.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "bitsandbytes.nn.modules:Linear4bit.forward",
+            find=_ASKED,
+            replace=f"_patches_floating(self, x) and {_ASKED}",
+            names={"_patches_floating": floating},
+        ),
+        Rewrite(
+            "bitsandbytes.autograd._functions:matmul",
+            find="state or MatmulLtState()",
+            replace="_patches_state_of(A, state) or MatmulLtState()",
+            names={"_patches_state_of": state_of},
+        ),
+    ),
+    defect=defect,
+)

@@ -1,0 +1,99 @@
+"""What the files of a checkpoint hold, read from their headers, and by which names a model knows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    floating: bool
+    shape: tuple[int, ...]
+
+
+_OF_4_BITS = re.compile(r"\.weight\.quant_state\.bitsandbytes__\w+$")
+_OF_INT8 = re.compile(r"(?<=\.)SCB$")
+
+
+def read(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> dict[str, Stored] | None:
+    """Each tensor of the checkpoint by its name in the files; None if there is nothing that can be read."""
+    if state_dict is not None:
+        return {name: Stored(tensor.is_floating_point(), tuple(tensor.shape)) for name, tensor in state_dict.items()}
+    if not files:
+        return None
+    found: dict[str, Stored] = {}
+    for file in map(str, files):
+        if file.endswith(".safetensors"):
+            found.update(_in_safetensors(file))
+        elif file.endswith((".bin", ".pt", ".pth")):
+            found.update(_in_pickle(file))
+        else:
+            return None
+    return found
+
+
+def _in_safetensors(file: str) -> dict[str, Stored]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        slices = ((name, opened.get_slice(name)) for name in opened.keys())
+        return {
+            name: Stored(part.get_dtype().startswith(("F", "BF")), tuple(part.get_shape())) for name, part in slices
+        }
+
+
+def _in_pickle(file: str) -> dict[str, Stored]:
+    import torch
+
+    state = torch.load(file, map_location="meta", weights_only=True)
+    return {name: Stored(tensor.is_floating_point(), tuple(tensor.shape)) for name, tensor in state.items()}
+
+
+def quantized(keys: Iterable[str]) -> list[str]:
+    """Names of the weights that have a quantization state among ``keys``."""
+    found = []
+    for key in keys:
+        if _OF_4_BITS.search(key):
+            found.append(_OF_4_BITS.sub(".weight", key))
+        elif _OF_INT8.search(key):
+            found.append(_OF_INT8.sub("weight", key))
+    return found
+
+
+def in_model(
+    model: Any, keys: list[str], weights: Iterable[str], asked: dict[str, str] | None = None
+) -> dict[str, str]:
+    """The names that ``model`` has for ``weights`` of a checkpoint whose tensors are ``keys``.
+
+    ``asked`` is the ``key_mapping`` of ``from_pretrained``.
+    """
+    names = _renamed_by_4 if hasattr(model, "_get_key_renaming_mapping") else _renamed_by_5
+    return names(model, keys, list(weights), asked)
+
+
+def _renamed_by_5(model: Any, keys: list[str], weights: list[str], asked: dict[str, str] | None) -> dict[str, str]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    mapping = get_model_conversion_mapping(model, asked, None)
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+    parameters, prefix = model.state_dict(), model.base_model_prefix
+    names = {}
+    for weight in weights:
+        name, _ = rename_source_key(weight, renamings, converters, prefix, parameters)
+        if name not in parameters and weight in parameters:
+            name = weight
+        names[weight] = name
+    return names
+
+
+def _renamed_by_4(model: Any, keys: list[str], weights: list[str], asked: dict[str, str] | None) -> dict[str, str]:
+    prefix = model.base_model_prefix
+    has, expects = any(key.startswith(prefix) for key in keys), hasattr(model, prefix)
+    whole, base = bool(prefix) and has and not expects, bool(prefix) and not has and expects
+    renamed: dict[str, str] = model._get_key_renaming_mapping(weights, asked, whole, base)
+    return renamed

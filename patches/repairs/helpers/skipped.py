@@ -1,0 +1,69 @@
+"""Which linear layers a name of ``llm_int8_skip_modules`` is about, and writing more names to a configuration."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def linears(model: Module) -> list[str]:
+    """Paths of the layers of ``model`` that bitsandbytes may quantize."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    return [path for path, module in model.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D))]
+
+
+def root(path: str, name: str) -> str:
+    """The beginning of ``path`` up to the components that are ``name``; empty if they are not in it."""
+    around = f".{path}."
+    at = around.find(f".{name.strip('.')}.")
+    return "" if at < 0 else around[1 : at + len(name.strip(".")) + 1]
+
+
+def skips(name: str, path: str) -> bool:
+    """Whether the installed transformers leaves the layer at ``path`` as it is for ``name``."""
+    try:
+        from transformers.quantizers.quantizers_utils import should_convert_module
+    except ImportError:  # transformers 4
+        return name == path.rpartition(".")[2] or name == path or f"{name}." in path
+    try:
+        return not should_convert_module(path, [name])
+    except re.error as error:
+        raise ValueError(
+            f"llm_int8_skip_modules has the name {name!r}, which is no regular expression: {error}. Give the path of a "
+            "module, or a part of it between dots."
+        ) from None
+
+
+def checked(names: Any) -> list[str]:
+    """``names``, if it is a list of names."""
+    if not isinstance(names, (list, tuple, set, frozenset)):
+        raise TypeError(
+            f"llm_int8_skip_modules must be a list of names of modules, got {type(names).__name__}: {names!r}. "
+            f'Write llm_int8_skip_modules=["{names}"].'
+        )
+    for name in names:
+        if not isinstance(name, str) or not name.strip("."):
+            raise ValueError(
+                f"llm_int8_skip_modules has {name!r} in it, which names no module. Leave it out, or give the path of a "
+                'module or a part of it between dots, such as "vision_tower" or "layers.0.mlp".'
+            )
+    return list(names)
+
+
+def also_skip(quantizer: Any, names: Iterable[str]) -> None:
+    """Add ``names`` to the list of the configuration that the model is saved with."""
+    set_list(quantizer, [*(quantizer.quantization_config.llm_int8_skip_modules or ()), *names])
+
+
+def set_list(quantizer: Any, names: Iterable[str]) -> None:
+    """Make ``names`` the list of the configuration that the model is saved with; the user's own object stays as it is."""
+    config = copy.copy(quantizer.quantization_config)
+    config.llm_int8_skip_modules = list(dict.fromkeys(names))
+    quantizer.quantization_config = config

@@ -1,0 +1,148 @@
+"""A quantized checkpoint whose list of skipped modules was written by another version loads layers as what they are not.
+
+Which layers of a quantized checkpoint are quantized is read from ``llm_int8_skip_modules`` in its configuration, not from
+its tensors. The "dynamic" 4-bit vision models of the Hub have names of transformers 4 in it
+(``language_model.model.layers.0.mlp``, for what is ``model.language_model.layers.0.mlp`` now): layers that lie there in
+16 bits become ``Linear4bit`` without a quantization state, whose forward ends in an ``AssertionError``. Where it computes
+all the same, peft ends in ``'Parameter' object has no attribute 'compress_statistics'``. The other way, a checkpoint that
+was saved by a release that ignored the list has quantized layers that another release takes for plain ones. Seen on
+transformers 4.53 to 5.23.
+
+With the repair the file decides: a layer whose quantization state is in the checkpoint is quantized, one without is the
+plain layer that it was. It reads the headers of the files, no tensor. A checkpoint that holds packed weights without their
+quantization state, or a quantization state without a weight, raises an error that names the layer. Where list and file
+agree nothing changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import checkpoint_keys, skipped, tiny_models
+
+
+def preprocess(
+    quantizer: Any, files: Iterable[str] | None, state: Mapping[str, Any] | None, mapping: dict[str, str] | None
+) -> Callable[..., Any]:
+    """``quantizer.preprocess_model``; afterwards the layers are what the checkpoint holds."""
+    config = quantizer.quantization_config
+    ours = quantizer.pre_quantized and config.quant_method == "bitsandbytes"
+    stored = checkpoint_keys.read(files, state) if ours and not config.llm_int8_has_fp16_weight else None
+    if stored is None:
+        result: Callable[..., Any] = quantizer.preprocess_model
+        return result
+
+    def run(model: Any, **also: Any) -> Any:
+        quantized = _quantized(model, stored, mapping)
+        plain = {path: model.get_submodule(path) for path in skipped.linears(model)}
+        result = quantizer.preprocess_model(model=model, **also)
+        for path, module in plain.items():
+            if path in quantized and not _is_quantized(model.get_submodule(path)):
+                model.set_submodule(path, _quantized_layer(module, config))
+            elif path not in quantized and _is_quantized(model.get_submodule(path)):
+                model.set_submodule(path, module)
+        quantizer.modules_to_not_convert = [path for path in plain if not _is_quantized(model.get_submodule(path))]
+        return result
+
+    return run
+
+
+def _quantized(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: dict[str, str] | None) -> set[str]:
+    """Paths of the layers of ``model`` that are quantized in the checkpoint."""
+    keys = list(stored)
+    weights = set(checkpoint_keys.quantized(keys))
+    paths = {path: model.get_submodule(path).weight for path in skipped.linears(model)}
+    candidates = weights | {key for key in keys if key.endswith(".weight")}
+    names = checkpoint_keys.in_model(model, keys, candidates, mapping)
+    found = set()
+    for weight, name in names.items():
+        path = name.rpartition(".")[0]
+        if path not in paths:
+            continue
+        here = stored.get(weight)
+        if weight in weights and here is None:
+            raise ValueError(
+                f"The checkpoint has a quantization state for {path!r} and no weight ({weight!r}). A file of it may be "
+                "missing: download it again, or save the model again."
+            )
+        packed = here is not None and (not here.floating or here.shape != paths[path].shape and here.shape[1:] == (1,))
+        if packed and weight not in weights:
+            raise ValueError(
+                f"The checkpoint has packed weights for {path!r} and no quantization state ({weight!r}): what they "
+                "stand for is lost. A file of it may be missing: download it again, or save the model again."
+            )
+        if weight in weights:
+            found.add(path)
+    return found
+
+
+def _is_quantized(module: Any) -> bool:
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    return isinstance(module, (Linear4bit, Linear8bitLt))
+
+
+def _quantized_layer(module: Any, config: Any) -> Any:
+    """The layer that transformers makes of ``module``."""
+    import inspect
+
+    import torch
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    config = copy.copy(config)
+    config.llm_int8_skip_modules = None
+    holder = torch.nn.Module()
+    holder.add_module("layer", module)
+    also = {"pre_quantized": True} if "pre_quantized" in inspect.signature(replace_with_bnb_linear).parameters else {}
+    replace_with_bnb_linear(holder, modules_to_not_convert=[], quantization_config=config, **also)
+    return holder.layer
+
+
+def defect() -> Finding:
+    """A tiny Llava with a layer that is not quantized, whose list is written as transformers 4.49 wrote it."""
+    import json
+    import tempfile
+    from pathlib import Path
+
+    from transformers import BitsAndBytesConfig, LlavaForConditionalGeneration
+
+    list_now = ["model.vision_tower", "model.multi_modal_projector", "lm_head", "model.language_model.layers.0.mlp"]
+    list_then = ["vision_tower", "multi_modal_projector", "lm_head", "language_model.model.layers.0.mlp"]
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=list_now)
+    load = LlavaForConditionalGeneration.from_pretrained
+    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
+        tiny_models.save_llava(plain)
+        load(plain, quantization_config=how, device_map="cpu").save_pretrained(packed)
+        file = Path(packed, "config.json")
+        stored = json.loads(file.read_text())
+        stored["quantization_config"]["llm_int8_skip_modules"] = list_then
+        file.write_text(json.dumps(stored))
+        try:
+            model = load(packed, device_map="cpu")
+        except (ValueError, NotImplementedError) as error:
+            return Finding(True, f"while loading: {error}")
+    layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    lost = sum(getattr(layer.weight, "quant_state", None) is None for layer in layers)
+    return Finding(lost > 0, f"{lost} of {len(layers)} Linear4bit without a quantization state")
+
+
+PATCH = Patch(
+    id="transformers-checkpoint-decides",
+    summary="layers that a 4-bit checkpoint holds in 16 bits become Linear4bit without a quantization state",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L190",),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.modeling_utils:PreTrainedModel.from_pretrained",
+            find="hf_quantizer.preprocess_model",
+            replace="_patches_preprocess(hf_quantizer, checkpoint_files, state_dict, key_mapping)",
+            names={"_patches_preprocess": preprocess},
+        ),
+    ),
+    defect=defect,
+)

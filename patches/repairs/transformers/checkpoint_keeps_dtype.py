@@ -1,0 +1,107 @@
+"""The dtype that was asked for is ignored for the floating-point weights of a quantized checkpoint.
+
+Who loads a checkpoint that was saved in bf16 with ``dtype=torch.float16``, as on every T4, gets bf16 weights and fp16
+biases on transformers 5.21 to 5.23: the loader leaves all that is called "weight" in the dtype of the file, as it must
+leave packed weights. ``model.dtype`` is bf16, outputs are, and models whose norms have a bias (GPT-NeoX, OPT) end in
+``expected scalar type BFloat16 but found Half``. So it is with each pair of dtypes, in 4 bits and INT8. On transformers
+5.0 to 5.20 it is so for each tensor that has another name in the file than in the model (GPT-NeoX since 5.17, and models
+that were saved by transformers 4): ``expected m1 and m2 to have the same dtype``.
+
+The repair casts what is not packed while it is read, as a checkpoint that is not quantized is cast: weights of norms,
+embeddings, the head and layers that were skipped. Packed weights, in whatever dtype they are stored, and the statistics of
+quantization are read as they are; what the class of a model keeps in float32 stays so. A checkpoint that is loaded in
+the dtype of its file is the same. It costs a look at the name of each tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import tiny_models
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+_FLOATING = ("F16", "F32", "F64", "BF16")
+
+
+def new_dtype(quantizer: Any, mapping: Any, tensor: Any, dtype: torch.dtype | None, model: Module, name: str) -> Any:
+    """The dtype in which ``tensor`` of the checkpoint is read for the parameter ``name``; None for that of the file."""
+    if not _of_bitsandbytes(quantizer):
+        return quantizer.get_new_dtype(mapping, tensor, dtype)
+    # A slice of a safetensors file has get_dtype.
+    floating = tensor.get_dtype() in _FLOATING if hasattr(tensor, "get_dtype") else tensor.is_floating_point()
+    return dtype if floating and not _packed(quantizer, model, name) else None
+
+
+def kept(quantizer: Any, model: Module, stored: str, name: str) -> bool:
+    """Whether the tensor ``stored`` of the checkpoint is read in the dtype of the file for the parameter ``name``."""
+    return _packed(quantizer, model, name) if _of_bitsandbytes(quantizer) else stored != name
+
+
+def _of_bitsandbytes(quantizer: Any) -> bool:
+    return bool(quantizer) and quantizer.quantization_config.quant_method == "bitsandbytes"
+
+
+def _packed(quantizer: Any, model: Module, name: str) -> bool:
+    """Whether ``name`` is the weight of a quantized layer, which statistics are loaded for as well."""
+    return bool(quantizer.param_needs_quantization(model, name))
+
+
+def defect() -> Finding:
+    """Save a tiny Llava and a GPT-NeoX of bf16 in 4 bits, load them with ``dtype=torch.float16``, and run them."""
+    import tempfile
+
+    import torch
+    from transformers import BitsAndBytesConfig, GPTNeoXConfig, GPTNeoXForCausalLM, LlavaForConditionalGeneration
+
+    def save_neox(folder: str) -> None:
+        GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=16, **tiny_models.SIZE)).save_pretrained(folder)
+
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)
+    said, wrong = [], False
+    for kind, save in ((LlavaForConditionalGeneration, tiny_models.save_llava), (GPTNeoXForCausalLM, save_neox)):
+        with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
+            save(plain)
+            kind.from_pretrained(plain, quantization_config=how, dtype=torch.bfloat16).save_pretrained(packed)
+            model = kind.from_pretrained(packed, dtype=torch.float16)
+        others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float16}
+        wrong = wrong or bool(others)
+        said.append(f"{kind.__name__}: {', '.join(sorted(map(str, others))) or 'no other dtype'}")
+        try:
+            model(torch.arange(8)[None])
+        except RuntimeError as error:
+            wrong = True
+            said.append(str(error))
+    return Finding(wrong, f"asked for float16. {'; '.join(said)}")
+
+
+_LOADING = "transformers.core_model_loading:convert_and_load_state_dict_in_model"
+
+PATCH = Patch(
+    id="transformers-checkpoint-keeps-dtype",
+    summary="dtype= is ignored for the weights of a quantized checkpoint: bf16 weights with fp16 biases",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L131",),
+    requires=("transformers>=5", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            _LOADING,
+            find="hf_quantizer.get_new_dtype(mapping, tensor, _dtype)",
+            replace="_patches_new_dtype(hf_quantizer, mapping, tensor, _dtype, model, renamed_key)",
+            names={"_patches_new_dtype": new_dtype},
+            when="transformers>=5.21",
+        ),
+        Rewrite(
+            _LOADING,
+            find="original_key != renamed_key",
+            replace="_patches_kept(hf_quantizer, model, original_key, renamed_key)",
+            names={"_patches_kept": kept},
+            when="transformers<5.21",
+        ),
+    ),
+    defect=defect,
+)

@@ -1,0 +1,127 @@
+"""``bnb_4bit_compute_dtype`` and ``llm_int8_threshold`` are ignored for a checkpoint that is quantized already.
+
+Who loads a 4-bit checkpoint with ``BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)``, because a
+T4 cannot compute in bf16, gets layers that compute in what the file says: transformers takes the whole configuration of the
+checkpoint, and its warning says that of each argument. A checkpoint that was saved with the default computes in float32,
+whatever is asked for. All releases (transformers #47378, #47661).
+
+Both are matters of computing, not of what is stored. With the repair they count if they were given: they are in the
+configuration of the model, and so in its layers. One that was not given is what the file says. What else differs (the
+kind of 4-bit type, double quantization, storage) is in the tensors and cannot be chosen any more. Nor can the layers: a
+``llm_int8_skip_modules`` that was given with such a checkpoint is said to have no effect.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import tiny_models
+from ..helpers.messages import LOGGER
+
+_COMPUTE, _THRESHOLD = "bnb_4bit_compute_dtype", "llm_int8_threshold"
+_DEFAULTS = {_COMPUTE: "torch.float32", _THRESHOLD: "6.0"}
+_MOST = 1000
+
+_given: OrderedDict[int, tuple[float, frozenset[str]]] = OrderedDict()
+"""What was given to a configuration, by the very number that is its threshold.
+
+Copies of a configuration, which the ``AutoModel`` classes make, share that object, and no attribute of ours is saved with it.
+"""
+
+
+def noted(threshold: Any, compute_dtype: Any) -> Any:
+    """``threshold``, as an object of its own that says which of both were given."""
+    from transformers import BitsAndBytesConfig
+
+    if type(threshold) is not float:
+        return threshold
+    names = {_COMPUTE} if compute_dtype is not None else set()
+    if not any(threshold is default for default in BitsAndBytesConfig.__init__.__defaults__ or ()):
+        names.add(_THRESHOLD)
+    threshold = float.fromhex(threshold.hex())  # never the same object
+    _given[id(threshold)] = threshold, frozenset(names)
+    while len(_given) > _MOST:
+        _given.popitem(last=False)
+    return threshold
+
+
+def _names_given(config: Any) -> set[str]:
+    """Which of both the user gave; those that are no default, if that was not noted."""
+    threshold, names = _given.get(id(config.llm_int8_threshold), (None, frozenset()))
+    noted_here = names if threshold is config.llm_int8_threshold else frozenset()
+    return {name for name, default in _DEFAULTS.items() if name in noted_here or str(getattr(config, name)) != default}
+
+
+def counted(config: Any, asked: Any) -> Any:
+    """The configuration ``config`` of a checkpoint, with what counts of ``asked``, which the user gave."""
+    if type(config).__name__ != "BitsAndBytesConfig" or type(asked) is not type(config):
+        return config
+    names = {_COMPUTE if config.load_in_4bit else _THRESHOLD} & _names_given(asked)
+    other = {name: getattr(asked, name) for name in names if getattr(asked, name) != getattr(config, name)}
+    if other:
+        config = copy.copy(config)
+        vars(config).update(other)
+    skip = asked.llm_int8_skip_modules
+    if skip and set(skip) - set(config.llm_int8_skip_modules or ()):
+        LOGGER.warning(
+            "llm_int8_skip_modules=%r has no effect: this checkpoint is quantized already, and its file says which layers "
+            "are. To have other layers in floating point, quantize the original model with that list.",
+            list(skip),
+        )
+    return config
+
+
+def defect() -> Finding:
+    """Save a tiny Llama in 4 bits and in INT8, and load it with a compute dtype and a threshold of one's own."""
+    import tempfile
+
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    asked: tuple[tuple[dict[str, Any], str, Any], ...] = (
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _COMPUTE, torch.float16),
+        ({"load_in_8bit": True}, _THRESHOLD, 0.0),
+    )
+    said, wrong = [], False
+    load = AutoModelForCausalLM.from_pretrained
+    for how, name, value in asked:
+        with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
+            tiny_models.save_llama(plain)
+            load(plain, quantization_config=BitsAndBytesConfig(**how), device_map="cpu").save_pretrained(packed)
+            given = BitsAndBytesConfig(**how, **{name: value})
+            layer = load(packed, quantization_config=given, device_map="cpu").model.layers[0].mlp.up_proj
+        got = layer.compute_dtype if name == _COMPUTE else layer.state.threshold
+        wrong = wrong or got != value
+        said.append(f"{name} is {got}, asked for {value}")
+    return Finding(wrong, "; ".join(said))
+
+
+PATCH = Patch(
+    id="transformers-compute-dtype-given",
+    summary="bnb_4bit_compute_dtype and llm_int8_threshold are ignored for a checkpoint that is quantized already",
+    links=(
+        "https://github.com/huggingface/transformers/issues/47378",
+        "https://github.com/huggingface/transformers/pull/47661",
+    ),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
+            find="return quantization_config",
+            replace="return _patches_counted(quantization_config, quantization_config_from_args)",
+            names={"_patches_counted": counted},
+        ),
+        Rewrite(
+            "transformers.utils.quantization_config:BitsAndBytesConfig.__init__",
+            find="self.llm_int8_threshold = llm_int8_threshold",
+            replace="self.llm_int8_threshold = _patches_noted(llm_int8_threshold, bnb_4bit_compute_dtype)",
+            names={"_patches_noted": noted},
+        ),
+    ),
+    defect=defect,
+)

@@ -1,0 +1,88 @@
+"""``from_pretrained(..., load_in_4bit=True)`` raises a ``TypeError`` on transformers 5.
+
+Tutorials, notebooks and training scripts since 2023 write ``load_in_4bit=True`` or ``load_in_8bit=True`` as an argument of
+``from_pretrained``, some with ``bnb_4bit_compute_dtype`` and its kin beside it. transformers 4 makes a
+``BitsAndBytesConfig`` of them and says that this is deprecated. transformers 5 hands them to the class of the model:
+``LlamaForCausalLM.__init__() got an unexpected keyword argument 'load_in_4bit'``. ``load_in_4bit=False`` too, which scripts
+with a switch write. All releases of transformers 5.
+
+The repair makes the ``BitsAndBytesConfig``, with the defaults that it has, and says once a process what to write instead.
+As on transformers 4, both this and a ``quantization_config`` are refused. It runs once a model that is loaded, and costs a
+look at the names of the arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.messages import LOGGER
+
+_SWITCHES = ("load_in_4bit", "load_in_8bit")
+_told: set[str] = set()
+
+
+def quantization_config(kwargs: dict[str, Any]) -> Any:
+    """The ``quantization_config`` among ``kwargs``, or what ``load_in_4bit`` and its kin ask for; taken out of them."""
+    given = kwargs.pop("quantization_config", None)
+    switches = {name: kwargs.pop(name) for name in _SWITCHES if name in kwargs}
+    if not any(switches.values()):
+        return given
+    on = " and ".join(f"{name}=True" for name, value in switches.items() if value)
+    if given is not None:
+        raise ValueError(
+            f"from_pretrained got {on} and a quantization_config. Leave one of them out: "
+            f"quantization_config=BitsAndBytesConfig({on}) says both."
+        )
+    from transformers import BitsAndBytesConfig
+
+    names = inspect.signature(BitsAndBytesConfig).parameters.keys() - {"kwargs"}
+    config = BitsAndBytesConfig(**switches, **{name: kwargs.pop(name) for name in names & kwargs.keys()})
+    if on not in _told:
+        _told.add(on)
+        LOGGER.warning(
+            "from_pretrained(%s) is deprecated, and transformers 5 does not know it. "
+            "Write quantization_config=BitsAndBytesConfig(%s).",
+            on,
+            on,
+        )
+    return config
+
+
+def defect() -> Finding:
+    """Load a tiny Llama in 4 bits as tutorials do."""
+    import tempfile
+
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    from ..helpers.messages import heard
+
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with tempfile.TemporaryDirectory() as folder, heard():
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(folder)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        except TypeError as error:
+            return Finding(True, str(error))
+    kind = type(model.model.layers[0].mlp.up_proj).__name__
+    return Finding(kind != "Linear4bit", f"loaded, with {kind}")
+
+
+PATCH = Patch(
+    id="transformers-load-in-keyword",
+    summary="from_pretrained(..., load_in_4bit=True), as tutorials have it, raises a TypeError on transformers 5",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L4094",),
+    requires=("transformers>=5", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.modeling_utils:PreTrainedModel.from_pretrained",
+            find="kwargs.pop('quantization_config', None)",
+            replace="_patches_quantization_config(kwargs)",
+            names={"_patches_quantization_config": quantization_config},
+        ),
+    ),
+    defect=defect,
+)

@@ -1,0 +1,84 @@
+"""``save_pretrained`` joins the packed weights of quantized layers, and loses their quantization states.
+
+Some models are put together from a checkpoint that has several layers in one tensor (HRM: ``gqkv_proj`` becomes the layers
+``q_proj``, ``k_proj``, ``v_proj`` and ``gate_proj``). ``save_pretrained`` joins them again. It does so with packed
+weights, too, of which it writes one quantization state for all: what is saved in 4 bits or INT8 cannot be loaded
+(``quant_state is required``, ``'NoneType' object has no attribute 'dtype'``), and what it held is lost. transformers 5.10
+to 5.23.
+
+With the repair such layers are saved as they are, each by its own name with its own quantization state, where
+``from_pretrained`` finds them, also without the plugin. A model in floating point, and conversions that concern no quantized
+layer, are saved as before. What was saved without the repair is to be quantized again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import tiny_models
+
+
+def revertible(conversions: list[Any], model: Any) -> list[Any]:
+    """``conversions`` without those that would join the weights of quantized layers of ``model``."""
+    weights = [f"{path}.weight" for path, module in model.named_modules() if _is_quantized(module)]
+    return [each for each in conversions if not weights or not _joins(each, weights)]
+
+
+def _is_quantized(module: Any) -> bool:
+    return type(module).__name__ in ("Linear4bit", "Linear8bitLt")
+
+
+def _joins(conversion: Any, weights: list[str]) -> bool:
+    """Whether ``conversion``, reverted, changes one of ``weights``."""
+    if not getattr(conversion, "operations", None):  # it only renames
+        return False
+    if any("Deserialize" in type(operation).__name__ for operation in conversion.operations):
+        return False  # another patch is about these
+    reverted = conversion.reverse_transform()
+    return any(reverted.rename_source_key(weight)[1] is not None for weight in weights)
+
+
+def defect() -> Finding:
+    """Load a tiny HRM in 4 bits, save it, and load it again."""
+    import tempfile
+
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HrmTextConfig
+
+    torch.manual_seed(0)
+    config = HrmTextConfig(vocab_size=16, head_dim=32, **{**tiny_models.SIZE, "num_hidden_layers": 2})
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    load = AutoModelForCausalLM.from_pretrained
+    ids = torch.arange(8)[None]
+    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed, torch.no_grad():
+        AutoModelForCausalLM.from_config(config).save_pretrained(plain)
+        model = load(plain, quantization_config=how, device_map="cpu").eval()
+        expected = model(ids, use_cache=False).logits
+        model.save_pretrained(packed)
+        try:
+            again = load(packed, device_map="cpu").eval()
+            logits = again(ids, use_cache=False).logits
+        except (AttributeError, RuntimeError, AssertionError, ValueError) as error:
+            return Finding(True, f"loaded again: {type(error).__name__}: {str(error).partition('.')[0]}")
+    off = ((logits - expected).norm() / expected.norm()).item()
+    return Finding(not off < 1e-5, f"loaded again, logits off by {off:.1e} of their norm")
+
+
+PATCH = Patch(
+    id="transformers-saves-merged-weights",
+    summary="a 4-bit or INT8 model whose checkpoint joins layers (HRM) is saved without its quantization states",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L1882",),
+    requires=("transformers>=5.10", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.core_model_loading:revert_weight_conversion",
+            find="weight_conversions[::-1]",
+            replace="_patches_revertible(weight_conversions, model)[::-1]",
+            names={"_patches_revertible": revertible},
+        ),
+    ),
+    defect=defect,
+)

@@ -1,0 +1,126 @@
+"""A layer that ``llm_int8_skip_modules`` names is quantized all the same, and nobody says so.
+
+``llm_int8_skip_modules=["vision_tower"]``, ``["mlp"]`` and ``["layers.1"]`` leave those parts of a model unquantized on
+transformers 4: a name counts wherever it stands in the path of a layer. transformers 5 looks for it at the beginning or at
+the end of the path. The vision tower of a Llava is at ``model.vision_tower``, so it is quantized, and so is all that
+tutorials and model cards exclude by a part of a path (transformers 5.0 to 5.23; JoyCaption #53, unsloth #4208). On
+transformers 4 ``"self_attn.q_proj"`` is one that is ignored: it is neither a whole path nor followed by a dot. Up to 5.17
+``"model.layers.1"`` skips ``model.layers.10`` as well.
+
+With the repair a name skips each layer whose path contains it, component by component: "layers.1" is not "layers.10". What
+the installed transformers skips by a name, as a regular expression or as the end of a path, is skipped as before. The
+paths that transformers would not have found are added to the configuration of the model, so that what is saved loads
+without the plugin. A name that matches no module is said once, with the nearest ones. A list that is no list and an empty
+name raise an error. A checkpoint that is quantized already is left to what its file holds
+(``transformers-checkpoint-decides``). It costs a walk over the names of the modules while loading.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import skipped, tiny_models
+from ..helpers.messages import LOGGER
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def to_skip(quantizer: Any, model: Module) -> list[str] | None:
+    """The names that transformers is given in place of those that the user gave."""
+    asked: list[str] | None = quantizer.quantization_config.llm_int8_skip_modules
+    if asked is None or quantizer.pre_quantized:
+        return asked
+    names, paths = skipped.checked(asked), skipped.linears(model)
+    _tell_unknown(names, model, paths)
+    skip: list[str] = []
+    for name in names:
+        skip += _said(name, paths)
+    skip = list(dict.fromkeys(skip))
+    if skip == names:
+        return asked
+    skipped.set_list(quantizer, skip)
+    return skip
+
+
+def _said(name: str, paths: list[str]) -> list[str]:
+    """``name`` as the installed transformers has to be told: with the paths that it would not find, or they alone."""
+    meant = [path for path in paths if skipped.root(path, name)]
+    taken = [path for path in paths if skipped.skips(name, path)]
+    if any(_next_number(name, path) for path in taken):
+        return [path for path in paths if path in meant or path in taken and not _next_number(name, path)]
+    roots = {skipped.root(path, name) for path in meant if path not in taken}
+    # A root may take a neighbour with it: then each layer is named.
+    if any(skipped.skips(root, path) for root in roots for path in paths if path not in meant):
+        roots = set(meant)
+    return [name, *sorted(roots)]
+
+
+def _next_number(name: str, path: str) -> bool:
+    """Whether ``path`` begins with ``name`` in the middle of a number: layers.1 and layers.10, up to 5.17."""
+    return name[-1:].isdigit() and path.startswith(name) and path[len(name) :][:1].isdigit()
+
+
+def _tell_unknown(names: list[str], model: Module, paths: list[str]) -> None:
+    """Say which of ``names`` is about no module of ``model``."""
+    modules = [path for path, _ in model.named_modules() if path]
+    parts = {".".join(path.split(".")[at:]) for path in modules for at in range(path.count(".") + 1)}
+    for name in names:
+        if any(skipped.root(path, name) for path in modules) or any(skipped.skips(name, path) for path in paths):
+            continue
+        near = difflib.get_close_matches(name, sorted(parts), n=3, cutoff=0.5)
+        LOGGER.warning(
+            "llm_int8_skip_modules has %r, and this %s has no module of that name: nothing is skipped for it.%s",
+            name,
+            type(model).__name__,
+            f" The nearest: {', '.join(near)}." if near else "",
+        )
+
+
+def defect() -> Finding:
+    """Load a tiny Llava in 4 bits without its vision tower, and a Llama without the projections of its attention."""
+    import tempfile
+
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlavaForConditionalGeneration
+
+    asked = (
+        (LlavaForConditionalGeneration, tiny_models.save_llava, "vision_tower"),
+        (LlamaForCausalLM, tiny_models.save_llama, "self_attn.q_proj"),
+    )
+    quantized = {}
+    for kind, save, name in asked:
+        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=[name])
+        with tempfile.TemporaryDirectory() as folder:
+            save(folder)
+            model = kind.from_pretrained(folder, quantization_config=how, device_map="cpu")
+        layers = [m for path, m in model.named_modules() if skipped.root(path, name)]
+        quantized[name] = sum(type(m).__name__ == "Linear4bit" for m in layers)
+    figure = ", ".join(f"{count} layers quantized for {name!r}" for name, count in quantized.items())
+    return Finding(any(quantized.values()), figure)
+
+
+_GET = "self.quantization_config.llm_int8_skip_modules"
+
+PATCH = Patch(
+    id="transformers-skip-list-ignored",
+    summary="llm_int8_skip_modules=['vision_tower'] is ignored: the vision tower is quantized, silently",
+    links=(
+        "https://github.com/fpgaminer/joycaption/issues/53",
+        "https://github.com/unslothai/unsloth/issues/4208",
+    ),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=tuple(
+        Rewrite(
+            f"transformers.quantizers.{quantizer}._process_model_before_weight_loading",
+            find=_GET,
+            replace="_patches_to_skip(self, model)",
+            names={"_patches_to_skip": to_skip},
+        )
+        for quantizer in ("quantizer_bnb_4bit:Bnb4BitHfQuantizer", "quantizer_bnb_8bit:Bnb8BitHfQuantizer")
+    ),
+    defect=defect,
+)

@@ -1,0 +1,109 @@
+"""With a list of one's own in ``llm_int8_skip_modules`` a tied head is made a quantized layer that holds no packed weights.
+
+Without a list transformers leaves the head of a model as it is. Any list replaces that default. The head of a model that
+ties it to its embeddings (small Llama, Qwen and Gemma models) then becomes a ``Linear4bit`` or ``Linear8bitLt`` whose
+weight is the floating-point embedding: its forward ends in ``AssertionError`` or ``'Parameter' object has no attribute
+'CB'``, and transformers 4.57 raises ``'weight' is not an nn.Module`` while it loads. Where the layer computes all the same
+(``bitsandbytes-linear4bit-plain-weight``), peft and ``all-linear`` meet a quantized layer without a quantization state. All
+releases (transformers #45674, #45734, bitsandbytes #1634).
+
+With the repair a layer that is tied stays as it is, whatever list is given, and the head is added to the configuration of
+the model, so that what is saved loads without the plugin. A head that is not tied is quantized by such a list as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import skipped
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def and_tied(quantizer: Any, model: Module, kept: Iterable[str] | None) -> Iterable[str] | None:
+    """``kept`` and the linear layers of ``model`` that are tied, if a list of the user's has replaced the default."""
+    names = quantizer.quantization_config.llm_int8_skip_modules
+    if names is None:
+        return kept
+    tied = sorted(_tied(model).intersection(skipped.linears(model)))
+    new = [path for path in tied if not any(skipped.skips(name, path) for name in names)]
+    if not new:
+        return kept
+    if not quantizer.pre_quantized:
+        skipped.also_skip(quantizer, new)
+    return [*(kept or ()), *new]
+
+
+def _tied(model: Any) -> set[str]:
+    """Paths of the modules of ``model`` whose weights are tied to another's."""
+    if hasattr(model, "all_tied_weights_keys"):
+        tied: dict[str, str] = model.all_tied_weights_keys
+        return {name.removesuffix(".weight") for name in (*tied, *tied.values())}
+    from transformers import PreTrainedModel
+
+    heads = [_tied_head(module) for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return {path for path, module in model.named_modules() if any(module is head for head in heads)}
+
+
+def _tied_head(model: Any) -> Any:
+    """The head of ``model``, on transformers 4, if it is tied to the embeddings."""
+    tied = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", True)
+    return model.get_output_embeddings() if tied else None
+
+
+def defect() -> Finding:
+    """Load a tiny Llama with a tied head in 4 bits, with a list of modules to skip, and run it."""
+    import tempfile
+
+    import torch
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["q_proj"])
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, tie_word_embeddings=True, **size)).save_pretrained(folder)
+        try:
+            model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu")
+        except AttributeError as error:
+            if "is not an nn.Module" not in str(error):
+                raise
+            return Finding(True, f"while loading: {error}")
+    head = model.lm_head
+    if type(head) is torch.nn.Linear:
+        return Finding(head.weight is not model.model.embed_tokens.weight, "the head is nn.Linear, and tied")
+    return Finding(True, f"the head is {type(head).__name__}, its weight {head.weight.dtype}")
+
+
+def _edit(quantizer: str, kept: str, when: str) -> Rewrite:
+    return Rewrite(
+        f"transformers.quantizers.{quantizer}._process_model_before_weight_loading",
+        find=kept,
+        replace=f"_patches_and_tied(self, model, {kept})",
+        names={"_patches_and_tied": and_tied},
+        when=when,
+    )
+
+
+PATCH = Patch(
+    id="transformers-tied-head-quantized",
+    summary="a tied head is made a quantized layer without a quantization state by any llm_int8_skip_modules",
+    links=(
+        "https://github.com/huggingface/transformers/issues/45674",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",
+    ),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=tuple(
+        _edit(quantizer, kept, when)
+        for quantizer in ("quantizer_bnb_4bit:Bnb4BitHfQuantizer", "quantizer_bnb_8bit:Bnb8BitHfQuantizer")
+        for kept, when in (
+            ("model._keep_in_fp32_modules", "transformers>=5"),
+            ("keep_in_fp32_modules", "transformers<5"),
+        )
+    ),
+    defect=defect,
+)

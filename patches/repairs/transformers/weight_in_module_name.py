@@ -1,0 +1,82 @@
+"""A quantized layer whose name ends in "weight" loses its quantization state while it is loaded.
+
+The loader finds the tensors of a quantized layer by the names "weight", "weight.absmax" and so on, wherever they stand
+in a key. Of a layer named ``block_inject_weight`` (Qwen4) the key ``block_inject_weight.weight.absmax`` is taken for the
+weight itself: what was saved in 4 bits loads without a word, and forward ends in ``quant_state is required``. transformers
+5.10 to 5.23.
+
+With the repair these names count as whole components alone. Keys of other layers match as before.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+
+
+def anchored(converters: list[Any]) -> list[Any]:
+    """``converters``; those that put quantized weights together match whole components of a key."""
+    for converter in converters:
+        operations = getattr(converter, "operations", None) or ()
+        if any(type(operation).__name__ in ("Bnb4bitDeserialize", "Bnb8bitDeserialize") for operation in operations):
+            pattern = converter.compiled_sources.pattern
+            if not pattern.startswith("(?<!"):
+                converter.compiled_sources = re.compile(rf"(?<!\w)(?:{pattern})(?!\w)")
+    return converters
+
+
+def defect() -> Finding:
+    """A model of one's own, with a layer named ``gate_weight``, saved in 4 bits, loaded and run."""
+    import tempfile
+
+    import torch
+    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+
+    class Config(PretrainedConfig):  # type: ignore[misc]
+        model_type = "gated"
+
+    class Gated(PreTrainedModel):  # type: ignore[misc]
+        config_class = Config
+
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.gate_weight = torch.nn.Linear(64, 64)
+            self.out = torch.nn.Linear(64, 64)
+            self.post_init()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(self.gate_weight(x))
+            return out
+
+    torch.manual_seed(0)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
+        Gated(Config()).save_pretrained(plain)
+        Gated.from_pretrained(plain, quantization_config=how, device_map="cpu").save_pretrained(packed)
+        try:
+            again = Gated.from_pretrained(packed, device_map="cpu")
+        except RuntimeError as error:
+            return Finding(True, f"while loading: {str(error).partition('.')[0]}")
+    lost = getattr(again.gate_weight.weight, "quant_state", None) is None
+    return Finding(lost, f"loaded again, quantization state of gate_weight {'lost' if lost else 'there'}")
+
+
+PATCH = Patch(
+    id="transformers-weight-in-module-name",
+    summary="a 4-bit layer whose name ends in 'weight' is loaded without its quantization state",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L956",),
+    requires=("transformers>=5.10", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.core_model_loading:convert_and_load_state_dict_in_model",
+            find="[entry for entry in weight_mapping if isinstance(entry, WeightConverter)]",
+            replace="_patches_anchored([entry for entry in weight_mapping if isinstance(entry, WeightConverter)])",
+            names={"_patches_anchored": anchored},
+        ),
+    ),
+    defect=defect,
+)

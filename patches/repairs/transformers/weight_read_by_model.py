@@ -1,0 +1,199 @@
+"""Layers are quantized whose weight the code of the model reads by itself: outputs are wrong, or forward raises an error.
+
+A quantized layer is called; its ``weight`` holds packed bytes. Some model files read that:
+
+- they cast activations to its dtype (``hidden_states.to(self.wo.weight.dtype)``), which is ``torch.uint8`` in 4 bits. LongT5
+  and Switch are off by 1.5 of the norm of their outputs, silently; udop, pix2struct, kosmos2_5, blip_2 and the indexers of
+  DeepSeek V3.2 and its kin have the same line. T5 itself keeps these layers in float32;
+- they take it for a matrix (``self.dt_proj.weight @ x``): Mamba ends in an error about shapes. WavLM and the heads of
+  wav2vec2 for speakers read weights likewise.
+
+transformers 4.53 to 5.23. With the repair such a layer is left in floating point when a model is quantized, as
+``llm_int8_skip_modules`` would leave it, and is added to that list in the configuration, so that what is saved loads without
+the plugin. It is about the layers in ``READ`` alone, each only where the installed source still reads its weight so; a cast
+that only 4 bits lose leaves INT8 as it was. A checkpoint that is quantized already is loaded as it is in the file: there
+``bitsandbytes-whole-numbers`` raises an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers import skipped
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+READ = {
+    # activations are cast to the dtype of the weight
+    "AXK2Indexer": ("weights_proj",),
+    "Blip2ForImageTextRetrieval": ("itm_head", "vision_projection", "text_projection"),
+    "Blip2TextModelWithProjection": ("text_projection",),
+    "Blip2VisionModelWithProjection": ("vision_projection",),
+    "DeepseekV32Indexer": ("weights_proj",),
+    "Dots3NoteTextIndexer": ("weights_proj",),
+    "FalconMambaForCausalLM": ("lm_head",),
+    "Glm5NextTextIndexer": ("weights_proj",),
+    "GlmMoeDsaIndexer": ("weights_proj",),
+    "GraniteSpeech5Encoder": ("input_linear",),
+    "HYV4ForCausalLM": ("lm_head",),
+    "HYV4Indexer": ("weights_proj",),
+    "Kosmos2_5VisionMlp": ("wo",),
+    "LongT5DenseActDense": ("wo",),
+    "LongT5DenseGatedActDense": ("wo",),
+    "Mamba2ForCausalLM": ("lm_head",),
+    "MambaForCausalLM": ("lm_head",),
+    "MistralLarge4TextIndexer": ("weights_proj",),
+    "Pix2StructTextDenseGatedActDense": ("wo",),
+    "Pix2StructVisionMlp": ("wo",),
+    "Pop2PianoDenseActDense": ("wo",),
+    "Pop2PianoDenseGatedActDense": ("wo",),
+    "SwitchTransformersDenseActDense": ("wo",),
+    "UdopDenseActDense": ("wo",),
+    "UdopDenseGatedActDense": ("wo",),
+    "UniSpeechForPreTraining": ("project_q",),
+    "Wav2Vec2ConformerForPreTraining": ("project_q",),
+    "Wav2Vec2ForPreTraining": ("project_q",),
+    "xLSTMForCausalLM": ("lm_head",),
+    # the weight is a matrix in a product
+    "ConditionalDetrMHAttentionMap": ("k_proj",),
+    "DabDetrMHAttentionMap": ("k_linear",),
+    "DetrMHAttentionMap": ("k_proj",),
+    "DisentangledSelfAttention": ("in_proj",),
+    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LongcatFlashTopkRouter": ("classifier",),
+    "MambaMixer": ("dt_proj",),
+    "MaskFormerDetrMHAttentionMap": ("k_proj",),
+    "MobileBertLMPredictionHead": ("decoder", "dense"),
+    "TDNNLayer": ("kernel",),
+    "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
+}
+"""Classes of transformers, and their layers whose weight they read."""
+
+
+def listed_and_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
+    """``quantizer.get_modules_to_not_convert``; its list has the layers whose weight ``model`` reads, too."""
+    get: Callable[..., list[str]] = quantizer.get_modules_to_not_convert
+    if quantizer.pre_quantized:
+        return get
+    config = quantizer.quantization_config
+    floating = config.load_in_4bit and config.bnb_4bit_quant_storage.is_floating_point
+    read = sorted(_read(model, "int8" if config.load_in_8bit else "floating" if floating else "uint8"))
+
+    def run(*args: Any, **kwargs: Any) -> list[str]:
+        names = get(*args, **kwargs)
+        more = [path for path in read if not any(skipped.skips(name, path) for name in names)]
+        if more:
+            # A list replaces the default, which is in ``names`` if there was none.
+            skipped.set_list(quantizer, [*sorted(names), *more])
+        return [*names, *more]
+
+    return run
+
+
+def _read(model: Module, packed: str) -> Iterator[str]:
+    """Paths of the linear layers of ``model`` whose weight, stored as ``packed``, its code cannot read."""
+    layers = set(skipped.linears(model))
+    for path, module in model.named_modules():
+        kind: Any = type(module)
+        for name in READ.get(kind.__name__, ()):
+            full = f"{path}.{name}" if path else name
+            if full in layers and packed in _lost_for(kind, name):
+                yield full
+
+
+@functools.cache
+def _lost_for(kind: Any, name: str) -> frozenset[str]:
+    """The ways to store packed weights that the methods of ``kind`` cannot read ``self.name.weight`` in."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    lost: set[str] = set()
+    for method in tree.body[0].body:  # type: ignore[attr-defined]
+        if isinstance(method, ast.FunctionDef) and "init" not in method.name:
+            lost |= _lost_in(method, ast.unparse(method), f"self.{name}.weight")
+    return frozenset(lost)
+
+
+def _lost_in(method: ast.FunctionDef, text: str, weight: str) -> set[str]:
+    lost: set[str] = set()
+    owners = {child: node for node in ast.walk(method) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(method):
+        if not isinstance(node, ast.Attribute) or ast.unparse(node) != weight:
+            continue
+        owner = owners[node]
+        if not isinstance(owner, ast.Attribute) or owner.attr in ("t", "type", "unsqueeze", "view", "chunk", "reshape"):
+            if not (isinstance(owner, ast.Call) and ast.unparse(owner.func) == "isinstance"):
+                lost |= {"uint8", "int8", "floating"}
+        elif owner.attr == "dtype" and _casts(owners[owner], owners):
+            lost |= {kind for kind in ("uint8", "int8") if f"{weight}.dtype != torch.{kind}" not in text}
+    return lost
+
+
+def _casts(node: ast.AST, owners: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a dtype at ``node`` is what something is cast to."""
+    call = owners[node] if isinstance(node, ast.keyword) else node
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "to"
+
+
+def defect() -> Finding:
+    """Load a tiny LongT5 in 4 bits, and run it beside one whose weights were rounded to the same values."""
+    import tempfile
+
+    import bitsandbytes
+    import torch
+    from transformers import BitsAndBytesConfig, LongT5Config, LongT5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = LongT5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2)
+    load = LongT5ForConditionalGeneration.from_pretrained
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        LongT5ForConditionalGeneration(config).save_pretrained(folder)
+        model = load(folder, quantization_config=how, torch_dtype=torch.float32).eval()
+        rounded = load(folder, torch_dtype=torch.float32).eval()
+    for path, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            rounded.get_submodule(path).weight.data = weight.float()
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        try:
+            logits, expected = (each(input_ids=ids, decoder_input_ids=ids).logits for each in (model, rounded))
+        except TypeError as error:
+            return Finding(True, str(error))
+    off = ((logits - expected).norm() / expected.norm()).item()
+    return Finding(not off < 1e-2, f"logits off by {off:.1e} of their norm")
+
+
+_GET = "self.get_modules_to_not_convert"
+
+PATCH = Patch(
+    id="transformers-weight-read-by-model",
+    summary="LongT5, Switch and others in 4 bits compute wrong outputs: activations are cast to the dtype of packed weights",
+    links=(
+        "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/longt5/modeling_longt5.py#L293",
+        "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/mamba/modeling_mamba.py#L438",
+    ),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=tuple(
+        Rewrite(
+            f"transformers.quantizers.{quantizer}._process_model_before_weight_loading",
+            find=_GET,
+            replace="_patches_listed_and_read(self, model)",
+            names={"_patches_listed_and_read": listed_and_read},
+        )
+        for quantizer in ("quantizer_bnb_4bit:Bnb4BitHfQuantizer", "quantizer_bnb_8bit:Bnb8BitHfQuantizer")
+    ),
+    defect=defect,
+)
