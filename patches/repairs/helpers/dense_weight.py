@@ -26,6 +26,9 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
         known = layer.state.SCB if torch.compiler.is_compiling() else None
         dense: Tensor = int8_vectorwise_dequant(weight.data, int8_scales.scale(layer) if known is None else known)
         return dense.to(dtype or dense.dtype)
+    if is_plain_codes(layer, weight):
+        dense = of_plain_codes(layer, weight)
+        return dense.to(dtype or dense.dtype)
     if isinstance(weight, Params4bit) and weight.quant_state is not None:
         dense = dequantize_4bit(weight.data, weight.quant_state)
         return dense.to(dtype or dense.dtype)
@@ -40,9 +43,31 @@ def is_codes(layer: Any) -> bool:
     return isinstance(layer.weight, Int8Params) and layer.weight.dtype == torch.int8
 
 
+def is_plain_codes(layer: Any, weight: Tensor) -> bool:
+    """Whether ``weight`` is INT8 codes of ``layer`` in a plain parameter, as FSDP2 gathers them."""
+    import torch
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    return weight.dtype == torch.int8 and isinstance(layer, Linear8bitLt) and not isinstance(weight, Int8Params)
+
+
+def of_plain_codes(layer: Any, weight: Tensor) -> Tensor:
+    """What codes stand for that lie in a plain parameter, by the scales that the forward of ``layer`` uses."""
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    scale = int8_scales.scale(layer) if int8_scales.is_lost(layer.state.SCB) else layer.state.SCB
+    dense: Tensor = int8_vectorwise_dequant(weight.data, scale.to(weight.device))
+    return dense
+
+
+def weight_or_dense(layer: Any, weight: Tensor) -> Tensor:
+    """``weight``, dequantized if it is INT8 codes of ``layer`` in a plain parameter."""
+    return of_plain_codes(layer, weight) if is_plain_codes(layer, weight) else weight
+
+
 def unless_codes(layer: Any) -> Any:
     """``layer``, or an error: what is added to codes as if they were weights is lost or wraps around."""
-    return _refuse(layer) if is_codes(layer) else layer
+    return _refuse(layer) if is_codes(layer) or is_plain_codes(layer, layer.weight) else layer
 
 
 def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}") -> Rewrite:

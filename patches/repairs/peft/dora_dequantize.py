@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
+from ..helpers import dense_weight
 from ..helpers.graphs import in_pieces
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
         scales = module.state.SCB if module.state.SCB is not None else weight.SCB
         int8: torch.Tensor = bnb.functional.int8_vectorwise_dequant(weight, scales)
         return int8
-    return weight
+    return dense_weight.weight_or_dense(module, weight)
 
 
 def defect() -> Finding:
