@@ -16,7 +16,7 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """The weight of ``layer``, dequantized (to ``dtype``) if bitsandbytes quantized it; else the parameter itself."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
     weight: Tensor = layer.weight
     if weight.device.type == "meta":
@@ -31,6 +31,9 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
         return dense.to(dtype or dense.dtype)
     if isinstance(weight, Params4bit) and weight.quant_state is not None:
         dense = dequantize_4bit(weight.data, weight.quant_state)
+        return dense.to(dtype or dense.dtype)
+    if isinstance(layer, Linear4bit) and layer.quant_state is not None and weight.shape[1:] == (1,):
+        dense = dequantize_4bit(weight.data, layer.quant_state)  # as FSDP2 gathers it
         return dense.to(dtype or dense.dtype)
     return weight
 
