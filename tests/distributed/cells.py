@@ -65,6 +65,9 @@ def slice_of_loading(world: int) -> list[str]:
     found = [f"load/nested/torch/2+/{way}/{base}" for way, base in product(WAYS, BASES)]
     found += [f"load/nf4-u8/torch/2-/{way}/{base}" for way, base in product(WAYS, BASES)]
     found += [f"load/nested/AdamW8bit/{writer}+/{way}/other" for writer, way in product((0, 1, 2), WAYS)]
-    found += [f"load/int8/AdEMAMix8bit/{writer}+/{way}/other" for writer, way in product((0, 1, 2), ("dcp", "full", "broadcast"))]
+    found += [
+        f"load/int8/AdEMAMix8bit/{writer}+/{way}/other"
+        for writer, way in product((0, 1, 2), ("dcp", "full", "broadcast"))
+    ]
     found += [f"load/nested/torch/{writer}/{way}/other" for writer, way in product(("0+", "0-"), ("dcp", "full"))]
     return found

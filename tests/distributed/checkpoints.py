@@ -79,7 +79,9 @@ def save(folder: Path, world: int, kind: str, name: str) -> Outcome:
         dcp.save(state_of(model, optimizer), checkpoint_id=folder / "dcp")
         future: Any = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder / "async")
         future.result()
-    full = copy.deepcopy([get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)])
+    full = copy.deepcopy(
+        [get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)]
+    )
     expected = {"outputs": outputs(model), "losses": [step(model, optimizer) for _ in range(2)]}
     if rank == 0:
         torch.save({**expected, "full": full, "bits": _bits(optimizer)}, folder / "expected.pt")

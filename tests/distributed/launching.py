@@ -11,11 +11,18 @@ from pathlib import Path
 
 from tests import forks
 
+VARIABLE = "PATCHES_TEST_TIMES"
+"""Set to print how long each rank took."""
 RANK = Path(__file__).with_name("rank.py")
 
 
 def launch(
-    folder: Path, cells: Sequence[str], environ: dict[str, str], world: int, plugin: Sequence[bool] | bool, timeout: float = 900
+    folder: Path,
+    cells: Sequence[str],
+    environ: dict[str, str],
+    world: int,
+    plugin: Sequence[bool] | bool,
+    timeout: float = 900,
 ) -> dict[str, list[tuple[str, str]]]:
     """Run ``cells`` on ``world`` ranks (0: one, which does not shard); for each cell, what each rank said."""
     ranks = max(world, 1)
@@ -26,17 +33,19 @@ def launch(
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     programs = [
-        forks.Program([str(RANK), str(here)], {**env, "RANK": str(rank), "PATCHES_AUTOLOAD": str(int(patched[rank]))}, os.getcwd())
+        forks.Program(
+            [str(RANK), str(here)], {**env, "RANK": str(rank), "PATCHES_AUTOLOAD": str(int(patched[rank]))}, os.getcwd()
+        )
         for rank in range(ranks)
     ]
     done = forks.run(*programs, timeout=timeout)
-    told = []
-    for rank, process in enumerate(done):
-        said = here / f"{rank}.json"
-        if not said.exists():
-            raise RuntimeError(f"rank {rank} of {ranks} ended with {process.returncode}\n{process.stderr[-3000:]}")
-        told.append(json.loads(said.read_text()))
-    return {cell: [tuple(rank[cell]) for rank in told] for cell in cells}
+    told = [json.loads(said.read_text()) if (said := here / f"{rank}.json").exists() else None for rank in range(ranks)]
+    if VARIABLE in os.environ:
+        print(f"{ranks} ranks, {len(cells)} cells:", [process.stderr.splitlines()[-1:] for process in done])
+    if None in told:
+        words = [f"rank {rank}: {process.returncode}\n{process.stderr[-3000:]}" for rank, process in enumerate(done)]
+        raise RuntimeError("\n".join(words))
+    return {cell: [tuple(rank[cell]) for rank in told if rank] for cell in cells}
 
 
 def together(said: Sequence[tuple[str, str]]) -> str:

@@ -10,11 +10,13 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
 
 logging.disable(logging.WARNING)
+BEGAN = time.process_time()
 
 import bitsandbytes  # noqa: E402, F401, with this import the entry point runs
 import torch  # noqa: E402
@@ -51,7 +53,9 @@ def main() -> None:
     files = dist.FileStore(str(folder / "store"), WORLD)
     answers = {}
     for number, name in enumerate(json.loads((folder / "cells.json").read_text())):
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"{number}/", files), rank=RANK, world_size=WORLD, timeout=WAIT)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"{number}/", files), rank=RANK, world_size=WORLD, timeout=WAIT
+        )
         try:
             answers[name] = run(name, folder.parent)
         except (Exception, CheckpointException) as error:  # which is no Exception
@@ -68,6 +72,7 @@ def main() -> None:
         files.wait([f"done/{number}/{rank}" for rank in range(WORLD)], 2 * WAIT)
         if number % 50 == 49:
             gc.collect()
+    print(f"{time.process_time() - BEGAN:.1f} CPU seconds", file=sys.stderr)
     (folder / f"{RANK}.json").write_text(json.dumps(answers))
 
 

@@ -108,7 +108,9 @@ def _train(model: nn.Module, wrap: str, variation: str) -> tuple[torch.Tensor, d
             else:
                 nn.utils.clip_grad_norm_(parameters, 0.01)
         if not grads:
-            grads = {_name(n): whole(p.grad) for n, p in trained(model).items() if p.grad is not None and wrap != "fsdp1"}
+            grads = {
+                _name(n): whole(p.grad) for n, p in trained(model).items() if p.grad is not None and wrap != "fsdp1"
+            }
         optimizer.step()
         optimizer.zero_grad()
     all_losses = torch.stack(losses)

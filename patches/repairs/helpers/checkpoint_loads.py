@@ -24,7 +24,6 @@ from .own_codes import same_bits
 if TYPE_CHECKING:
     from torch import Tensor
 
-_STATE = re.compile(r"(.*__bnb_optimizer_quant_state__\.)state([12])")
 _PACKED = re.compile(r"(.*)\.quant_state\.bitsandbytes__\w+")
 _STATISTICS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _ATTRIBUTE = "_patches_stand_ins"
@@ -41,7 +40,7 @@ class StandIns:
         self.entries = dict(given)
         self.settles: list[Settle] = []
         for key in given:
-            if state := _STATE.fullmatch(key):
+            if state := optimizer_bits.STATE.fullmatch(key):
                 self._optimizer_state(key, *state.groups())
             elif packed := _PACKED.fullmatch(key):
                 self._statistics(key, packed[1])
@@ -51,7 +50,11 @@ class StandIns:
 
         saved, target = self.saved.get(key), self.given[key]
         dtype = getattr(getattr(saved, "properties", None), "dtype", None)
-        if saved is None or tuple(saved.size) != tuple(target.shape) or {dtype, target.dtype} != _BITS():
+        if (
+            saved is None
+            or tuple(saved.size) != tuple(target.shape)
+            or {dtype, target.dtype} != {torch.uint8, torch.float32}
+        ):
             return
         table, scales = f"{prefix}qmap{number}", f"{prefix}absmax{number}"
         read = self.entries[key] = torch.empty_like(target, dtype=dtype)
@@ -86,12 +89,6 @@ class StandIns:
         codes = self.given[weight]
         read = self.entries[weight] = torch.empty_like(codes)
         self.settles.append(lambda: _compare(weight, codes, read))
-
-
-def _BITS() -> set[Any]:
-    import torch
-
-    return {torch.uint8, torch.float32}
 
 
 def _local(tensor: Any) -> Tensor:

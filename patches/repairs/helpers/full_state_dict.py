@@ -30,6 +30,10 @@ class Watched:
     def __init__(self, model: Module) -> None:
         self.layers = {id(layer.weight): layer for layer in _sharded_layers(model)}
         self.kept: list[tuple[Any, Tensor]] = []
+        self.number = next(_CALLS)
+        self.took = False
+        """Whether quantization states were sent."""
+        agreement.say(f"here/{self.number}")
 
     def keep(self, key: str, sent: dict[str, Any], weight: Any) -> None:
         """Keep what ``weight`` holds, if ``key`` was sent without its quantization state."""
@@ -41,10 +45,16 @@ class Watched:
 
     def judge(self) -> None:
         """Raise on every rank if on one of them a packed weight is another than before; all get back what they had."""
+        if self.took and (ranks := agreement.silent(f"here/{self.number}")):
+            warnings.warn(
+                f"Ranks {ranks} did not say that they run with bnb-patches, and without it they drop the quantization states "
+                "that rank 0 sends: call patches.check_ranks() on every rank.",
+                stacklevel=2,
+            )
         if not self.kept:
             return
         changed = [layer for layer, old in self.kept if not same_bits(layer.weight.to_local().detach(), old)]
-        if agreement.all_agree(not changed, f"codes/{next(_CALLS)}"):
+        if agreement.all_agree(not changed, f"codes/{self.number}"):
             return
         for layer, old in self.kept:
             layer.weight.to_local().detach().copy_(old)
@@ -111,6 +121,7 @@ def take(sent: dict[str, Any], local: dict[str, Any]) -> None:
             "start all of them with the same packages and PATCHES_* variables.",
             stacklevel=2,
         )
+    took = False
     for key in sent:
         if key in local:
             continue
@@ -118,7 +129,9 @@ def take(sent: dict[str, Any], local: dict[str, Any]) -> None:
         owner = found[1] if found else f"{int8[1]}weight" if (int8 := _OF_INT8.fullmatch(key)) else ""
         if owner in local:
             local[key] = torch.empty(0)  # what is sent takes its place
+            took = True
     if (watched := _WATCHED.get()) is not None:
+        watched.took = took
         for key, weight in local.items():
             watched.keep(key, sent, weight)
 

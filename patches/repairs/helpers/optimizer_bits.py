@@ -6,7 +6,10 @@ A state in 8 bits is codes, a table of what codes mean (``qmap1``) and a scale f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Rewrite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,3 +44,42 @@ def to_8_bits(values: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Te
         return values.to(torch.uint8), scales
     found, state = quantize_blockwise(values.contiguous(), code=table.to(values.device), blocksize=BLOCK)
     return found.view(values.shape), state.absmax
+
+
+STATE = re.compile(r"(.*__bnb_optimizer_quant_state__\.)state([12])")
+"""The name of a state in a flat state dict, up to where its table and scales have other names, and its number."""
+
+
+def same_bits(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
+    """``full``, flat and whole, with each state in the bits of the sharded one in ``local`` that it is written into."""
+    import torch
+
+    for key, value in list(full.items()):
+        found = STATE.fullmatch(key)
+        own: Any = local.get(key)
+        if found is None or not hasattr(own, "to_local") or {own.dtype, value.dtype} != {torch.uint8, torch.float32}:
+            continue
+        names = [f"{found[1]}{part}{found[2]}" for part in ("qmap", "absmax")]
+        if own.dtype == torch.uint8:
+            table, scales = local[names[0]], local[names[1]]
+            whole = torch.empty(scales.shape, dtype=torch.float32, device=value.device)
+            full[key], full[names[1]] = to_8_bits(value, table, whole)
+            full[names[0]] = table
+        elif all(name in full for name in names):
+            table, scales = (full.pop(name) for name in names)
+            full[key] = to_float(value, table, scales, (0,) * value.dim(), tuple(value.shape))
+        else:
+            raise ValueError(f"{key!r} was saved in 8 bits, and the full state dict lacks {names[1]!r}.")
+    return full
+
+
+SAME_BITS = tuple(
+    Rewrite(
+        f"torch.distributed._state_dict_utils:{function}",
+        find="full_state_dict.items()",
+        replace="_patches_same_bits(full_state_dict, local_state_dict).items()",
+        names={"_patches_same_bits": same_bits},
+    )
+    for function in ("_broadcast_state_dict", "_distribute_state_dict")
+)
+"""A full state dict is brought into the bits that the ranks have."""

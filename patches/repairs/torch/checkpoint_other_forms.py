@@ -27,9 +27,15 @@ A load without any of this costs a look at each name. With it, each such tensor 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ...engine import Finding, Patch
 from ..helpers.checkpoint_loads import READ_INTO_STAND_INS
 from ..helpers.checkpoint_plans import SAME_ON_ALL_RANKS
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Linear4bit
+    from torch import Tensor
 
 
 def defect() -> Finding:
@@ -38,8 +44,10 @@ def defect() -> Finding:
     import warnings
 
     import torch
-    import torch.distributed.checkpoint as dcp
     from bitsandbytes.nn import Linear4bit
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     def layer(factor: float) -> Linear4bit:
         torch.manual_seed(0)
@@ -54,11 +62,11 @@ def defect() -> Finding:
     assert live is not None, "digits of one number"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process is no distributed run
-        dcp.save(saved.state_dict(), checkpoint_id=folder, no_dist=True)
+        save(saved.state_dict(), checkpoint_id=folder, no_dist=True)
         into = live.state_dict()
         try:
-            dcp.load(into, checkpoint_id=folder, no_dist=True)
-        except (ValueError, dcp.CheckpointException) as error:
+            load(into, checkpoint_id=folder, no_dist=True)
+        except (ValueError, CheckpointException) as error:
             return Finding(
                 True, f"dcp.load of a 4-bit layer: {'Size mismatch' if 'Size mismatch' in str(error) else error}"
             )
@@ -66,9 +74,9 @@ def defect() -> Finding:
     return Finding(not same, f"dcp.load of a 4-bit layer: {'as' if same else 'not as'} saved")
 
 
-def _packed(layer: object) -> object:
-    state: dict[str, object] = layer.state_dict()  # type: ignore[attr-defined]
-    return next(value for key, value in state.items() if "bitsandbytes__" in key)
+def _packed(layer: Linear4bit) -> Tensor:
+    packed: Tensor = next(value for key, value in layer.state_dict().items() if "bitsandbytes__" in key)
+    return packed
 
 
 PATCH = Patch(
