@@ -59,7 +59,7 @@ def main() -> None:
         try:
             answers[name] = run(name, folder.parent)
         except (Exception, CheckpointException) as error:  # which is no Exception
-            lines = [line for line in str(error).splitlines() if line[:1].strip() and not line.startswith("Traceback")]
+            lines = [line.strip() for line in str(error).splitlines() if not line.startswith(("Traceback", "  "))]
             answers[name] = "error", f"{type(error).__name__}: {' '.join(lines)}"
             del error
         torch._dynamo.reset()
@@ -68,6 +68,8 @@ def main() -> None:
         dist.destroy_process_group()
         if answers[name][0] == "error":
             gc.collect()
+        if name.endswith("killed"):
+            break  # nobody to wait for
         files.set(f"done/{number}/{RANK}", "")
         files.wait([f"done/{number}/{rank}" for rank in range(WORLD)], 2 * WAIT)
         if number % 50 == 49:
