@@ -26,6 +26,9 @@ from torch.distributed.checkpoint import CheckpointException  # noqa: E402
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WAIT = timedelta(seconds=int(os.environ.get("WAIT", "60")))
 
+OTHER = 6
+"""Seed of the other base weights, whose quantization states have packed entries of another length."""
+
 
 def run(name: str, folder: Path) -> tuple[str, str]:
     from tests.distributed import checkpoints, misfits, training
@@ -40,7 +43,7 @@ def run(name: str, folder: Path) -> tuple[str, str]:
     if kind == "load":
         quantized, optimizer, writer, way, base = rest
         at = folder / f"{quantized}-{optimizer}-{writer}"
-        return checkpoints.load(at, sharded, quantized, optimizer, way, 0 if base == "same" else 3)
+        return checkpoints.load(at, sharded, quantized, optimizer, way, 0 if base == "same" else OTHER)
     if kind == "adapters":
         return checkpoints.adapter(folder / name.replace("/", "-"), *rest)
     return misfits.cell(folder, *rest)

@@ -228,6 +228,18 @@ def test_a_broadcast_that_brings_no_statistics_is_refused_unless_it_brings_own_c
         assert torch.equal(model(X), make()(X))
 
 
+@pytest.mark.skipif(not satisfied("bitsandbytes>=0.47"), reason="0.46.1 computes with uint8 storage alone on a CPU")
+def test_a_broadcast_in_another_storage_is_refused(one_rank):
+    """torch would copy packed bits by their value."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with patches.applied():
+        model = sharded(lambda seed=0: four_bit(seed, torch.float16))
+        before = model[0].weight.to_local().clone()
+        with pytest.raises(RuntimeError, match="'0' has its packed weight in torch.float16, .* torch.bfloat16"):
+            set_model_state_dict(model, four_bit(1, torch.bfloat16).state_dict(), options=options)
+        assert torch.equal(model[0].weight.to_local().view(torch.uint8), before.view(torch.uint8))
+
+
 def test_what_are_own_codes():
     weight = four_bit(storage=torch.float32)[0].weight  # bits that are NaN among them
     assert are_own(weight, weight) and are_own(weight.data.clone(), weight)

@@ -79,6 +79,7 @@ class StandIns:
             if tuple(saved.size) != tuple(target.shape):
                 read = self.entries[key] = torch.empty(saved.size, dtype=torch.uint8, device=target.device)
                 self.settles.append(lambda: _replace(target, read))
+            self._other_storage(weight)
             return
         group = [key, *(name for part in _STATISTICS if (name := f"{weight}.{part}") in self.given)]
         known = any(f"{weight}.{part}" in self.saved for part in _STATISTICS)
@@ -89,6 +90,24 @@ class StandIns:
         codes = self.given[weight]
         read = self.entries[weight] = torch.empty_like(codes)
         self.settles.append(lambda: _compare(weight, codes, read))
+
+    def _other_storage(self, weight: str) -> None:
+        """Packed bits in another dtype of the same size (``quant_storage``) would be cast like numbers."""
+        import torch
+
+        target, saved = self.given.get(weight), self.saved.get(weight)
+        dtype = getattr(getattr(saved, "properties", None), "dtype", None)
+        if target is None or dtype is None or dtype == target.dtype or dtype.itemsize != target.dtype.itemsize:
+            return  # of another size it has another shape, which DCP refuses
+        read = self.entries[weight] = torch.empty_like(target, dtype=dtype)
+        self.settles.append(lambda: _same_bits_into(target, read))
+
+
+def _same_bits_into(target: Any, read: Any) -> str:
+    import torch
+
+    _local(target).view(torch.uint8).copy_(_local(read).view(torch.uint8))
+    return ""
 
 
 def _local(tensor: Any) -> Tensor:

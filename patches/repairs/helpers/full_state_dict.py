@@ -40,6 +40,12 @@ class Watched:
         layer = self.layers.get(id(weight))
         if layer is None or key not in sent:
             return
+        if sent[key].dtype != weight.dtype:
+            raise RuntimeError(
+                f"{type(layer).__name__} {int8_scales.name_of(layer)!r} has its packed weight in {weight.dtype}, and rank 0 sends "
+                f"it in {sent[key].dtype}, which torch would cast like numbers. Nothing was loaded. Quantize the model with "
+                f"quant_storage={sent[key].dtype} (bnb_4bit_quant_storage)."
+            )
         if (key.removesuffix("weight") + "SCB" if _is_int8(layer) else key + ".absmax") not in sent:
             self.kept.append((layer, weight.to_local().detach().clone()))
 
