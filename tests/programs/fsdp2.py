@@ -109,6 +109,7 @@ def run(rank: int, bits: str, answer: dict[str, Any]) -> None:
     last = shard(load(f"{MODEL}-other", seed=10))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     attempt("broadcast", lambda: set_model_state_dict(last, dict(full or {}), options=options) and None)
+    answer["logits from broadcast"] = difference(logits(last), trained)
 
     cast = shard(load(MODEL), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     attempt("mixed precision", lambda: answer.update(cast=difference(logits(cast), logits(load(MODEL)))))

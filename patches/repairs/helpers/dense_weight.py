@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...engine import Rewrite
-from . import four_bit_state, int8_scales
+from . import four_bit_state, int8_plain, int8_scales
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """The weight of ``layer``, dequantized (to ``dtype``) if bitsandbytes quantized it; else the parameter itself."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
     weight: Tensor = layer.weight
     if weight.device.type == "meta":
@@ -26,8 +26,15 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
         known = int8_scales.known(layer) if torch.compiler.is_compiling() else None
         dense: Tensor = int8_vectorwise_dequant(weight.data, int8_scales.scale(layer) if known is None else known)
         return dense.to(dtype or dense.dtype)
+    if is_plain_codes(layer, weight):
+        dense = of_plain_codes(layer, weight)
+        return dense.to(dtype or dense.dtype)
     if isinstance(weight, Params4bit) and (state := four_bit_state.of(weight)) is not None:
         dense = dequantize_4bit(weight.data, state)
+        return dense.to(dtype or dense.dtype)
+    state = four_bit_state.of(layer)
+    if isinstance(layer, Linear4bit) and state is not None and weight.shape[1:] == (1,):
+        dense = dequantize_4bit(weight.data, state)  # as FSDP2 gathers it
         return dense.to(dtype or dense.dtype)
     return weight
 
@@ -40,9 +47,30 @@ def is_codes(layer: Any) -> bool:
     return isinstance(layer.weight, Int8Params) and layer.weight.dtype == torch.int8
 
 
+def is_plain_codes(layer: Any, weight: Tensor) -> bool:
+    """Whether ``weight`` is INT8 codes of ``layer`` in a plain parameter, as FSDP2 gathers them."""
+    import torch
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    return weight.dtype == torch.int8 and isinstance(layer, Linear8bitLt) and not isinstance(weight, Int8Params)
+
+
+def of_plain_codes(layer: Any, weight: Tensor) -> Tensor:
+    """What codes stand for that lie in a plain parameter, by the scales that the forward of ``layer`` uses."""
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    dense: Tensor = int8_vectorwise_dequant(weight.data, int8_plain.scale(layer, weight))
+    return dense
+
+
+def weight_or_dense(layer: Any, weight: Tensor) -> Tensor:
+    """``weight``, dequantized if it is INT8 codes of ``layer`` in a plain parameter."""
+    return of_plain_codes(layer, weight) if is_plain_codes(layer, weight) else weight
+
+
 def unless_codes(layer: Any) -> Any:
     """``layer``, or an error: what is added to codes as if they were weights is lost or wraps around."""
-    return _refuse(layer) if is_codes(layer) else layer
+    return _refuse(layer) if is_codes(layer) or is_plain_codes(layer, layer.weight) else layer
 
 
 def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}") -> Rewrite:

@@ -21,6 +21,9 @@ on codes gives other outputs now, those that it has on any other base: train it 
 None of them can merge into codes: what they add is lost, and what no longer fits in 8 bits wraps around (HRA: 12 % off
 what the unmerged model computes). Their ``merge`` is an error now for INT8, as it is for 4 bits, and says what to do.
 
+FSDP2 gathers codes into a plain ``Parameter``, which these four and DoRA's ``dequantize_module_weight`` do not take for
+quantized: that weight is dequantized by the scales of its layer as well.
+
 It costs one dequantized weight for each HRA, PEANuT and HiRA layer in a forward, which these tuners ask of any layer.
 """
 
@@ -50,6 +53,7 @@ _TUNERS = "peft.tuners"
 _WEIGHT = "self.get_base_layer().weight"
 _DENSE = "_patches_dense_weight(self.get_base_layer())"
 _NAMES = {"_patches_dense_weight": dense_weight.of}
+_NOT_QUANTIZED = 'if cls_name not in ("Params4bit", "Int8Params"):'
 
 
 PATCH = Patch(
@@ -86,6 +90,12 @@ PATCH = Patch(
         ),
         dense_weight.refuse_merge("hira.layer:Linear.merge", "peft>=0.20,<0.21"),
         dense_weight.refuse_merge("hira.layer:HiraLayer._merge", "peft>=0.21", "weight = {}.weight"),
+        Rewrite(
+            "peft.utils.integrations:dequantize_module_weight",
+            f"{_NOT_QUANTIZED}\n    return weight",
+            f"{_NOT_QUANTIZED}\n    return _patches_weight_or_dense(module, weight)",
+            names={"_patches_weight_or_dense": dense_weight.weight_or_dense},
+        ),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
     ),  # fmt: skip
     defect=defect,

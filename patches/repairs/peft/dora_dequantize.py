@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import four_bit_state, int8_scales
+from ..helpers import dense_weight, four_bit_state, int8_scales
 from ..helpers.graphs import in_pieces
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
     if isinstance(weight, bnb.nn.Int8Params):
         int8: torch.Tensor = bnb.functional.int8_vectorwise_dequant(weight, int8_scales.known(module))
         return int8
-    return weight
+    return dense_weight.weight_or_dense(module, weight)
 
 
 def defect() -> Finding:

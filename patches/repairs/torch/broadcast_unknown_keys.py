@@ -9,9 +9,11 @@ statistics are saved (``bitsandbytes-linear4bit-sharded-state-dict``, which brin
 ``cpu_offload`` a key that the model has not is left to ``load_state_dict``, as it should be. torch 2.7 to 2.15
 (#149516, open).
 
-The repair moves what is there. What comes after is as without ``cpu_offload``: rank 0 loads all that is in the file, the
-other ranks get parameters and buffers, which must fit the statistics that they have; where they do not, the patches of
-the layers raise.
+The repair moves what is there, and lets every rank keep the quantization states that rank 0 sends (torch sends all, and the
+other ranks drop what is no parameter or buffer): all ranks load the same model. A file whose packed weights have none
+(saved sharded without the plugin) loads where they are the model's own, else it is an error on every rank, strict or
+not, and packed weights stay as they were. Ranks ask each other by the store of their group, and only then. A rank with
+the plugin warns where rank 0 has none.
 
 Upstream: https://github.com/pytorch/pytorch/issues/149516
 """
@@ -19,7 +21,7 @@ Upstream: https://github.com/pytorch/pytorch/issues/149516
 from __future__ import annotations
 
 from ...engine import Finding, Patch
-from ..helpers.full_state_dict import SKIP_UNKNOWN_KEYS
+from ..helpers.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS, WATCH_CODES
 
 
 def defect() -> Finding:
@@ -59,6 +61,6 @@ PATCH = Patch(
     requires=("torch>=2.7", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",
     seen_on=("2.13", "2.15"),
-    edits=(SKIP_UNKNOWN_KEYS,),
+    edits=(SKIP_UNKNOWN_KEYS, *TAKE_STATISTICS, WATCH_CODES),
     defect=defect,
 )

@@ -14,13 +14,8 @@ when one is loaded. Each rank saves and holds the whole statistics, as in the fo
 sharded. Codes that arrive without statistics are accepted if they are the ones that the layer has (a
 checkpoint of before, resumed over the same base), and are an error if they are others.
 
-The packed entry is JSON, and as long as the digits of ``nested_offset``; ``dcp.load`` wants a tensor of
-the saved size (``Size mismatch between saved torch.Size([167]) and current: torch.Size([168])``). In a
-sharded state dict it is therefore padded with spaces.
-
-What stays: ``set_model_state_dict(broadcast_from_rank0=True)`` sends only parameters and buffers, so the
-other ranks get codes alone, written straight into the layers. With ``strict`` that is now the error above,
-after the fact; give every rank the full state dict instead.
+``set_model_state_dict(broadcast_from_rank0=True)`` sends everything that the file of rank 0 has, and the other ranks keep
+parameters and buffers alone: here they keep the statistics as well.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Patch, SetAttribute
 from ...helpers import four_bit_state
-from ...helpers.full_state_dict import SKIP_UNKNOWN_KEYS
+from ...helpers.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS
 from ...helpers.own_codes import are_own
 from ...helpers.quant_state_dict import bytes_of_codes, read
 from ...helpers.quant_state_names import NESTED, OWN, packed_key
@@ -51,7 +46,6 @@ def saving(original: Callable[..., None]) -> Callable[..., None]:
         if state is not None and _is_sharded(self):
             _lend(state, self.weight)
             original(self, destination, prefix, keep_vars)
-            _pad(destination, prefix + "weight.quant_state.")
         else:
             original(self, destination, prefix, keep_vars)
 
@@ -115,15 +109,6 @@ def _lend(state: QuantState, weight: Any) -> None:
             setattr(weight, name, getattr(source, attribute, None))
 
 
-def _pad(destination: dict[str, Any], packed: str) -> None:
-    """Give the packed JSON (uint8) a length that does not depend on the digits in it; spaces mean nothing."""
-    import torch
-
-    for key in [key for key in destination if key.startswith(packed)]:
-        text = destination[key]
-        destination[key] = torch.nn.functional.pad(text, (0, -len(text) % 128), value=ord(" "))
-
-
 def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.Tensor]) -> QuantState:
     """The state that ``codes`` are to be read with. Raises ``ValueError`` if it cannot be known."""
     import torch
@@ -141,7 +126,7 @@ def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.T
     if own is None or not are_own(codes, layer.weight):
         raise ValueError(
             "the state dict has codes without statistics ('weight.absmax' ...), and not the codes of this layer. "
-            "It was saved without this repair, or loaded with broadcast_from_rank0"
+            "It was saved sharded without bnb-patches: load it into a model that was quantized from the same base weights"
         )
     return own
 
@@ -203,6 +188,7 @@ PATCH = Patch(
         SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=loading),
         SetAttribute("bitsandbytes.functional:QuantState.__getattr__", value=packed_key, keep=True),
         SKIP_UNKNOWN_KEYS,  # with statistics in it, a full state dict has more than parameters
+        *TAKE_STATISTICS,
     ),
     defect=defect,
 )

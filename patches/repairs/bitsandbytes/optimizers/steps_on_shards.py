@@ -9,7 +9,9 @@ The repair hands the kernels what the rank has of the parameter, of its gradient
 are sharded as the parameter is, so that ``torch.distributed.checkpoint`` saves and loads them as it does those of
 torch's optimizers, on any number of ranks. Blocks of 256 values share a scale: if each rank has an equal number of whole
 rows that are whole blocks, a step is that of one process to the bit. Where shards cut a block (odd sizes, a weight that
-is sharded along another dimension or along two) the state of that parameter has 32 bits instead, with a warning.
+is sharded along another dimension or along two) the state of that parameter has 32 bits instead, with a warning. So the
+bits of a state depend on the number of ranks: a full state dict is brought into those of the ranks that load it (8 bits
+to 32 exactly, 32 to 8 as a step rounds them), and ``torch-checkpoint-other-forms`` does it for ``dcp.load``.
 On a GPU, paged states are not paged under FSDP2, with a warning. LARS and LAMB limit an update by its norm where the
 state has 32 bits (small parameters always do), which no rank knows: they still fail there, and say why.
 
@@ -25,14 +27,12 @@ import warnings
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ....engine import CannotShow, Finding, Patch, Rewrite
+from ...helpers.optimizer_bits import BLOCK, SAME_BITS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed.tensor import DTensor, Placement
-
-BLOCK = 256
-"""Values of an 8-bit state that share a scale."""
 
 
 def _is_sharded(tensor: object) -> TypeGuard[DTensor]:
@@ -56,7 +56,7 @@ def cuts_blocks(parameter: Tensor) -> bool:
     if even and len(cuts) == 1 and how.is_shard(0):
         return False
     warnings.warn(
-        f"The shards of a parameter of shape {tuple(parameter.shape)} are no whole blocks of {BLOCK} values: "
+        f"The shards of a parameter of shape {tuple(parameter.shape)} are not whole blocks of {BLOCK} values: "
         "its optimizer state has 32 bits.",
         stacklevel=2,
     )
@@ -228,6 +228,7 @@ PATCH = Patch(
             "is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])",
             names={"_patches_local": local},
         ),
+        *SAME_BITS,
     ),
     defect=defect,
 )

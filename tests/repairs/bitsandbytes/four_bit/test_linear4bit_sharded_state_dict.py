@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bitsandbytes.nn import Linear4bit
-from bitsandbytes.utils import unpack_tensor_to_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,14 +60,12 @@ def test_what_one_saves_another_computes_with(nested, storage):
     assert all(torch.equal(bits(again[key]), bits(saved[key])) for key in saved)
 
 
-def test_the_packed_entry_has_one_length_and_is_read_as_before():
+def test_the_packed_entry_is_that_of_one_process():
     model = sharded(0)
     before = layers(0).state_dict()
     with patches.applied(ID):
-        blobs = {k: v for k, v in model.state_dict().items() if "bitsandbytes__" in k}
-    assert {len(blob) for blob in blobs.values()} == {256}
-    assert all(len(before[k]) < 256 for k in blobs)
-    assert all(unpack_tensor_to_dict(blobs[k]) == unpack_tensor_to_dict(before[k]) for k in blobs)
+        packed = {k: v for k, v in model.state_dict().items() if "bitsandbytes__" in k}
+    assert len(packed) > 0 and all(torch.equal(packed[k], before[k]) for k in packed)
 
 
 def test_loaded_statistics_are_copies():

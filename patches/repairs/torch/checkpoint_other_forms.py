@@ -1,0 +1,94 @@
+"""``torch.distributed.checkpoint.load`` copies what it reads into tensors of another form, or refuses them by their size.
+
+It compares names and sizes. What bitsandbytes saves has a form that depends on who saved it:
+
+- An optimizer state has 8 bits or 32, by the optimizer (``AdamW8bit``, then ``AdamW``), its ``min_8bit_size`` and, under
+  FSDP2, the number of ranks. Saved in 8 bits and loaded into 32, codes from 0 to 255 become the moments: the first
+  step moves weights by a wrong amount, and nothing is said. The other way round it is
+  ``Missing key in checkpoint state_dict: ...absmax1``.
+- The packed entry of a 4-bit quantization state is JSON text, as long as the digits of ``nested_offset``: one double
+  quantized model refuses the checkpoint of another of the same shapes (``Size mismatch between saved
+  torch.Size([167]) and current: torch.Size([168])``).
+- A checkpoint of a 4-bit model under FSDP2, saved without ``bitsandbytes-linear4bit-sharded-state-dict``, has packed
+  weights without their quantization state. With that patch it cannot be loaded (``Missing key``).
+
+torch 2.6 to 2.15, bitsandbytes 0.46.1 to 0.50.2.
+
+The repair reads these into tensors of the form that was saved, and puts them into the form needed once all is read: 8
+bits to 32 exactly, 32 bits to 8 as a step of the optimizer rounds them, text of any length. Packed weights without
+quantization state are those of the model already, bit for bit, or an error that names the layer, on every rank, and
+the packed weights of the model stay as they were.
+
+Ranks with and without the plugin make other plans: the first one (which all send their plans to) warns when it saves,
+and raises when it loads, because some ranks would not load the quantization states.
+
+A load without any of this costs a look at each name. With it, each such tensor is in memory twice while it is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...engine import Finding, Patch
+from ..helpers.checkpoint_loads import READ_INTO_STAND_INS
+from ..helpers.checkpoint_plans import SAME_ON_ALL_RANKS
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Linear4bit
+    from torch import Tensor
+
+
+def defect() -> Finding:
+    """The checkpoint of one double quantized layer, loaded into another whose offset has more digits."""
+    import tempfile
+    import warnings
+
+    import torch
+    from bitsandbytes.nn import Linear4bit
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    def layer(factor: float) -> Linear4bit:
+        torch.manual_seed(0)
+        made = Linear4bit(64, 64, bias=False, quant_type="nf4", compress_statistics=True)
+        made.weight.data.mul_(factor)
+        return made.to("cpu")
+
+    saved = layer(1)
+    others = (layer(factor) for factor in (2.0**-20, 3.3, 1e-5))
+    length = len(_packed(saved))
+    live = next((other for other in others if len(_packed(other)) != length), None)
+    assert live is not None, "digits of one number"
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process is no distributed run
+        save(saved.state_dict(), checkpoint_id=folder, no_dist=True)
+        into = live.state_dict()
+        try:
+            load(into, checkpoint_id=folder, no_dist=True)
+        except (ValueError, CheckpointException) as error:
+            return Finding(
+                True, f"dcp.load of a 4-bit layer: {'Size mismatch' if 'Size mismatch' in str(error) else error}"
+            )
+    same = all(torch.equal(into[key], value) for key, value in saved.state_dict().items())
+    return Finding(not same, f"dcp.load of a 4-bit layer: {'as' if same else 'not as'} saved")
+
+
+def _packed(layer: Linear4bit) -> Tensor:
+    packed: Tensor = next(value for key, value in layer.state_dict().items() if "bitsandbytes__" in key)
+    return packed
+
+
+PATCH = Patch(
+    id="torch-checkpoint-other-forms",
+    summary="DCP loads 8-bit optimizer codes into 32-bit states, and refuses 4-bit statistics whose JSON has another length",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
+    ),
+    requires=("torch>=2.6", "bitsandbytes>=0.46.1"),
+    tested_up_to="2.15.0",
+    seen_on=("2.13",),
+    edits=(*READ_INTO_STAND_INS, *SAME_ON_ALL_RANKS),
+    defect=defect,
+)

@@ -1,0 +1,81 @@
+"""``python -m tests.distributed [WORD ...]``: all cells whose name has each WORD, without the plugin and with it; an hour.
+
+A cell may not get worse by the plugin, is never wrong with it, and no rank is left waiting. Prints every cell that is not
+right, with what each rank said, and ends with 1 if there is harm.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.distributed import cells
+from tests.distributed.launching import launch, together
+
+ROOT = Path(__file__).parents[2]
+Said = dict[str, list[tuple[str, str]]]
+
+
+def environ() -> dict[str, str]:
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def chosen(names: Iterable[str], words: list[str]) -> list[str]:
+    return [name for name in names if all(word in name for word in words)]
+
+
+def compare(where: str, names: list[str], bare: Said, repaired: Said, counts: Counter[str]) -> bool:
+    """Print what is not right; whether there is harm."""
+    harm = False
+    for name in names:
+        before, after = together(bare[name]), together(repaired[name])
+        counts[f"{before} -> {after}"] += 1
+        worse = after in ("wrong", "apart") or (before == "right" and after != "right")
+        harm |= worse
+        if after not in ("right", "none"):
+            words = " || ".join(dict.fromkeys(words[:300] for _, words in repaired[name]))
+            print(f"{'HARM ' if worse else ''}{where} {name}: {before} -> {after}: {words}", flush=True)
+    return harm
+
+
+def main(words: list[str]) -> int:
+    counts: Counter[str] = Counter()
+    harm = False
+    env = environ()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for names in (chosen(cells.training(), words), chosen(cells.adapters(), words)):
+            if names:
+                said = [launch(folder, names, env, 2, plugin, timeout=14_400) for plugin in (False, True)]
+                harm |= compare("2 ranks", names, *said, counts)
+        loads = chosen(cells.loading(), words)
+        if loads:
+            for world in cells.WORLDS:
+                for plugin in (False, True):
+                    launch(folder, list(cells.saving()), env, world, plugin, timeout=14_400)
+            for world in cells.WORLDS:
+                said = [launch(folder, loads, env, world, plugin, timeout=14_400) for plugin in (False, True)]
+                harm |= compare(f"{world} ranks" if world else "unsharded", loads, *said, counts)
+                harm |= unpatched_readers(world, loads, said[0])
+    print(f"{sum(counts.values())} cells:", ", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
+    return int(harm)
+
+
+def unpatched_readers(world: int, names: list[str], said: Said) -> bool:
+    """Whether a reader without the plugin is worse off with what ranks with the plugin saved."""
+    harm = False
+    for name in names:
+        without = name.replace("+/", "-/")
+        if without != name and together(said[without]) == "right" != together(said[name]):
+            print(f"HARM unpatched reader on {world} {name}: {said[name]}", flush=True)
+            harm = True
+    return harm
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
