@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _KEPT = "_patches_before_merge"
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_ROW, _SLAB = 1 << 14, 16
+"""How many words are summed to one, and how many such rows at once: what a processor keeps near it."""
 
 
 def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
@@ -184,8 +186,41 @@ def _digest(tensor: Tensor) -> int:
     import torch
 
     bits = tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
-    whole = bits.numel() // 8 * 8
-    words = torch.cat([bits[:whole].clone().view(torch.int64), bits[whole:].to(torch.int64)])
-    mixed = (words ^ (words >> 31)) * _ODD
-    places = torch.arange(1, words.numel() + 1, device=words.device) * _ODD
-    return int(((mixed ^ (mixed >> 29)) * (places | 1)).sum())
+    whole = bits.numel() // 4 * 4
+    words, rest = bits[:whole].clone() if bits.storage_offset() % 4 else bits[:whole], bits[whole:].to(torch.int32)
+    words = torch.cat([words.view(torch.int32), rest]) if rest.numel() else words.view(torch.int32)
+    count = words.numel()
+    factors = _factors(tensor.device)
+    while words.numel() > 2:
+        sums = [_weighted(slab, factors) for slab in words.split(_SLAB * _ROW)]
+        words = torch.cat(sums).view(torch.int32)
+    return hash((count, *words.tolist()))
+
+
+def _weighted(words: Tensor, factors: Tensor) -> Tensor:
+    """The sum of each row of ``words``, each of which counts by its place; the last row may be short."""
+    import torch
+
+    whole = words.numel() // _ROW * _ROW
+    rows, rest = words[:whole].view(-1, _ROW).to(torch.int64), words[whole:].to(torch.int64)
+    sums = rows.mul_(factors).sum(1) if whole else rest[:0]
+    return torch.cat([sums, (rest * factors[: rest.numel()]).sum(0, keepdim=True)]) if rest.numel() else sums
+
+
+_known: dict[torch.device, Tensor] = {}
+"""What :func:`_factors` made, 128 KiB for each device."""
+
+
+def _factors(device: torch.device) -> Tensor:
+    """An odd number for each place in a row: without a pattern, and always the same."""
+    import torch
+
+    if device in _known:
+        return _known[device]
+    mixed = torch.arange(1, _ROW + 1, device=device) * _ODD
+    for shift in (30, 27, 31):
+        mixed = (mixed ^ (mixed >> shift)) * _ODD
+    mixed = mixed | 1
+    if type(mixed) is torch.Tensor and not mixed.is_inference():  # not what a mode made, a fake tensor among them
+        _known[device] = mixed
+    return mixed

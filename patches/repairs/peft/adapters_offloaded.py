@@ -8,19 +8,19 @@ On 4-bit layers all of them die (``Cannot copy out of meta tensor``) unless ``bi
 
 The repair lets a layer of peft that is offloaded bring what is below it, adapters and base layer, for the whole of
 its own forward, as ``peft-adapters-on-meta`` does for adapters that are put on an offloaded model. Such adapters
-cannot be trained: a gradient is one of what was brought for one forward, and is lost with it, unpatched without a
-word. It is an error in backward now, which says what to do. Other modules, and models that are not offloaded, are as
-they were. All releases of peft and accelerate.
+cannot be trained: accelerate drops their gradients after backward, unpatched without a word. Gradients of the inputs
+are right, and stay so; the step of an optimizer that holds such adapters is an error, which says what to do. Other
+modules, and models that are not offloaded, are as they were. All releases of peft and accelerate.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import held, offloaded
+from ..helpers import held, lost_gradients
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -31,30 +31,18 @@ def children(module: Module, offload: bool) -> Iterator[tuple[str, Any]]:
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if offload and tuners is not None and isinstance(module, tuners.BaseTunerLayer):
         held.hold(module)
+        lost_gradients.remember(module)
         if _watch not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_watch)
     return module.named_children()
 
 
 def _watch(layer: Module, args: Any) -> None:
-    """Called when the weights below ``layer`` are there: a gradient of one that is offloaded would be lost."""
+    """Called when the weights below ``layer`` are there: a gradient of one that is offloaded will be lost."""
     import torch
 
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    for module in layer.modules():
-        if offloaded.hook_of(module, visited=True) is not None:
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad:
-                    parameter.register_hook(_refuse)
-
-
-def _refuse(gradient: Any) -> NoReturn:
-    raise RuntimeError(
-        "this adapter is offloaded: what was brought for the forward is gone after the step, and its gradient with it. "
-        "To train, offload the base model first (a device map, cpu_offload), then put the adapters on it; "
-        "for other gradients alone, call requires_grad_(False) on the model before its forward"
-    )
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        lost_gradients.watch(layer)
 
 
 def defect() -> Finding:

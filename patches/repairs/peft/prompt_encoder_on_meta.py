@@ -5,7 +5,8 @@ the embedding, as a rule. Where that is offloaded (``cpu_offload``, ``disk_offlo
 CPU), it is meta between two forwards; the trainable values are gone when the encoder is made, and the first forward
 dies with ``Tensor on device cpu is not on the expected device meta!``. All releases.
 
-The encoder goes to the execution device of what is offloaded. Any other model's is asked for as before.
+The encoder goes to the execution device of what is offloaded. Any other model is asked for its device as before, and
+the answer is used as it is: a model that is not of transformers may say ``"cpu"``, or None.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def device_of(model: Any) -> torch.device:
-    """The device of ``model``, or that of its forward if its first parameter is offloaded."""
-    there = offloaded.first_execution_device(model) if model.device.type == "meta" else None
-    return model.device if there is None else there
+def device_of(model: Any) -> torch.device | str | None:
+    """What ``model`` says is its device, or that of its forward if its first parameter is offloaded."""
+    device: torch.device | str | None = model.device
+    there = offloaded.first_execution_device(model) if str(device) == "meta" else None
+    return device if there is None else there
 
 
 def defect() -> Finding:

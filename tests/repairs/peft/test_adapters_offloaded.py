@@ -70,18 +70,78 @@ def test_merged_and_taken_out(base, device):
             assert torch.allclose(logits(model), before, atol=1e-5)
 
 
+@pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["whole", "non-reentrant", "reentrant"])
-def test_a_backward_says_that_the_adapter_cannot_be_trained_there(base, device, checkpointing):
-    """Unpatched, a LoRA model trains nothing, silently; a forward with gradients alone is as it was."""
+def test_a_step_says_that_the_adapter_cannot_be_trained_there(base, device, checkpointing, made):
+    """Unpatched, a LoRA model trains nothing, silently: whether its optimizer is made before it is offloaded or after."""
     with patches.applied():
-        model = accelerate.cpu_offload(lora(whole(base, "plain", device)), execution_device=torch.device(device))
+        model = lora(whole(base, "plain", device))
+        old = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        accelerate.cpu_offload(model, execution_device=torch.device(device))
+        optimizer = old if made == "before" else torch.optim.AdamW(model.parameters(), lr=1e-3)
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
             model.enable_input_require_grads()
         ids = offloading.IDS.to(device)
-        loss = model(input_ids=ids, labels=ids).loss
-        with pytest.raises(RuntimeError, match="this adapter is offloaded: .* offload the base model first"):
-            loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
+        with pytest.raises(RuntimeError, match="holds offloaded adapter weights, of 'base_model.* base model first"):
+            optimizer.step()
+        resident = torch.nn.Parameter(torch.ones(1, device=device))
+        resident.sum().backward()
+        torch.optim.SGD([resident], lr=0.5).step()
+        assert resident.item() == 0.5
+
+
+@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_to_the_inputs_is_that_of_the_whole_model(base, device, kind, offload):
+    """Saliency: as people write it, with ``backward()`` on a model whose adapters want gradients."""
+
+    def of_input(model: Any) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 2 * 5 * 64, device=device).view(2, 5, 64).requires_grad_()
+        for _ in range(2):
+            x.grad = None
+            model(inputs_embeds=x).logits.square().mean().backward()
+        return x.grad
+
+    where = {"offload_dir": tempfile.mkdtemp(dir=base.parent)} if offload == "disk_offload" else {}
+    with patches.applied():
+        expected = of_input(lora(whole(base, kind, device)))
+        model = lora(whole(base, kind, device))
+        model = getattr(accelerate, offload)(model, execution_device=torch.device(device), **where)
+        assert torch.equal(of_input(model), expected)
+        assert all(p.grad is None for p in model.parameters()), "as unpatched"
+
+
+def test_what_is_not_offloaded_is_trained(base, device):
+    """One layer is offloaded with its adapters: the others are trained by an optimizer that holds those alone."""
+
+    def trained(model: Any, layer: int) -> dict[str, torch.Tensor]:
+        resident = {
+            n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta and f"layers.{layer}" in n
+        }
+        optimizer = torch.optim.SGD(resident.values(), lr=0.1)
+        ids = offloading.IDS.to(device)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        return resident
+
+    with patches.applied():
+        model = lora(whole(base, "plain", device))
+        accelerate.cpu_offload(model.base_model.model.model.layers[1], execution_device=torch.device(device))
+        offloading.assert_same(trained(model, 0), trained(lora(whole(base, "plain", device)), 0))
+
+
+def test_after_the_hooks_are_gone_it_is_trained_as_ever(base, device):
+    with patches.applied():
+        model = accelerate.cpu_offload(lora(whole(base, "plain", device)), execution_device=torch.device(device))
+        offloading.logits(model)
+        with torch.enable_grad():
+            model(input_ids=offloading.IDS.to(device)).logits.sum().backward()
+        accelerate.hooks.remove_hook_from_submodules(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        offloading.step(model)
+        optimizer.step()
 
 
 def test_other_gradients_are_those_of_the_whole_model(base, device):
