@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # A thousand processes import the same files: the first one that needs a file compiles it, pip would compile them all.
 export PYTHONDONTWRITEBYTECODE =
-.PHONY: demo demo-compile lint test test-all oldest verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
+.PHONY: demo demo-compile lint test test-all oldest stacks verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## LoRA on a model with half of its layers on disk: without the plugin, then with it
@@ -27,6 +27,9 @@ test-all: .venv/.dev  ## everything, against every release that a patch was writ
 
 oldest: .venv/.dev  ## the oldest transformers, peft and accelerate that are supported
 	$(PY) -m nox --session oldest
+
+stacks: .venv/.dev  ## reproducers and main flows on each stack that people are pinned to; TORCH=2.8.0 with that torch, STACKS="newest"
+	$(PY) -m tools.stacks $(STACKS)
 
 verify: .venv/.dev  ## each patch: is the defect there without it, gone with it, back after revert
 	$(PY) -m patches verify
@@ -89,4 +92,4 @@ venv: .venv/.dev
 	$(PY) -m pip install --quiet --no-compile --no-deps --target $@ bitsandbytes==$*
 
 clean:
-	rm -rf .venv .bnb .oldest .nox .gpu build docs/generated docs/patches dist *.egg-info .mypy_cache .pytest_cache
+	rm -rf .venv .bnb .oldest .stacks .nox .gpu build docs/generated docs/patches dist *.egg-info .mypy_cache .pytest_cache

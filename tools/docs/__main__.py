@@ -12,7 +12,7 @@ from pathlib import Path
 
 from patches import REGISTRY
 
-from . import DOCS, commands, figures, page, reports, symptoms
+from . import DOCS, commands, figures, page, reports, stacks, symptoms
 
 PAGES, FRAGMENTS = DOCS / "patches", DOCS / "generated"
 
@@ -30,6 +30,7 @@ def files(found: Sequence[reports.Report] = ()) -> dict[Path, str]:
         PAGES / "index.md": page.index(REGISTRY.patches.values()),
         FRAGMENTS / "symptoms.md": symptoms.fragment(),
         FRAGMENTS / "commands.md": commands.fragment(),
+        FRAGMENTS / "stacks.md": stacks.fragment(),
     }
 
 
