@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # A thousand processes import the same files: the first one that needs a file compiles it, pip would compile them all.
 export PYTHONDONTWRITEBYTECODE =
-.PHONY: demo demo-compile lint test test-all oldest stacks verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
+.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked stacks verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## LoRA on a model with half of its layers on disk: without the plugin, then with it
@@ -27,6 +27,15 @@ test-all: .venv/.dev  ## everything, against every release that a patch was writ
 
 oldest: .venv/.dev  ## the oldest transformers, peft and accelerate that are supported
 	$(PY) -m nox --session oldest
+
+matrix: .venv/.dev  ## harm: each change of a layer's state x each reader of it, as is and patched; an hour. MATRIX="--slice"
+	PATCHES_AUTOLOAD=0 $(PY) -m tests.harm.matrix --alone --counts $(MATRIX)
+
+distributed: .venv/.dev  ## training and checkpoints on 1, 2 and 3 ranks, against one process; CELLS="train/fsdp2"
+	$(PY) -m tests.distributed $(CELLS)
+
+asked: .venv/.dev  ## what from_pretrained is asked for x models x checkpoints, judged by the rules of docs/asked.md
+	$(PY) -m tests.asked
 
 stacks: .venv/.dev  ## reproducers and main flows on each stack that people are pinned to; TORCH=2.8.0 with that torch, STACKS="newest"
 	$(PY) -m tools.stacks $(STACKS)

@@ -28,8 +28,8 @@ ANYWHERE = (
     "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
     "test_drift.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
-    "test_new_patch.py", "test_readme.py", "test_shim.py", "test_typing.py", "test_upstream_tool.py",
-    "test_without_posix.py",
+    "test_imports_one_way.py", "test_new_patch.py", "test_readme.py", "test_report_anywhere.py", "test_shim.py",
+    "test_typing.py", "test_upstream_tool.py", "test_without_posix.py",
 )  # fmt: skip
 """Tests that bitsandbytes has no part in: run with the last release only."""
 ONCE = ("harm/test_aot_cache.py",)
@@ -63,7 +63,8 @@ def lint(session: nox.Session) -> None:
     """The rules of style and the types that pyproject.toml states."""
     session.run(sys.executable, "-m", "ruff", "check", "--no-cache", external=True)
     session.run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", external=True)
-    session.run(sys.executable, "-m", "mypy", "patches", "bnb_patches_autoload.py", external=True)
+    session.run(sys.executable, "-m", "mypy", "patches", "bnb_patches", "bnb_patches_autoload.py", external=True)
+    session.run(str(Path(sys.executable).parent / "lint-imports"), "--no-cache", external=True)
 
 
 @nox.session(venv_backend="none")

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tests import processor
+from tests.stacks import models
+from tests.stacks.models import IDS
 
 KINDS = ("4-bit", "INT8")
-IDS = list(range(12))
 Flow = Callable[[str], float]
 
 
@@ -34,7 +35,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        _save_base(folder)
+        models.save_base(folder)
         found = {
             name: {patched: _forked(flow, folder, patched == "patched") for patched in ("unpatched", "patched")}
             for name, flow in FLOWS.items()
@@ -67,78 +68,6 @@ def _forked(flow: Flow, folder: str, patched: bool) -> str:
     return said or "the process ended without an answer"
 
 
-# -- models ------------------------------------------------------------------------------------
-
-
-def _save_base(folder: str) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    size = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-    config = LlamaConfig(**size, num_key_value_heads=2, num_hidden_layers=2, use_cache=False)
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def _load(folder: str, kind: str | None, **options: Any) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    if kind == "4-bit":
-        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-        options["quantization_config"] = how
-    elif kind == "INT8":
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    options.setdefault("device_map", "cpu")
-    return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, **options)
-
-
-def _lora(model: Any, **options: Any) -> Any:
-    import torch
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM",
-                        lora_dropout=0.0, **options)  # fmt: skip
-    return get_peft_model(model, config)
-
-
-def _ids() -> Any:
-    import torch
-
-    return torch.tensor(IDS)[None]
-
-
-def _logits(model: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return model.eval()(input_ids=_ids()).logits.float()
-
-
-def _gradients(model: Any) -> list[Any]:
-    model.train()
-    model(input_ids=_ids(), labels=_ids()).loss.backward()
-    found = [p.grad for p in model.parameters() if p.requires_grad]
-    assert found and all(each is not None for each in found), "some of the adapter has no gradient"
-    return found
-
-
-def _distance(one: list[Any], other: list[Any]) -> float:
-    assert len(one) == len(other)
-    return max(float((a - b).abs().max()) for a, b in zip(one, other))
-
-
-def _half_offloaded(model: Any) -> Any:
-    import torch
-    from accelerate import cpu_offload, disk_offload
-
-    first, second = model.model.layers
-    cpu_offload(first, execution_device=torch.device("cpu"))
-    disk_offload(second, tempfile.mkdtemp(), execution_device=torch.device("cpu"))
-    return model
-
-
 # -- flows -------------------------------------------------------------------------------------
 
 
@@ -146,11 +75,11 @@ def load(kind: str) -> Flow:
     """The outputs of the model, against the same model with its weights rounded in floating point."""
 
     def run(folder: str) -> float:
-        quantized = _load(folder, kind)
-        plain = _load(folder, None)
+        quantized = models.load(folder, kind)
+        plain = models.load(folder, None)
         for (_, dense), (_, layer) in zip(_linears(plain), _linears(quantized)):
             dense.weight.data = _rounded(layer)
-        error = _distance([_logits(quantized)], [_logits(plain)])
+        error = models.distance([models.logits(quantized)], [models.logits(plain)])
         return 0.0 if error < (1e-5 if kind == "4-bit" else 0.02) else error  # INT8 rounds activations, too
 
     return run
@@ -174,10 +103,10 @@ def saved(kind: str) -> Flow:
     """Saved quantized, and loaded again."""
 
     def run(folder: str) -> float:
-        model = _load(folder, kind)
+        model = models.load(folder, kind)
         with tempfile.TemporaryDirectory() as again:
             model.save_pretrained(again)
-            return _distance([_logits(_load(again, None))], [_logits(model)])
+            return models.distance([models.logits(models.load(again, None))], [models.logits(model)])
 
     return run
 
@@ -189,11 +118,11 @@ def checkpointed(kind: str, dora: bool, reentrant: bool) -> Flow:
         from peft import prepare_model_for_kbit_training
 
         options = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-        model = _lora(prepare_model_for_kbit_training(_load(folder, kind), **options), use_dora=dora)
-        whole = _lora(
-            prepare_model_for_kbit_training(_load(folder, kind), use_gradient_checkpointing=False), use_dora=dora
+        model = models.lora(prepare_model_for_kbit_training(models.load(folder, kind), **options), use_dora=dora)
+        whole = models.lora(
+            prepare_model_for_kbit_training(models.load(folder, kind), use_gradient_checkpointing=False), use_dora=dora
         )
-        return _distance(_gradients(model), _gradients(whole))
+        return models.distance(models.gradients(model), models.gradients(whole))
 
     return run
 
@@ -202,8 +131,10 @@ def offloaded(kind: str | None, dora: bool = False) -> Flow:
     """The gradients of the adapter on a model in CPU memory and on disk, against the whole model."""
 
     def run(folder: str) -> float:
-        model = _lora(_half_offloaded(_load(folder, kind)), use_dora=dora)
-        return _distance(_gradients(model), _gradients(_lora(_load(folder, kind), use_dora=dora)))
+        model = models.lora(models.half_offloaded(models.load(folder, kind)), use_dora=dora)
+        return models.distance(
+            models.gradients(model), models.gradients(models.lora(models.load(folder, kind), use_dora=dora))
+        )
 
     return run
 
@@ -212,10 +143,12 @@ def offloaded_saved(kind: str | None) -> Flow:
     """An offloaded model saved and loaded again."""
 
     def run(folder: str) -> float:
-        model = _half_offloaded(_load(folder, kind))
+        model = models.half_offloaded(models.load(folder, kind))
         with tempfile.TemporaryDirectory() as again:
             model.save_pretrained(again)
-            return _distance([_logits(_load(again, None))], [_logits(_load(folder, kind))])
+            return models.distance(
+                [models.logits(models.load(again, None))], [models.logits(models.load(folder, kind))]
+            )
 
     return run
 
@@ -224,8 +157,8 @@ def offloaded_merged(kind: str | None) -> Flow:
     """The adapter merged into an offloaded model, against the whole one."""
 
     def run(folder: str) -> float:
-        models = _lora(_half_offloaded(_load(folder, kind))), _lora(_load(folder, kind))
-        return _distance(*([_logits(model.merge_and_unload())] for model in models))
+        both = models.lora(models.half_offloaded(models.load(folder, kind))), models.lora(models.load(folder, kind))
+        return models.distance(*([models.logits(model.merge_and_unload())] for model in both))
 
     return run
 
@@ -236,10 +169,12 @@ def adapter_again(kind: str) -> Flow:
     def run(folder: str) -> float:
         from peft import PeftModel
 
-        model = _lora(_load(folder, kind))
+        model = models.lora(models.load(folder, kind))
         with tempfile.TemporaryDirectory() as adapter:
             model.save_pretrained(adapter)
-            return _distance([_logits(PeftModel.from_pretrained(_load(folder, kind), adapter))], [_logits(model)])
+            return models.distance(
+                [models.logits(PeftModel.from_pretrained(models.load(folder, kind), adapter))], [models.logits(model)]
+            )
 
     return run
 
@@ -253,7 +188,7 @@ def trainer(kind: str) -> Flow:
         rows = [{"input_ids": IDS[i:] + IDS[:i], "labels": IDS[i:] + IDS[:i]} for i in range(8)]
 
         def train(out: str, steps: int, resume: bool = False) -> Any:
-            model = _lora(_load(folder, kind))
+            model = models.lora(models.load(folder, kind))
             arguments = TrainingArguments(
                 out, max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=3,
                 lr_scheduler_type="constant", learning_rate=1e-2, disable_tqdm=True,
@@ -266,7 +201,7 @@ def trainer(kind: str) -> Flow:
             for later in Path(out).glob("checkpoint-4/*"):
                 later.unlink()
             (Path(out) / "checkpoint-4").rmdir()
-            return _distance(train(out, 4, resume=True), whole)
+            return models.distance(train(out, 4, resume=True), whole)
 
     return run
 
@@ -281,9 +216,11 @@ def graphs(kind: str, dora: bool, checkpointing: bool) -> Flow:
         options: dict[str, Any] = {"use_gradient_checkpointing": checkpointing}
         if checkpointing:
             options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-        model = _lora(prepare_model_for_kbit_training(_load(folder, kind), **options), use_dora=dora).train()
-        _gradients(model)
-        return pieces(lambda ids: model(input_ids=ids, labels=ids).loss, _ids())
+        model = models.lora(
+            prepare_model_for_kbit_training(models.load(folder, kind), **options), use_dora=dora
+        ).train()
+        models.gradients(model)
+        return pieces(lambda ids: model(input_ids=ids, labels=ids).loss, models.ids())
 
     return run
 

@@ -1,0 +1,77 @@
+"""The tiny Llama of the flows: on disk, loaded, under LoRA, offloaded; and what is asked of it."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+IDS = list(range(12))
+
+
+def save_base(folder: str) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    config = LlamaConfig(**size, num_key_value_heads=2, num_hidden_layers=2, use_cache=False)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def load(folder: str, kind: str | None, **options: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if kind == "4-bit":
+        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+        options["quantization_config"] = how
+    elif kind == "INT8":
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    options.setdefault("device_map", "cpu")
+    return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, **options)
+
+
+def lora(model: Any, **options: Any) -> Any:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM",
+                        lora_dropout=0.0, **options)  # fmt: skip
+    return get_peft_model(model, config)
+
+
+def ids() -> Any:
+    import torch
+
+    return torch.tensor(IDS)[None]
+
+
+def logits(model: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(input_ids=ids()).logits.float()
+
+
+def gradients(model: Any) -> list[Any]:
+    model.train()
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    found = [p.grad for p in model.parameters() if p.requires_grad]
+    assert found and all(each is not None for each in found), "some of the adapter has no gradient"
+    return found
+
+
+def distance(one: list[Any], other: list[Any]) -> float:
+    assert len(one) == len(other)
+    return max(float((a - b).abs().max()) for a, b in zip(one, other))
+
+
+def half_offloaded(model: Any) -> Any:
+    import torch
+    from accelerate import cpu_offload, disk_offload
+
+    first, second = model.model.layers
+    cpu_offload(first, execution_device=torch.device("cpu"))
+    disk_offload(second, tempfile.mkdtemp(), execution_device=torch.device("cpu"))
+    return model
