@@ -51,7 +51,7 @@ def run_exported(path: str, inputs: list[Any]) -> list[Any]:
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    for name in ("patches", "bnb_patches", "bnb_patches_autoload"):
+    for name in ("patches", "bnb_patches"):  # the entry point does nothing with PATCHES_AUTOLOAD=0
         sys.modules[name] = None  # type: ignore[assignment]  # as if it were not installed
     import bitsandbytes  # noqa: F401, its operators
 

@@ -31,7 +31,10 @@ def scale(layer: Any, codes: Tensor) -> Tensor:
         pair = int8_settled.pair(layer)
         if pair is None:
             raise int8_scales.lost(layer)
-        own, known = pair[0].to(codes.device), pair[1]
+        own, known = pair[0], pair[1]
+        if _stands_for_own(layer, codes):
+            return known
+        own = own.to(codes.device)
         fits = own.shape == codes.shape and own.dtype == codes.dtype
         if fits and torch.compiler.is_compiling():
             torch._assert_async((own == codes).all(), _foreign("an INT8 layer"))
@@ -41,6 +44,16 @@ def scale(layer: Any, codes: Tensor) -> Tensor:
         raise int8_scales.lost(layer)
     found: Tensor = known.to(codes.device)
     return found
+
+
+def _stands_for_own(layer: Any, codes: Tensor) -> bool:
+    """Whether torch.export traces ``layer`` with fake ``codes``, which have no contents to compare, for its own weight."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if torch.compiler.is_dynamo_compiling() or not isinstance(codes, FakeTensor):
+        return False
+    return not layer.state.__dict__.get(_QUANTIZED, False)
 
 
 def _foreign(which: str) -> str:

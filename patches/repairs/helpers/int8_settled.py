@@ -205,7 +205,7 @@ def pair(layer: Any) -> tuple[Tensor, Tensor] | None:
 
     state = layer.state
     codes, scale = state.CB, state.SCB
-    if not torch.compiler.is_compiling() and (noted := _noted.get(layer)) is not None:
+    if not torch.compiler.is_dynamo_compiling() and (noted := _noted.get(layer)) is not None:
         others = noted[0](), noted[1]()
         if others[0] is not None and others[0] is not codes:
             codes, scale = others
