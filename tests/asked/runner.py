@@ -17,7 +17,6 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
-    logging.getLogger("bnb_patches").setLevel(logging.ERROR)
 
 
 def outcome(program: Program, folder: Path) -> list[str]:

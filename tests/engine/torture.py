@@ -97,6 +97,8 @@ class Subject:
         self.here = [p for p in registry.patches.values() if gate.check(p).status is Status.AVAILABLE]
         edits = [edit for patch in self.here for edit in registry.edits(patch)]
         self.slots = {slot.key: slot for edit in edits for slot, _ in slots_of(edit)}
+        gc.collect()
+        registry.revert()  # names that code of earlier tests needed may stay until now
         self.before = self.snapshot()
         registry.apply()
         # Code by a copy: who keeps the code itself has a use for the names in it.

@@ -146,5 +146,7 @@ def replaced(layer: Any, old: Any) -> None:
     if hasattr(weight, "_local_tensor") and weight.shape == old.shape:  # FSDP2 goes on with parameters of its own
         setattr(state, _SHARDED, True)
         state.SCB = scale
-    elif codes is not None and codes.shape == weight.shape and torch.equal(codes, weight):
+    elif codes is None or codes.shape != weight.shape or codes.is_meta or weight.is_meta:
+        return
+    elif torch.equal(codes.to(weight.device), weight):
         state.CB, state.SCB = codes, scale
