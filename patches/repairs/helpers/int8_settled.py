@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...engine.gate import satisfied
 from . import int8_scales, kept_weights
 
 if TYPE_CHECKING:
@@ -99,6 +100,17 @@ class Scales:
         if "SCB" not in vars(weight):
             raise AttributeError("SCB")
         del vars(weight)["SCB"]
+
+
+def make_scales(original: Any) -> Scales:
+    """What ``Int8Params.SCB`` becomes. Before torch 2.13 Dynamo also compiles what a graph reads its inputs with."""
+    if not satisfied("torch<2.13"):
+        return Scales()
+    import torch
+
+    namespace = {"__doc__": Scales.__doc__, "__get__": torch.compiler.disable(Scales.__get__)}
+    untraced: Scales = type("Scales", (Scales,), namespace)()
+    return untraced
 
 
 def make_setstate(original: Callable[..., None] | None) -> Callable[..., None]:

@@ -106,7 +106,7 @@ PATCH = Patch(
             """,
             names={"_patches_plain_forward": _plain_forward},
         ),
-        SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", value=int8_settled.Scales()),
+        SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", make=int8_settled.make_scales),
         SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr),
         SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_note)),
     ),
