@@ -14,7 +14,7 @@ from .readers import READERS
 from .states import STATES
 from .subject import CORE, KINDS
 
-FOUND = Path(__file__).with_name("found.txt")
+FOUND, STILL_WORSE = (Path(__file__).with_name(name) for name in ("found.txt", "still_worse.txt"))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,17 @@ def _add(found: dict[Trial, None], kind: str, state: str, change: str, reader: s
 @cache
 def named() -> tuple[Trial, ...]:
     """What was found wrong once."""
-    lines = FOUND.read_text().splitlines()
+    return _read(FOUND)
+
+
+@cache
+def still_worse() -> tuple[Trial, ...]:
+    """What is worse with the plugin and not repaired yet."""
+    return _read(STILL_WORSE)
+
+
+def _read(path: Path) -> tuple[Trial, ...]:
+    lines = path.read_text().splitlines()
     return tuple(Trial.parse(line) for line in lines if line and not line.startswith("#"))
 
 
@@ -101,6 +111,8 @@ def fixed_slice() -> tuple[Trial, ...]:
         for turn in range(max(len(kinds), len(quick))):
             kind, reader = kinds[turn % len(kinds)], quick[(turn + number) % len(quick)]
             _add(found, kind, states[(turn * 3 + number) % len(states)], change, reader)
+            if reader == "brought_back":  # which goes without a change
+                _add(found, kind, "ran", change, "forward")
     for kind, state in every(CORE, STATES):
         _add(found, kind, state, "nothing", "forward")
     for kind, reader in every(("int8", "nf4"), READERS):
