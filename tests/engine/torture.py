@@ -97,8 +97,11 @@ class Subject:
         self.here = [p for p in registry.patches.values() if gate.check(p).status is Status.AVAILABLE]
         edits = [edit for patch in self.here for edit in registry.edits(patch)]
         self.slots = {slot.key: slot for edit in edits for slot, _ in slots_of(edit)}
+        # Names that code of earlier tests needs stay. A whole cycle frees what the compiler kept of that code.
+        registry.apply()
+        registry.revert()
         gc.collect()
-        registry.revert()  # names that code of earlier tests needed may stay until now
+        registry.revert()
         self.before = self.snapshot()
         registry.apply()
         # Code by a copy: who keeps the code itself has a use for the names in it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...engine.gate import satisfied
@@ -103,11 +103,17 @@ class Scales:
 
 
 def make_scales(original: Any) -> Scales:
-    """What ``Int8Params.SCB`` becomes. Before torch 2.13 Dynamo also compiles what a graph reads its inputs with."""
+    """What ``Int8Params.SCB`` becomes: one object, however often it is applied."""
+    return _scales()
+
+
+@cache
+def _scales() -> Scales:
     if not satisfied("torch<2.13"):
         return Scales()
     import torch
 
+    # Dynamo of these releases also compiles what a graph reads its inputs with.
     namespace = {"__doc__": Scales.__doc__, "__get__": torch.compiler.disable(Scales.__get__)}
     untraced: Scales = type("Scales", (Scales,), namespace)()
     return untraced
