@@ -73,7 +73,8 @@ def test_no_file_is_longer_than_300_lines():
 
 STATE = {"SCB", "CB", "quant_state", "bnb_quantized"}
 OWNERS = {f"repairs/helpers/{name}.py" for name in
-          ("four_bit_state", "int8_moves", "int8_plain", "int8_scales", "int8_settled")}  # fmt: skip
+          ("four_bit/four_bit_state", "int8/int8_moves", "int8/int8_plain", "int8/int8_scales",
+           "int8/int8_settled")}  # fmt: skip
 LOOKUPS = {"getattr", "setattr", "hasattr", "delattr", "get", "pop", "setdefault"}
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import patches
-from patches.repairs.helpers import compiled_code
+from patches.repairs.helpers.process import compiled_code
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from patches.repairs.helpers import live_objects as alive
+from patches.repairs.helpers.process import live_objects as alive
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.own_codes import are_own
+from patches.repairs.helpers.weights.own_codes import are_own
 from tests.repairs.tagged import Tagged4
 
 FOUR = ("bitsandbytes-linear4bit-load-state-dict",)

@@ -175,7 +175,7 @@ def test_the_hook_saved_with_what_it_names_is_torchs_own():
     """As cloudpickle saves it: by value, with the globals of its code."""
     import pickle
 
-    from patches.repairs.helpers.input_grads import require_grads
+    from patches.repairs.helpers.adapters.input_grads import require_grads
 
     data = pickle.dumps(require_grads)
     assert b"patches" not in data

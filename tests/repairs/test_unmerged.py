@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from patches.repairs.helpers.unmerged import _ROW, _SLAB, _digest, _known
+from patches.repairs.helpers.adapters.unmerged import _ROW, _SLAB, _digest, _known
 
 WORD = 4
 SIZES = (0, 1, 3, 4, 5, 8, 9, WORD * _ROW - 1, WORD * _ROW, WORD * _ROW + 1, WORD * _ROW * _SLAB + 6)

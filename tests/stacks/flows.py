@@ -210,7 +210,7 @@ def graphs(kind: str, dora: bool, checkpointing: bool) -> Flow:
     """How many graphs a compiled train step is."""
 
     def run(folder: str) -> float:
-        from patches.repairs.helpers.graphs import pieces
+        from patches.repairs.helpers.reproducers.graphs import pieces
         from peft import prepare_model_for_kbit_training
 
         options: dict[str, Any] = {"use_gradient_checkpointing": checkpointing}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...repairs.helpers import four_bit_state, int8_scales
+from ...repairs.helpers.four_bit import four_bit_state
+from ...repairs.helpers.int8 import int8_scales
 from .tensors import devices, dtype, home, of_class
 
 BNB = "bitsandbytes.nn.modules"

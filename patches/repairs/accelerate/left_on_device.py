@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import hooks
+from ..helpers.offload import hooks
 
 if TYPE_CHECKING:
     from torch.nn import Module

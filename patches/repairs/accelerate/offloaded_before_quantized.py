@@ -20,8 +20,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import four_bit_state, hooks
-from ..helpers.parameters import like
+from ..helpers.four_bit import four_bit_state
+from ..helpers.offload import hooks
+from ..helpers.weights.parameters import like
 
 if TYPE_CHECKING:
     import torch

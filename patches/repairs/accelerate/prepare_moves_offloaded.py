@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import offloaded
+from ..helpers.offload import offloaded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers import offloaded
+from ..helpers.offload import offloaded
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -15,7 +15,7 @@ Upstream: https://github.com/axolotl-ai-cloud/axolotl/pull/3677
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.nf4_dequantize import compiled, traced
+from ..helpers.four_bit.nf4_dequantize import compiled, traced
 
 
 def defect() -> Finding:

@@ -27,9 +27,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import tracing
-from ..helpers.graphs import in_pieces
-from ..helpers.input_grads import tied
+from ..helpers.adapters.input_grads import tied
+from ..helpers.process import tracing
+from ..helpers.reproducers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch

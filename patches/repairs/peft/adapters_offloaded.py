@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import held, lost_gradients
+from ..helpers.adapters import held
+from ..helpers.offload import lost_gradients
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -24,7 +24,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import held, offloaded
+from ..helpers.adapters import held
+from ..helpers.offload import offloaded
 
 if TYPE_CHECKING:
     import torch

@@ -30,8 +30,8 @@ It costs one dequantized weight for each HRA, PEANuT and HiRA layer in a forward
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import dense_weight
-from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.weights import dense_weight
 
 
 def defect() -> Finding:

@@ -10,7 +10,7 @@ An empty cache is not emptied.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.graphs import in_pieces
+from ..helpers.reproducers.graphs import in_pieces
 
 
 def defect() -> Finding:

@@ -17,8 +17,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import dense_weight, four_bit_state, int8_scales
-from ..helpers.graphs import in_pieces
+from ..helpers.four_bit import four_bit_state
+from ..helpers.int8 import int8_scales
+from ..helpers.reproducers.graphs import in_pieces
+from ..helpers.weights import dense_weight
 
 if TYPE_CHECKING:
     import torch

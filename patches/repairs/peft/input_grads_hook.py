@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.graphs import in_pieces
-from ..helpers.input_grads import require_grads
+from ..helpers.adapters.input_grads import require_grads
+from ..helpers.reproducers.graphs import in_pieces
 
 
 def defect() -> Finding:

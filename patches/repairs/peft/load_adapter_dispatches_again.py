@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import offloaded
+from ..helpers.offload import offloaded
 
 if TYPE_CHECKING:
     from torch.nn import Module

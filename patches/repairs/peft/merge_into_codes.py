@@ -14,8 +14,8 @@ The repair is an error before anything is touched, which says what to do, as for
 from __future__ import annotations
 
 from ...engine import Finding, Patch
-from ..helpers import dense_weight
-from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.weights import dense_weight
 
 
 def defect() -> Finding:

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import offloaded
+from ..helpers.offload import offloaded
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -16,7 +16,7 @@ import warnings
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...engine import Finding, Patch, SetAttribute
-from ..helpers import held, offloaded
+from ..helpers.adapters import held
+from ..helpers.offload import offloaded
 
 
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ import copy
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import offloaded
+from ..helpers.offload import offloaded
 
 if TYPE_CHECKING:
     from torch.nn import Module

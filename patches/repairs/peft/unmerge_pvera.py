@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
-from ..helpers import merging
+from ..helpers.adapters import merging
 
 
 def defect() -> Finding:

@@ -8,8 +8,8 @@ Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 from __future__ import annotations
 
 from ...engine import Finding, Patch
-from ..helpers import merging
-from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.adapters import merging
+from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:

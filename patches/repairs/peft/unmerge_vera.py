@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
-from ..helpers import merging
-from ..helpers.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.adapters import merging
+from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:

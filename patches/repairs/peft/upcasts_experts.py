@@ -23,8 +23,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.experts import left_in, loaded_in_4bit, readable
-from ..helpers.messages import LOGGER, heard
+from ..helpers.loading.experts import left_in, loaded_in_4bit, readable
+from ..helpers.process.messages import LOGGER, heard
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ Upstream: https://github.com/pytorch/pytorch/issues/149516
 from __future__ import annotations
 
 from ...engine import Finding, Patch
-from ..helpers.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS, WATCH_CODES
+from ..helpers.distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS, WATCH_CODES
 
 
 def defect() -> Finding:

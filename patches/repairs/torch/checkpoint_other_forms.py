@@ -30,8 +30,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch
-from ..helpers.checkpoint_loads import READ_INTO_STAND_INS
-from ..helpers.checkpoint_plans import SAME_ON_ALL_RANKS
+from ..helpers.distributed.checkpoint_loads import READ_INTO_STAND_INS
+from ..helpers.distributed.checkpoint_plans import SAME_ON_ALL_RANKS
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit

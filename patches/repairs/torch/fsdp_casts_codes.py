@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers import four_bit_state
+from ..helpers.four_bit import four_bit_state
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import tracing
+from ..helpers.process import tracing
 
 if TYPE_CHECKING:
     import torch

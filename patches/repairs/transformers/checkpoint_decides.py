@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import checkpoint_keys, skipped, tiny_models
+from ..helpers.loading import checkpoint_keys, skipped
+from ..helpers.reproducers import tiny_models
 
 
 def preprocess(

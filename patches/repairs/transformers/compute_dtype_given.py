@@ -18,8 +18,8 @@ from collections import OrderedDict
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import tiny_models
-from ..helpers.messages import LOGGER
+from ..helpers.process.messages import LOGGER
+from ..helpers.reproducers import tiny_models
 
 _COMPUTE, _THRESHOLD = "bnb_4bit_compute_dtype", "llm_int8_threshold"
 _DEFAULTS = {_COMPUTE: "torch.float32", _THRESHOLD: "6.0"}

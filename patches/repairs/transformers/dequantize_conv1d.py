@@ -16,7 +16,7 @@ before. A checkpoint that was written without it is to be written again.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import source_layers
+from ..helpers.loading import source_layers
 
 
 def defect() -> Finding:

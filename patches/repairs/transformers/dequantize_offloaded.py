@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers import offload_maps, offloaded, source_layers
+from ..helpers.loading import source_layers
+from ..helpers.offload import offload_maps, offloaded
 
 if TYPE_CHECKING:
     import torch

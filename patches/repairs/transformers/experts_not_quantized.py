@@ -16,8 +16,8 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.experts import left_in, loaded_in_4bit, readable
-from ..helpers.messages import LOGGER, heard
+from ..helpers.loading.experts import left_in, loaded_in_4bit, readable
+from ..helpers.process.messages import LOGGER, heard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,7 @@ import inspect
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.messages import LOGGER
+from ..helpers.process.messages import LOGGER
 
 _SWITCHES = ("load_in_4bit", "load_in_8bit")
 _told: set[str] = set()
@@ -56,7 +56,7 @@ def defect() -> Finding:
 
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    from ..helpers.messages import heard
+    from ..helpers.process.messages import heard
 
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     with tempfile.TemporaryDirectory() as folder, heard():

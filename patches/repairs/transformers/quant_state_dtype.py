@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import four_bit_state
+from ..helpers.four_bit import four_bit_state
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers import int8_scales, offloaded
+from ..helpers.int8 import int8_scales
+from ..helpers.offload import offloaded
 
 if TYPE_CHECKING:
     from torch import Tensor

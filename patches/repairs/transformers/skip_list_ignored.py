@@ -21,8 +21,9 @@ import difflib
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import skipped, tiny_models
-from ..helpers.messages import LOGGER
+from ..helpers.loading import skipped
+from ..helpers.process.messages import LOGGER
+from ..helpers.reproducers import tiny_models
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import skipped
+from ..helpers.loading import skipped
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.graphs import in_pieces
+from ..helpers.reproducers.graphs import in_pieces
 
 ONCE = ("warning_once", "info_once")
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers import skipped
+from ..helpers.loading import skipped
 
 if TYPE_CHECKING:
     from torch.nn import Module

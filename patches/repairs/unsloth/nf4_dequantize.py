@@ -14,7 +14,7 @@ Upstream: https://github.com/unslothai/unsloth
 from __future__ import annotations
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
-from ..helpers.nf4_dequantize import compiled, traced
+from ..helpers.four_bit.nf4_dequantize import compiled, traced
 
 
 def defect() -> Finding:

@@ -36,7 +36,7 @@ def behaves(path: str, source: str) -> Callable[[], None]:
 HELPERS = "patches.repairs.helpers"
 TAKEN_OUT = {
     "A1: the weight keeps scales of its own after a forward": (
-        behaves(f"{HELPERS}.int8_settled:settled", """
+        behaves(f"{HELPERS}.int8.int8_settled:settled", """
 def old(layer):
     weight = layer._parameters.get("weight")
     if weight is not None and layer.state.CB is not None:
@@ -46,21 +46,21 @@ def old(layer):
          "int8: trained + rows_permuted + loaded"],
     ),
     "A2: any codes are read with the scales of the layer": (
-        behaves(f"{HELPERS}.int8_plain:scale", """
+        behaves(f"{HELPERS}.int8.int8_plain:scale", """
 def old(layer, codes):
     return int8_settled.pair(layer)[1]
 """),
         ["int8: ran + call_with_detached + forward", "int8: ran + weight_plain_codes + forward"],
     ),
     "A2: codes as floating point numbers are taken for weights": (
-        behaves(f"{HELPERS}.int8_plain:refuse_codes", """
+        behaves(f"{HELPERS}.int8.int8_plain:refuse_codes", """
 def old(layer, weight):
     return None
 """),
         ["int8: ran + weight_codes_as_float + forward", "int8: ran + call_with_codes_as_floats + forward"],
     ),
     "A3: packed bits that were cast are loaded": (
-        behaves(f"{HELPERS}.quant_state_dict:refuse_cast", """
+        behaves(f"{HELPERS}.four_bit.quant_state_dict:refuse_cast", """
 def old(name, codes):
     return None
 """),
@@ -74,14 +74,14 @@ def old(layer):
         ["int8: ran + loads_into_fresh + forward", "int8-bias: ran + loads_into_fresh_not_strictly + state_dict"],
     ),
     "A5: what was dequantized in place counts as packed": (
-        behaves(f"{HELPERS}.four_bit_state:is_packed", """
+        behaves(f"{HELPERS}.four_bit.four_bit_state:is_packed", """
 def old(weight):
     return is_marked(weight)
 """),
         ["nf4: ran + class_of_plain_layer + half", "nf4: cold + forward_of_its_own + bfloat16"],
     ),
     "A6: statistics are rounded to the default dtype": (
-        behaves(f"{HELPERS}.quant_state_dict:_as_saved", """
+        behaves(f"{HELPERS}.four_bit.quant_state_dict:_as_saved", """
 def old(weight, key, tensor, nested):
     import torch
     return tensor.to(torch.get_default_dtype()) if key and tensor.is_floating_point() else tensor

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import patches
-from patches.repairs.helpers import hooks
+from patches.repairs.helpers.offload import hooks
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import patches
-from patches.repairs.helpers.graphs import pieces
+from patches.repairs.helpers.reproducers.graphs import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

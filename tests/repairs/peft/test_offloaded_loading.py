@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import patches
-from patches.repairs.helpers import offloaded as helper
+from patches.repairs.helpers.offload import offloaded as helper
 from tests.repairs.peft.offloading import KINDS, assert_same, logits, lora, offloaded, step, ways, whole
 
 pytest.importorskip("bitsandbytes")

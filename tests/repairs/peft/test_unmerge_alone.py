@@ -11,7 +11,7 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 from patches.engine.gate import satisfied  # noqa: E402
-from patches.repairs.helpers import merging  # noqa: E402
+from patches.repairs.helpers.adapters import merging  # noqa: E402
 from tests.repairs.peft.merging import ADAPTERS, config  # noqa: E402
 
 if satisfied("peft<0.15") and not torch.cuda.is_available():

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 import patches
-from patches.repairs.helpers.experts import loaded_in_4bit
-from patches.repairs.helpers.messages import heard
+from patches.repairs.helpers.loading.experts import loaded_in_4bit
+from patches.repairs.helpers.process.messages import heard
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.helpers import optimizer_bits
-from patches.repairs.helpers.checkpoint_plans import lacking
+from patches.repairs.helpers.optimizers import optimizer_bits
+from patches.repairs.helpers.distributed.checkpoint_plans import lacking
 
 ID = "torch-checkpoint-other-forms"
 STEPS = pytest.mark.skipif(

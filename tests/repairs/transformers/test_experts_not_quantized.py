@@ -92,7 +92,7 @@ def test_silent_where_there_is_nothing_to_say(tmp_path, caplog, kind, options):
 
 def test_what_it_advises_can_be_done(tmp_path):
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize", reason="this release cannot quantize parameters")
-    from patches.repairs.helpers.experts import left_in
+    from patches.repairs.helpers.loading.experts import left_in
 
     model = load(save(tmp_path, "qwen3"), **NF4)
     ids = torch.arange(8)[None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import patches
-from patches.repairs.helpers.messages import heard
+from patches.repairs.helpers.process.messages import heard
 from patches.repairs.transformers import load_in_keyword
 
 pytest.importorskip("bitsandbytes")

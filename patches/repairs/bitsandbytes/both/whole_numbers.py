@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import int8_scales
+from ...helpers.int8 import int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor

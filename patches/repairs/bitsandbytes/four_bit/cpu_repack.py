@@ -46,7 +46,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ....engine import CannotShow, Finding, Patch, Rewrite
-from ...helpers import block_scales, four_bit_state, live_objects, offloaded, tracing
+from ...helpers.four_bit import block_scales, four_bit_state
+from ...helpers.offload import offloaded
+from ...helpers.process import live_objects, tracing
 
 if TYPE_CHECKING:
     import torch

@@ -35,10 +35,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers import four_bit_state
-from ...helpers.own_codes import are_own
-from ...helpers.parameters import like
-from ...helpers.quant_state_dict import bytes_of_codes, read
+from ...helpers.four_bit import four_bit_state
+from ...helpers.four_bit.quant_state_dict import bytes_of_codes, read
+from ...helpers.weights.own_codes import are_own
+from ...helpers.weights.parameters import like
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ fills them.
 from __future__ import annotations
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers.module_moves import make_apply
+from ...helpers.weights.module_moves import make_apply
 
 
 def defect() -> Finding:

@@ -26,11 +26,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Patch, SetAttribute
-from ...helpers import four_bit_state
-from ...helpers.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS
-from ...helpers.own_codes import are_own
-from ...helpers.quant_state_dict import bytes_of_codes, read
-from ...helpers.quant_state_names import NESTED, OWN, packed_key
+from ...helpers.distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS
+from ...helpers.four_bit import four_bit_state
+from ...helpers.four_bit.quant_state_dict import bytes_of_codes, read
+from ...helpers.four_bit.quant_state_names import NESTED, OWN, packed_key
+from ...helpers.weights.own_codes import are_own
 
 if TYPE_CHECKING:
     import torch

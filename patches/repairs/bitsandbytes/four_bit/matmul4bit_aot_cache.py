@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import tracing
+from ...helpers.process import tracing
 
 if TYPE_CHECKING:
     import torch

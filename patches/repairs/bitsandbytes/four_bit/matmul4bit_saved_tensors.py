@@ -10,7 +10,7 @@ The repair keeps references to weight and statistics, as they are in forward, an
 in backward if one was written to since. What is not resident (brought by accelerate's offloading for
 this forward, or no parameter at all) is saved with ``ctx.save_for_backward``, where hooks see it. A
 resident weight is not: no hook could free it, but each would carry or recompute it (see
-``helpers/kept_weights.py``). Nothing is copied. Tensors made in inference mode, which autograd refuses to
+``helpers/weights/kept_weights.py``). Nothing is copied. Tensors made in inference mode, which autograd refuses to
 save, stay on ``ctx``, as before.
 
 A backward whose forward ran before the patch was applied is as it was. One whose forward ran with the
@@ -25,7 +25,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import kept_weights
+from ...helpers.weights import kept_weights
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import four_bit_state
-from ...helpers.quant_state_dict import Quantized, read_for, refuse_cast
+from ...helpers.four_bit import four_bit_state
+from ...helpers.four_bit.quant_state_dict import Quantized, read_for, refuse_cast
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,8 @@ from typing import Any
 
 from ....engine import DeleteAttribute, Finding, Patch, SetAttribute
 from ....engine.gate import satisfied
-from ...helpers import four_bit_state
-from ...helpers.quant_state_names import NESTED, OWN, packed_key
+from ...helpers.four_bit import four_bit_state
+from ...helpers.four_bit.quant_state_names import NESTED, OWN, packed_key
 
 
 def proxy(name: str, attribute: str, nested: bool) -> property:

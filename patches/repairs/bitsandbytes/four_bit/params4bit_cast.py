@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import four_bit_state, live_objects
+from ...helpers.four_bit import four_bit_state
+from ...helpers.process import live_objects
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit

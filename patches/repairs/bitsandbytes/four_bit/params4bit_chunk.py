@@ -26,8 +26,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers import four_bit_state
-from ...helpers.parameters import like, make_cut
+from ...helpers.four_bit import four_bit_state
+from ...helpers.weights.parameters import like, make_cut
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState

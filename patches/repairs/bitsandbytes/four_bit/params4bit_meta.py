@@ -24,7 +24,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import four_bit_state, live_objects
+from ...helpers.four_bit import four_bit_state
+from ...helpers.process import live_objects
 
 if TYPE_CHECKING:
     import torch

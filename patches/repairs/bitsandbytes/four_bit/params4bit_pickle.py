@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers import four_bit_state
-from ...helpers.parameters import is_read_by_default, make_setstate, with_class
+from ...helpers.four_bit import four_bit_state
+from ...helpers.weights.parameters import is_read_by_default, make_setstate, with_class
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit

@@ -13,7 +13,7 @@ Upstream: #1927 (offload), #2034 (``save_for_backward``). All releases from 0.46
 The repair: forward keeps references to the codes and scales that it used, and backward takes those; it
 raises autograd's error if one was written to since, directly or through the weight. What is not
 resident is saved with ``ctx.save_for_backward``, where hooks see it: an offloaded weight, so that
-checkpointing brings it again rather than keeping it on the device (``helpers/kept_weights.py``), and
+checkpointing brings it again rather than keeping it on the device (``helpers/weights/kept_weights.py``), and
 what the gradient of a weight needs, the input among it. Nothing is copied.
 
 Off CUDA, ``int8_vectorwise_quant`` sets outliers of a float16 input to zero and puts them back, so that
@@ -29,8 +29,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import int8_scales, kept_weights
-from ...helpers.int8_moves import SETTLING
+from ...helpers.int8 import int8_scales
+from ...helpers.int8.int8_moves import SETTLING
+from ...helpers.weights import kept_weights
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import int8_scales
-from ...helpers.own_codes import are_own
+from ...helpers.int8 import int8_scales
+from ...helpers.weights.own_codes import are_own
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear8bitLt

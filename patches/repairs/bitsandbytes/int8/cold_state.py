@@ -22,8 +22,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import int8_scales
-from ...helpers.graphs import in_pieces
+from ...helpers.int8 import int8_scales
+from ...helpers.reproducers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch

@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers import int8_scales
-from ...helpers.int8_moves import KEEP_CODES_BEFORE_048
-from ...helpers.parameters import is_read_by_default, like, make_cut, make_setstate, with_class
+from ...helpers.int8 import int8_scales
+from ...helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ...helpers.weights.parameters import is_read_by_default, like, make_cut, make_setstate, with_class
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Int8Params

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import int8_scales, int8_settled
-from ...helpers.int8_moves import KEEP_CODES_BEFORE_048
+from ...helpers.int8 import int8_scales, int8_settled
+from ...helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 
 if TYPE_CHECKING:
     from torch import Tensor

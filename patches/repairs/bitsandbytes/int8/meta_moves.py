@@ -21,8 +21,8 @@ from __future__ import annotations
 from typing import Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers import int8_moves, int8_scales
-from ...helpers.module_moves import make_apply
+from ...helpers.int8 import int8_moves, int8_scales
+from ...helpers.weights.module_moves import make_apply
 
 
 def _settle(layer: Any, old: dict[str, Any], address: int) -> None:

@@ -20,8 +20,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import int8_scales, tracing
-from ...helpers.graphs import in_pieces
+from ...helpers.int8 import int8_scales
+from ...helpers.process import tracing
+from ...helpers.reproducers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch

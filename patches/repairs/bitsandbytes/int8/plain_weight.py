@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers import int8_plain, int8_scales, int8_settled
-from ...helpers.module_moves import make_apply
+from ...helpers.int8 import int8_plain, int8_scales, int8_settled
+from ...helpers.weights.module_moves import make_apply
 
 if TYPE_CHECKING:
     from torch import Tensor

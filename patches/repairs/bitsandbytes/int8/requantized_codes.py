@@ -18,8 +18,8 @@ scale anywhere is an error that names the layer.
 from __future__ import annotations
 
 from ....engine import CannotShow, Finding, Patch
-from ...helpers import int8_scales
-from ...helpers.int8_moves import KEEP_CODES
+from ...helpers.int8 import int8_scales
+from ...helpers.int8.int8_moves import KEEP_CODES
 
 
 def _damage() -> tuple[str, ...]:

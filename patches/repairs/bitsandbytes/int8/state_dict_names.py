@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers import int8_plain, int8_scales
+from ...helpers.int8 import int8_plain, int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor

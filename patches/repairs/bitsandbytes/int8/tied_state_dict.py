@@ -9,7 +9,7 @@ dict, then fail (#1634). Up to 0.49.2; fixed upstream in 0.50.0 (#1897), the sam
 from __future__ import annotations
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers import int8_plain
+from ...helpers.int8 import int8_plain
 
 
 def defect() -> Finding:

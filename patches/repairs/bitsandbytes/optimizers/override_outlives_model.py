@@ -29,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers.optimizer_overrides import BY_PARAMETER
+from ...helpers.optimizers.optimizer_overrides import BY_PARAMETER
 
 if TYPE_CHECKING:
     from bitsandbytes.optim import GlobalOptimManager

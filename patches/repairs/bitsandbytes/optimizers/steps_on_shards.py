@@ -27,7 +27,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ....engine import CannotShow, Finding, Patch, Rewrite
-from ...helpers.optimizer_bits import BLOCK, SAME_BITS
+from ...helpers.optimizers.optimizer_bits import BLOCK, SAME_BITS
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import block_scales
+from ..four_bit import block_scales
 from . import packed_weights
 from .digest import versioned
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import kept_weights
+from ..weights import kept_weights
 
 
 class StraightThrough(torch.autograd.Function):

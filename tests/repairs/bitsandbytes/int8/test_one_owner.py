@@ -87,7 +87,7 @@ def test_after_a_revert_scales_are_where_bitsandbytes_has_them():
 
 
 def test_nothing_is_kept_of_layers_that_are_gone():
-    from patches.repairs.helpers import int8_settled
+    from patches.repairs.helpers.int8 import int8_settled
 
     with patches.applied():
         for _ in range(600):

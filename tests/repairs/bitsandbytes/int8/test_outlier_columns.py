@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import patches
-from patches.repairs.helpers.graphs import pieces
+from patches.repairs.helpers.reproducers.graphs import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
 functions = bnb.autograd._functions

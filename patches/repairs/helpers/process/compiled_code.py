@@ -12,7 +12,7 @@ import sys
 from pathlib import PurePath
 from types import CodeType, ModuleType
 
-from ...engine.frames import running
+from ....engine.frames import running
 
 FORGOTTEN = "torch.compiler.reset() was called: compiled code is compiled again at its next use"
 _MACHINERY = ("_dynamo", "_functorch", "_inductor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...engine import Finding
+from ....engine import Finding
 
 
 def pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:

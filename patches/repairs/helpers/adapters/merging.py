@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from ...engine import CannotShow, Finding, Rewrite
-from ...engine.gate import satisfied
+from ....engine import CannotShow, Finding, Rewrite
+from ....engine.gate import satisfied
 from . import unmerged
 
 LINKS = ("https://github.com/huggingface/trl/issues/3466", "https://github.com/huggingface/trl/issues/6688")

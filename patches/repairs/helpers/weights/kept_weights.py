@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from . import offloaded
+from ..offload import offloaded
 
 if TYPE_CHECKING:
     from torch import Tensor

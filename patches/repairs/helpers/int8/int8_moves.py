@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Rewrite, SetAttribute
+from ....engine import Rewrite, SetAttribute
 from . import int8_plain, int8_scales, int8_settled
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...engine import Rewrite
-from . import four_bit_state, int8_plain, int8_scales
+from ....engine import Rewrite
+from ..four_bit import four_bit_state
+from ..int8 import int8_plain, int8_scales
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import four_bit_state
+from ..four_bit import four_bit_state
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ...engine import Rewrite
+from ....engine import Rewrite
 
 _STATISTICS = re.compile(r"(.*)\.(absmax|quant_state\.bitsandbytes__\w+)")
 

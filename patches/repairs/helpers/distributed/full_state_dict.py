@@ -9,9 +9,11 @@ from contextvars import ContextVar
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Rewrite
-from . import agreement, four_bit_state, int8_scales
-from .own_codes import same_bits
+from ....engine import Rewrite
+from ..four_bit import four_bit_state
+from ..int8 import int8_scales
+from ..weights.own_codes import same_bits
+from . import agreement
 
 if TYPE_CHECKING:
     from torch import Tensor

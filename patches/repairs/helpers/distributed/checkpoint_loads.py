@@ -17,9 +17,9 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Rewrite
-from . import optimizer_bits
-from .own_codes import same_bits
+from ....engine import Rewrite
+from ..optimizers import optimizer_bits
+from ..weights.own_codes import same_bits
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import hooks, live_objects
+from ..offload import hooks
+from ..process import live_objects
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine import Rewrite
+from ....engine import Rewrite
 
 BY_PARAMETER = Rewrite(
     "bitsandbytes.optim.optimizer:Optimizer8bit.get_config",

@@ -10,7 +10,8 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import int8_scales, offloaded
+from ..int8 import int8_scales
+from . import offloaded
 
 if TYPE_CHECKING:
     from torch import Tensor

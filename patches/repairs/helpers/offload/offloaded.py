@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import hooks, int8_scales, offload_maps
+from ..int8 import int8_scales
+from . import hooks, offload_maps
 
 if TYPE_CHECKING:
     import torch

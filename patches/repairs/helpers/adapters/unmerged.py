@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import four_bit_state, int8_plain, int8_scales
+from ..four_bit import four_bit_state
+from ..int8 import int8_plain, int8_scales
 
 if TYPE_CHECKING:
     import torch

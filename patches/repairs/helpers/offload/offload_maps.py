@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from . import int8_scales
+from ..int8 import int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Rewrite
+from ....engine import Rewrite
 
 if TYPE_CHECKING:
     from torch import Tensor

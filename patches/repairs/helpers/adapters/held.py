@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import offloaded, recalled
+from ..offload import offloaded, recalled
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...engine.gate import satisfied
-from . import int8_scales, kept_weights
+from ....engine.gate import satisfied
+from ..weights import kept_weights
+from . import int8_scales
 
 if TYPE_CHECKING:
     from torch import Tensor

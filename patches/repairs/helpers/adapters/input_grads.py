@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import tracing
+from ..process import tracing
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,6 @@ def tied(tensor: torch.Tensor) -> torch.Tensor | None:
 
     if tensor.requires_grad or not torch.is_grad_enabled():
         return None
-    from .operators import tie
+    from ..operators import tie
 
     return tie.OPERATOR(tensor, tie.anchor)

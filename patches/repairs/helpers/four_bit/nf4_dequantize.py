@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding
-from .graphs import in_pieces, refused
+from ....engine import Finding
+from ..reproducers.graphs import in_pieces, refused
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,1 @@
+"""What the patches of 4-bit layers share: packed weights and their quantization state."""

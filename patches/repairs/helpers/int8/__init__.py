@@ -1,0 +1,1 @@
+"""What the patches of INT8 layers share: codes, row scales, and where they go."""

@@ -1,0 +1,1 @@
+"""What ``from_pretrained`` reads and decides: files, names, which layers are quantized."""

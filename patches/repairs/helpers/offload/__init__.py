@@ -1,0 +1,1 @@
+"""Layers whose weights accelerate keeps on the CPU or the disk."""

@@ -1,0 +1,1 @@
+"""Optimizers of bitsandbytes: the bits of their states, and who overrides them."""

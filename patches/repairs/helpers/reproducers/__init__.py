@@ -1,0 +1,1 @@
+"""What reproducers share: models on disk, counting graphs."""
