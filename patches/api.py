@@ -12,7 +12,7 @@ source found, can be taken out again, and brings a reproducer of its defect (``p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError
@@ -40,10 +40,13 @@ __all__ = [
     "check_ranks",
     "compile_options",
     "inspect",
+    "quantize_experts",
     "report",
     "revert",
     "verify",
 ]
+
+Model = TypeVar("Model")
 
 applied = REGISTRY.applied
 revert = REGISTRY.revert
@@ -131,6 +134,35 @@ def inspect(model: Any, optimizer: Any = None) -> Inspection:
     from .features.inspection import inspect
 
     return inspect(model, optimizer)
+
+
+def quantize_experts(model: Model) -> Model:
+    """Quantize the experts of a mixture that was loaded in 4 bits, as its ``BitsAndBytesConfig`` says; returns it.
+
+    ``load_in_4bit`` quantizes linear layers. transformers 5 keeps the experts of a layer in parameters of three
+    dimensions (experts, rows, columns), which stay in floating point: most of the model. This replaces each of them by
+    an ``Experts4bit``: a parameter of the same shape and dtype that holds packed weights, quantized matrix by matrix as
+    ``Linear4bit`` does. Products dequantize one expert at a time, in the forward pass and again in the backward pass.
+
+    NF4 or FP4, double quantization, the storage dtype and ``llm_int8_skip_modules`` are those of the configuration.
+    All experts are quantized, or none. Experts that are quantized already stay as they are.
+
+    Parameters
+    ----------
+    model:
+        A ``PreTrainedModel`` of transformers 5, loaded with ``BitsAndBytesConfig(load_in_4bit=True)``.
+
+    Raises
+    ------
+    ValueError
+        The model is not quantized, is INT8, has no such experts, or has experts on the meta device or in another
+        dtype; the message names the parameter. Nothing was changed.
+    RuntimeError
+        transformers, bitsandbytes or torch are too old.
+    """
+    from .features.experts import quantize
+
+    return quantize(model)
 
 
 def compile_options(

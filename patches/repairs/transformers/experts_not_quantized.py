@@ -6,13 +6,12 @@ bfloat16, 58 GB. What was loaded "in 4 bits" then does not
 fit, and the configuration, the class of the model and ``is_loaded_in_4bit`` all say that it is quantized. INT8
 likewise.
 
-To quantize them here would be another model than the user saved, and checkpoints of it would not load without the
-plugin. So loading says it, with the figure and with what can be done.
+To quantize them unasked would be another model than transformers makes. So loading says it, with the figure and with
+what can be done: ``patches.quantize_experts(model)``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
@@ -38,8 +37,8 @@ def tell(model: PreTrainedModel) -> None:
     if left is None:
         return
     remedy = ""
-    if importlib.util.find_spec("bitsandbytes.nn.parametrize") is not None:
-        remedy = " bitsandbytes.nn.parametrize.replace_parameter_4bit(module, name) quantizes one."
+    if getattr(model, "is_loaded_in_4bit", False):
+        remedy = " patches.quantize_experts(model) quantizes them."
     LOGGER.warning(
         "%.0f %% of the parameters of this %s are not quantized, %s of its %s: bitsandbytes quantizes linear layers, "
         "and the experts are parameters of three dimensions in %s (%s).%s",

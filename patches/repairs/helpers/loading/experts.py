@@ -54,7 +54,7 @@ def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if parameter.dim() == 3 and parameter.shape[0] > 1 and parameter.is_floating_point():
-            if not isinstance(owner, _ConvNd):
+            if not isinstance(owner, _ConvNd) and type(parameter).__name__ != "Experts4bit":
                 yield name, parameter
 
 

@@ -1,0 +1,28 @@
+"""Operations that need all experts at once: they get them in floating point, are counted, and are said once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ..process.messages import LOGGER
+
+if TYPE_CHECKING:
+    from .tensor import Experts4bit
+
+COUNTS: Counter[str] = Counter()
+"""Name of the operation to how often it dequantized more than one expert at once, in this process."""
+
+
+def went_dense(operation: str, experts: Experts4bit) -> None:
+    """Count ``operation`` on ``experts``; the first one of its name is logged, with its size."""
+    if experts.dim() < 3:
+        return
+    COUNTS[operation] += 1
+    if COUNTS[operation] == 1:
+        LOGGER.warning(
+            "%s needs all experts at once: %d of them (%s, %s) are dequantized together, to %.1f MB. The result is "
+            "right; the memory is that of floating point while the operation runs.",
+            operation, experts.shape[0], tuple(experts.shape), str(experts.dtype).removeprefix("torch."),
+            experts.numel() * experts.element_size() / 1e6,
+        )  # fmt: skip

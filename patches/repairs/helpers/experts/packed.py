@@ -1,0 +1,173 @@
+"""The packed weights and quantization states of all experts of one parameter.
+
+An expert is one matrix, or several that are concatenated by rows after dequantizing (``gate_proj`` and ``up_proj`` of
+``gate_up_proj``): each was quantized by itself, as one ``Linear4bit`` would be, so that what is saved can be named and
+read one matrix at a time, and no block of values crosses from one into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from bitsandbytes.functional import QuantState
+
+Layout = tuple[tuple[tuple[tuple[int, int], tuple[str, ...]], ...], tuple[Any, ...]]
+"""For each part its shape and the names of its tensors; the fields of :class:`Kind`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One matrix of each expert: its packed weights and statistics, stacked over the experts."""
+
+    shape: tuple[int, int]
+    """Of the matrix of one expert."""
+    codes: torch.Tensor
+    """(experts, packed elements)"""
+    absmax: torch.Tensor
+    """(experts, blocks): float32, or uint8 with double quantization."""
+    nested_absmax: torch.Tensor | None = None
+    """(experts, blocks of blocks), with double quantization."""
+    offset: torch.Tensor | None = None
+    """(experts,), with double quantization."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by name; those that it has not are left out."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the experts of one parameter are quantized: the same for each of them."""
+
+    quant_type: str
+    """``"nf4"`` or ``"fp4"``"""
+    blocksize: int
+    dtype: torch.dtype
+    """What they dequantize to, before they become the dtype of the parameter."""
+    nested_blocksize: int = 256
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The experts of one parameter. ``code`` and ``nested_code`` are the tables that packed values are read by."""
+
+    parts: tuple[Part, ...]
+    kind: Kind
+    code: torch.Tensor
+    nested_code: torch.Tensor | None = None
+
+    @classmethod
+    def of_states(cls, matrices: Sequence[Sequence[tuple[torch.Tensor, QuantState]]]) -> Packed:
+        """From what ``quantize_4bit`` or a checkpoint gives: for each part a list over the experts."""
+        parts = tuple(map(_part, matrices))
+        state: Any = matrices[0][0][1]
+        double = state.state2
+        kind = Kind(state.quant_type, state.blocksize, state.dtype, double.blocksize if state.nested else 256)
+        return cls(parts, kind, state.code, double.code if state.nested else None)
+
+    @property
+    def count(self) -> int:
+        """How many experts."""
+        return len(self.parts[0].codes)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """As the parameter in floating point: (experts, rows, columns)."""
+        return self.count, sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of packed weights and statistics."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name: ``codes_0``, ``absmax_0``, ..., ``code``."""
+        found = {f"{name}_{i}": tensor for i, part in enumerate(self.parts) for name, tensor in part.tensors().items()}
+        tables = {"code": self.code, "nested_code": self.nested_code}
+        return {**found, **{name: tensor for name, tensor in tables.items() if tensor is not None}}
+
+    def with_tensors(self, tensors: dict[str, torch.Tensor]) -> Packed:
+        """The same experts in other tensors, named as :meth:`tensors` names them."""
+        return Packed.laid_out(self.layout(), tensors)
+
+    def layout(self) -> Layout:
+        """All but the tensors, in plain values."""
+        parts = tuple((part.shape, tuple(part.tensors())) for part in self.parts)
+        return parts, astuple(self.kind)
+
+    @classmethod
+    def laid_out(cls, layout: Layout, tensors: dict[str, torch.Tensor]) -> Packed:
+        """From what :meth:`layout` and :meth:`tensors` give."""
+        shapes, kind = layout
+        parts = tuple(
+            Part(shape, **{name: tensors[f"{name}_{i}"] for name in names}) for i, (shape, names) in enumerate(shapes)
+        )
+        return cls(parts, Kind(*kind), tensors["code"], tensors.get("nested_code"))
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+        """With ``change`` made to each tensor."""
+        return self.with_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
+
+    def only(self, experts: Any) -> Packed:
+        """The experts at ``experts``: a slice, or a tensor of indices."""
+        tables = ("code", "nested_code")
+        return self.with_tensors({n: t if n in tables else t[experts] for n, t in self.tensors().items()})
+
+    def state(self, part: Part, expert: int) -> QuantState:
+        """The quantization state of one matrix, as ``Linear4bit`` has it."""
+        import torch
+        from bitsandbytes.functional import QuantState
+
+        double, kind = None, self.kind
+        if part.nested_absmax is not None:
+            double = QuantState(
+                absmax=part.nested_absmax[expert],
+                code=self.nested_code,
+                blocksize=kind.nested_blocksize,
+                dtype=torch.float32,
+            )
+        return QuantState(
+            absmax=part.absmax[expert],
+            shape=torch.Size(part.shape),
+            code=self.code,
+            blocksize=kind.blocksize,
+            quant_type=kind.quant_type,
+            dtype=kind.dtype,
+            offset=part.offset[expert] if part.offset is not None else None,
+            state2=double,
+        )
+
+    def matrices(self, expert: int) -> Iterator[tuple[torch.Tensor, QuantState]]:
+        """Packed weights, as a column, and quantization state of each matrix of one expert."""
+        for part in self.parts:
+            yield part.codes[expert].unsqueeze(-1), self.state(part, expert)
+
+    def dequantize(self, expert: int) -> torch.Tensor:
+        """One expert in floating point: (rows, columns)."""
+        import torch
+        from bitsandbytes.functional import dequantize_4bit
+
+        matrices = [dequantize_4bit(codes, state) for codes, state in self.matrices(expert)]
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+
+def _part(matrices: Sequence[tuple[torch.Tensor, Any]]) -> Part:
+    import torch
+
+    states = [state for _, state in matrices]
+    rows, columns = states[0].shape
+    codes = torch.stack([codes.reshape(-1) for codes, _ in matrices])
+    absmax = torch.stack([state.absmax for state in states])
+    if not states[0].nested:
+        return Part((rows, columns), codes, absmax)
+    nested = torch.stack([state.state2.absmax for state in states])
+    return Part((rows, columns), codes, absmax, nested, torch.stack([s.offset.float().reshape(()) for s in states]))

@@ -1,0 +1,114 @@
+"""Quantizing experts: each matrix by itself, with the packed weights that ``quantize_4bit`` gives for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .found import Found, converters, experts_in, matrices_of
+from .packed import Packed
+
+if TYPE_CHECKING:
+    import torch
+
+
+class How(NamedTuple):
+    """What a ``BitsAndBytesConfig`` says of 4-bit weights."""
+
+    quant_type: str
+    double: bool
+    storage: torch.dtype
+
+    @classmethod
+    def said_by(cls, config: Any) -> How:
+        """As ``config`` says; an error if it does not ask for 4 bits."""
+        if not getattr(config, "load_in_4bit", False):
+            raise ValueError(
+                "experts can be quantized to 4 bits only: load the model with "
+                "BitsAndBytesConfig(load_in_4bit=True). INT8 experts are not supported."
+            )
+        return cls(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_storage)
+
+
+def packed(experts: Iterable[torch.Tensor], count: int, how: How) -> Packed:
+    """``experts`` (rows, columns) one after the other, each in ``count`` matrices of as many rows."""
+    each = (expert.chunk(count) if count > 1 else (expert,) for expert in experts)
+    return packed_matrices(each, how)
+
+
+def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: How) -> Packed:
+    """Each expert as its matrices."""
+    from bitsandbytes.functional import quantize_4bit
+
+    found: list[list[Any]] = []
+    for matrices in experts:
+        found = found or [[] for _ in matrices]
+        for states, matrix in zip(found, matrices):
+            states.append(
+                quantize_4bit(
+                    matrix.detach().contiguous(),
+                    quant_type=how.quant_type,
+                    compress_statistics=how.double,
+                    quant_storage=how.storage,
+                )
+            )
+    return Packed.of_states(found)
+
+
+def wanted(model: Any) -> tuple[list[Found], How]:
+    """The experts of a loaded model that its configuration asks to quantize, and how; an error if they cannot be."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        raise ValueError(
+            f"this {type(model).__name__} is not quantized: load it with "
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True), which says how its experts are to be quantized"
+        )
+    how = How.said_by(quantizer.quantization_config)
+    skipped = getattr(quantizer, "modules_to_not_convert", None)
+    found = [one for one in experts_in(model) if is_wanted(one.full_name, skipped)]
+    if not found:
+        raise ValueError(
+            f"this {type(model).__name__} has no experts to quantize: no parameter of three dimensions in a module of "
+            "experts, or llm_int8_skip_modules names them all"
+        )
+    for one in found:
+        _check(one)
+    return found, how
+
+
+def is_wanted(name: str, skipped: list[str] | None) -> bool:
+    """Whether ``llm_int8_skip_modules``, or what transformers has instead, leaves the parameter ``name`` to us."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    return bool(should_convert_module(name, skipped))
+
+
+def _check(one: Found) -> None:
+    import torch
+
+    parameter = one.parameter
+    if parameter.is_meta:
+        raise ValueError(
+            f"{one.full_name} is on the meta device (offloaded, or not loaded): quantize the experts before the model "
+            "is dispatched"
+        )
+    if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"{one.full_name} is {parameter.dtype}: expected float16, bfloat16 or float32")
+
+
+def quantize_model(model: Any) -> list[str]:
+    """Quantize the experts of a loaded model, all or none; the names of those that were."""
+    from .tensor import Experts4bit, as_parameter
+
+    found, how = wanted(model)
+    known = converters(model)
+    new: dict[int, Any] = {}
+    for one in found:
+        parameter = one.parameter
+        if id(parameter) not in new and not isinstance(parameter, Experts4bit):
+            experts = packed(parameter.unbind(0), matrices_of(one.full_name, known), how)
+            new[id(parameter)] = as_parameter(experts, parameter.dtype)
+    for one in found:
+        if id(one.parameter) in new:
+            one.module._parameters[one.name] = new[id(one.parameter)]
+    return [one.full_name for one in found]

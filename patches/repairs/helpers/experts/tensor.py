@@ -1,0 +1,206 @@
+"""A parameter that looks like the experts of a layer in floating point, and holds packed weights.
+
+Indexing, slicing over experts and transposing give views. A product (``.products``) dequantizes one expert at a time.
+Autograd saves the view, which costs no bytes, and the product of the backward dequantizes again. So no model is edited,
+and nothing that is dequantized is kept. Any other operation gets all experts in floating point, and says so
+(``.dense``); one that would write into them raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .dense import went_dense
+from .packed import Layout, Packed
+
+Rule = Callable[..., Any]
+RULES: dict[Any, Rule] = {}
+"""What an operator below autograd does with experts; ``NotImplemented`` leaves it to floating point."""
+FUNCTIONS: dict[Any, Rule] = {}
+"""The same for a function of Python, above autograd: where gradients of other arguments are still to be recorded."""
+
+
+class Experts4bit(torch.Tensor):
+    """All experts of one parameter, or one of them, or a choice: (experts, rows, columns) or (rows, columns)."""
+
+    packed: Packed
+    chosen: int | torch.Tensor | None
+    """None: all. A number: one. A tensor: a choice with repetitions, as ``experts[ids]`` makes."""
+    swapped: bool
+    """Whether rows and columns are exchanged."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        packed: Packed,
+        chosen: int | torch.Tensor | None = None,
+        swapped: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Experts4bit:
+        experts, rows, columns = packed.shape
+        first = [] if isinstance(chosen, int) else [experts if chosen is None else len(chosen)]
+        shape = [columns, rows] if swapped else [rows, columns]
+        strides = [1, columns] if swapped else [columns, 1]
+        self: Experts4bit = torch.Tensor._make_wrapper_subclass(
+            cls,
+            [*first, *shape],
+            strides=[*([rows * columns] if first else []), *strides],
+            dtype=dtype or packed.kind.dtype,
+            device=packed.device,
+            requires_grad=False,
+        )
+        self.packed, self.chosen, self.swapped = packed, chosen, swapped
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def like(self, **changed: Any) -> Experts4bit:
+        """Another view of the same packed weights."""
+        now = {"packed": self.packed, "chosen": self.chosen, "swapped": self.swapped, "dtype": self.dtype}
+        return Experts4bit(**{**now, **changed})
+
+    def numbers(self) -> list[int]:
+        """Which experts the first dimension holds, in its order."""
+        if isinstance(self.chosen, int):
+            return [self.chosen]
+        if self.chosen is None:
+            return list(range(self.packed.count))
+        return list(map(int, self.chosen.tolist()))
+
+    def expert(self, number: int) -> torch.Tensor:
+        """Expert ``number`` of all, in floating point, as this view shows it."""
+        matrix = self.packed.dequantize(number).to(self.dtype)
+        return matrix.t() if self.swapped else matrix
+
+    def dequantize(self) -> torch.Tensor:
+        """What it stands for, in floating point, whole."""
+        if isinstance(self.chosen, int):
+            return self.expert(self.chosen)
+        return torch.stack([self.expert(number) for number in self.numbers()])
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Of packed weights and statistics, not of what they stand for."""
+        return self.packed.nbytes
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, Experts4bit) or value.shape != self.shape:
+            raise RuntimeError(
+                f"experts in 4 bits of shape {tuple(self.shape)} cannot take {_what(value)} as .data: replace the "
+                "parameter of the module instead"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.packed, self.chosen, self.swapped = value.packed, value.chosen, value.swapped
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        kind, size = self.packed.kind, self.nbytes
+        return f"Experts4bit({tuple(self.shape)}, dtype={self.dtype}, {kind.quant_type}, {size} bytes, {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            copied: torch.Tensor = self.like(packed=self.packed.each(torch.clone))
+            if isinstance(self, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, requires_grad=False)
+            memo[id(self)] = copied
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parameter = isinstance(self, torch.nn.Parameter)
+        packed = self.packed
+        return rebuilt, (packed.layout(), packed.tensors(), self.chosen, self.swapped, self.dtype, parameter)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = list(self.packed.tensors())
+        chosen = self.chosen if isinstance(self.chosen, int) else None
+        if isinstance(self.chosen, torch.Tensor):
+            names.append("chosen")
+        return names, (self.packed.layout(), chosen, self.swapped, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> Experts4bit:
+        layout, chosen, swapped, dtype = meta
+        return Experts4bit(Packed.laid_out(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        tensors = vars(self)["packed"].tensors() if "packed" in vars(self) else {}
+        if name in tensors:
+            return tensors[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = FUNCTIONS.get(func)
+        result = rule(*args, **kwargs) if rule is not None else NotImplemented
+        if result is not NotImplemented:
+            return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        result = rule(*args, **kwargs) if rule is not None else NotImplemented
+        return in_floating_point(func, args, kwargs) if result is NotImplemented else result
+
+
+def in_floating_point(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``func`` on dequantized experts; an error if it would write into them."""
+    _refuse_writes(func, args, kwargs)
+
+    def dense(value: Any) -> Any:
+        if not isinstance(value, Experts4bit):
+            return value
+        went_dense(str(func), value)
+        return value.dequantize()
+
+    return func(*tree_map(dense, args), **tree_map(dense, kwargs))
+
+
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and isinstance(value, Experts4bit):
+            raise RuntimeError(
+                f"{func} would write into experts in 4 bits ({tuple(value.shape)}), whose values are packed. "
+                "Dequantize the model first (model.dequantize()), or load the model without quantized experts."
+            )
+
+
+def _what(value: Any) -> str:
+    return f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
+
+
+def as_parameter(packed: Packed, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    """The parameter that a module of experts holds; ``dtype`` is the one that it shows."""
+    return torch.nn.Parameter(Experts4bit(packed, dtype=dtype), requires_grad=False)
+
+
+def rebuilt(
+    layout: Layout, tensors: dict[str, torch.Tensor], chosen: Any, swapped: bool, dtype: torch.dtype, parameter: bool
+) -> torch.Tensor:
+    """What a pickle calls; its arguments are plain, so that ``torch.load(weights_only=True)`` reads them."""
+    tensor = Experts4bit(Packed.laid_out(layout, tensors), chosen, swapped, dtype)
+    return torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+
+
+torch.serialization.add_safe_globals([rebuilt])
+
+from . import products, views  # noqa: E402, F401 - they fill in RULES

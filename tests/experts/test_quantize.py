@@ -1,0 +1,164 @@
+"""``patches.quantize_experts(model)`` computes what the model computes whose experts are rounded in floating point."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+transformers = pytest.importorskip("transformers", minversion="5", reason="experts are linear layers before 5")
+
+import patches  # noqa: E402
+from patches.repairs.helpers.experts import dense  # noqa: E402
+from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
+from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
+from tests.experts.models import CONFIGS, IDS, SOME, gap, loaded, rounded, saved, step  # noqa: E402
+
+REST = [
+    pytest.param(kind, marks=pytest.mark.release("SOME of tests/experts/models.py"))
+    for kind in set(CONFIGS) - set(SOME)
+]
+
+
+@pytest.fixture(autouse=True)
+def counted():
+    dense.COUNTS.clear()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("qwen3"), "qwen3_moe")
+
+
+@pytest.mark.parametrize("kind", [*SOME, *REST])
+def test_equal_to_the_rounded_model_in_eager(tmp_path, kind):
+    saved(tmp_path, kind)
+    expected = step(rounded(loaded(tmp_path)))
+    unrounded = step(loaded(tmp_path))
+    model = patches.quantize_experts(loaded(tmp_path))
+    experts = list(experts_in(model))
+    assert len(expected) > 2 or kind == "jetmoe", "its router is a linear layer of 4 bits"
+    assert experts and all(isinstance(one.parameter, Experts4bit) for one in experts)
+    assert gap(expected, step(model)) == 0 < gap(expected, unrounded)
+    assert not dense.COUNTS
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_equal_but_for_rounding_in_the_other_implementations(qwen3, implementation):
+    expected = step(rounded(loaded(qwen3, implementation)))
+    assert gap(expected, step(patches.quantize_experts(loaded(qwen3, implementation)))) < 3e-6
+    assert not dense.COUNTS
+
+
+@pytest.mark.parametrize(
+    ("config", "quant_type", "double"),
+    [
+        ({"bnb_4bit_use_double_quant": True}, "nf4", True),
+        ({"bnb_4bit_quant_type": "fp4"}, "fp4", False),
+        ({"bnb_4bit_quant_storage": torch.bfloat16}, "nf4", False),
+    ],
+    ids=["double", "fp4", "storage"],
+)
+def test_as_the_configuration_says(qwen3, config, quant_type, double):
+    expected = step(rounded(loaded(qwen3, **config), quant_type, double))
+    assert gap(expected, step(patches.quantize_experts(loaded(qwen3, **config)))) == 0
+
+
+def test_packed_weights_are_those_of_each_matrix(qwen3):
+    from bitsandbytes.functional import quantize_4bit
+
+    model = loaded(qwen3)
+    weight = model.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
+    gate, up = patches.quantize_experts(model).model.layers[0].mlp.experts.gate_up_proj.packed.parts
+    for part, matrix in ((gate, weight[2, :64]), (up, weight[2, 64:])):
+        codes, state = quantize_4bit(matrix.contiguous(), quant_type="nf4")
+        assert torch.equal(part.codes[2], codes.flatten())
+        assert torch.equal(part.absmax[2], state.absmax)
+
+
+@pytest.mark.parametrize("options", [{"checkpointing": True}, {"autocast": True}], ids=["checkpointing", "autocast"])
+def test_a_step_in_each_way(qwen3, options):
+    expected = step(rounded(loaded(qwen3)), **options)
+    assert gap(expected, step(patches.quantize_experts(loaded(qwen3)), **options)) == 0
+    assert not dense.COUNTS
+
+
+def mlp(model):
+    return model.model.layers[0].mlp
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_another_dtype_is_that_of_the_rounded_model(qwen3, dtype):
+    x = torch.randn(1, 8, 64, dtype=dtype)
+    with torch.no_grad():
+        expected = mlp(rounded(loaded(qwen3))).to(dtype)(x)
+        got = mlp(patches.quantize_experts(loaded(qwen3))).to(dtype)(x)
+    assert torch.equal(expected, got) and got.dtype == dtype
+
+
+def test_copies_and_state_dicts(qwen3, tmp_path):
+    model, x = patches.quantize_experts(loaded(qwen3)), torch.randn(1, 8, 64)
+    with torch.no_grad():
+        expected = mlp(model)(x)
+        copied = copy.deepcopy(model)
+        mlp(copied).experts.gate_up_proj.packed.parts[0].codes.zero_()
+        assert torch.equal(mlp(model)(x), expected) and not torch.equal(mlp(copied)(x), expected)
+        torch.save(mlp(model).state_dict(), tmp_path / "state.pt")
+        mlp(copied).load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert torch.equal(mlp(copied)(x), expected)
+        torch.save(model, tmp_path / "model.pt")
+        assert torch.equal(mlp(torch.load(tmp_path / "model.pt", weights_only=False))(x), expected)
+
+
+def test_the_footprint_in_bytes(qwen3):
+    model = loaded(qwen3, dtype=torch.bfloat16)
+    before = sum(one.parameter.nbytes for one in experts_in(model))
+    patches.quantize_experts(model)
+    assert sum(one.parameter.nbytes for one in experts_in(model)) < 0.3 * before
+
+
+def test_skipped_modules_stay(qwen3):
+    model = patches.quantize_experts(loaded(qwen3, llm_int8_skip_modules=["lm_head", "model.layers.1"]))
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    assert isinstance(first.down_proj, Experts4bit) and not isinstance(second.down_proj, Experts4bit)
+
+
+def test_twice_is_once(qwen3):
+    model = patches.quantize_experts(loaded(qwen3))
+    before = model.model.layers[0].mlp.experts.down_proj
+    assert patches.quantize_experts(model).model.layers[0].mlp.experts.down_proj is before
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_quantized(qwen3):
+    model = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not quantized: load it with"):
+        patches.quantize_experts(model)
+
+
+def test_int8(qwen3):
+    with pytest.raises(ValueError, match="INT8 experts are not supported"):
+        patches.quantize_experts(loaded(qwen3, load_in_4bit=False, load_in_8bit=True))
+
+
+@pytest.mark.parametrize("break_it", [lambda p: p.to("meta"), lambda p: p.double()], ids=["meta", "float64"])
+def test_all_or_none(qwen3, break_it):
+    model = loaded(qwen3)
+    last = model.model.layers[1].mlp.experts
+    last.down_proj = torch.nn.Parameter(break_it(last.down_proj.data), requires_grad=False)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts\.down_proj is "):
+        patches.quantize_experts(model)
+    assert not any(isinstance(parameter, Experts4bit) for parameter in model.parameters())
+
+
+def test_transformers_4(qwen3, monkeypatch):
+    import importlib.metadata
+
+    model, version = loaded(qwen3), importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "4.57.6" if n == "transformers" else version(n))
+    with pytest.raises(RuntimeError, match="needs transformers>=5, installed is 4.57.6"):
+        patches.quantize_experts(model)

@@ -1,0 +1,148 @@
+"""``Experts4bit`` as a tensor: views, products, writes, and what it does where all experts are needed at once."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+from patches.repairs.helpers.experts import dense  # noqa: E402
+from patches.repairs.helpers.experts.quantize import How, packed  # noqa: E402
+from patches.repairs.helpers.experts.tensor import Experts4bit, as_parameter  # noqa: E402
+
+
+@pytest.fixture
+def experts():
+    dense.COUNTS.clear()
+    torch.manual_seed(0)
+    return as_parameter(packed(torch.randn(4, 32, 64), 2, How("nf4", True, torch.uint8)))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w[2],
+        lambda w: w[torch.tensor(3)],
+        lambda w: w[-1],
+        lambda w: w[torch.tensor([3, 0, 3])],
+        lambda w: w[1:3],
+        lambda w: w[1:3][1],
+        lambda w: w[torch.tensor([3, -4])][1],
+        lambda w: w.transpose(1, 2)[1],
+        lambda w: w.mT,
+        lambda w: w[1].t(),
+        lambda w: w.permute(0, 2, 1),
+        lambda w: w.unbind(0)[3],
+        lambda w: w.split(2)[1],
+        lambda w: w.detach().clone(),
+        lambda w: w.expand(4, 32, 64),
+    ],
+)
+def test_views(experts, view):
+    got = view(experts)
+    expected = view(experts.dequantize())
+    assert isinstance(got, Experts4bit) and got.shape == expected.shape and got.stride() == expected.stride()
+    assert torch.equal(got.dequantize(), expected) and not dense.COUNTS
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: torch.nn.functional.linear(x, w[1]),
+        lambda x, w: torch.nn.functional.linear(x[None], w[1]),
+        lambda x, w: torch.nn.functional.linear(x, w[1], torch.ones(32)),
+        lambda x, w: x[:, :32] @ w[1],
+        lambda x, w: w[1] @ x.t(),
+        lambda x, w: torch.bmm(x.expand(4, 6, 64), w.transpose(1, 2)),
+        lambda x, w: torch.bmm(w[torch.tensor([3, 0, 3, 1, 1, 2])], x.unsqueeze(-1)),
+        lambda x, w: torch.bmm(x.unsqueeze(1), w.mT[torch.tensor([3, 0, 3, 1, 1, 2])]),
+    ],
+)
+def test_products_and_their_gradients(experts, product):
+    results = []
+    for weight in (experts, experts.dequantize()):
+        torch.manual_seed(1)
+        x = torch.randn(6, 64, requires_grad=True)
+        y = product(x, weight)
+        y.sum().backward()
+        results.append((y.detach(), x.grad))
+    for got, expected in zip(*results):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert not dense.COUNTS
+
+
+def test_nothing_dequantized_is_saved_for_backward(experts):
+    saved = []
+    x = torch.randn(6, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        torch.nn.functional.linear(x, experts[1])
+    assert [type(t) for t in saved] == [Experts4bit]
+
+
+def test_all_at_once_is_counted_and_said_once(experts, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("bnb_patches"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="bnb_patches"):
+        for _ in range(2):
+            assert torch.equal(experts.sum(0), experts.dequantize().sum(0))
+    assert dense.COUNTS == {"aten.sum.dim_IntList": 2}
+    (record,) = caplog.records
+    assert "aten.sum.dim_IntList needs all experts at once: 4 of them ((4, 32, 64), float32)" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.mul_(2),
+        lambda w: w.zero_(),
+        lambda w: w[1].add_(1),
+        lambda w: torch.neg(torch.ones(4, 32, 64), out=w),
+    ],
+)
+def test_writes_are_refused(experts, write):
+    before = experts.dequantize()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="would write into experts in 4 bits"):
+        write(experts)
+    assert torch.equal(experts.dequantize(), before)
+
+
+def test_floating_point_is_refused(experts):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="it is in floating point"):
+        experts.copy_(torch.ones(4, 32, 64))
+    with pytest.raises(RuntimeError, match=r"cannot take Tensor \(4, 32, 64\) as .data"):
+        experts.data = torch.ones(4, 32, 64)
+
+
+def test_gradients_are_refused(experts):
+    with pytest.raises(RuntimeError, match="cannot require gradients"):
+        experts.requires_grad_()
+    with pytest.raises(RuntimeError, match="cannot require gradients"):
+        experts.requires_grad = True
+    assert experts.requires_grad_(False) is experts
+
+
+def test_data(experts):
+    other = copy.deepcopy(experts)
+    other.packed.parts[0].codes.zero_()
+    experts.data = other.data.to(torch.bfloat16)
+    assert experts.dtype == torch.bfloat16 and torch.equal(experts.dequantize(), other.dequantize().bfloat16())
+
+
+def test_loaded_between_forward_and_backward(experts):
+    x = torch.randn(6, 64, requires_grad=True)
+    y = torch.nn.functional.linear(x, experts[1])
+    with torch.no_grad():
+        experts.copy_(copy.deepcopy(experts))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_meta_and_back(experts):
+    module = torch.nn.Module()
+    module.experts, values = experts, experts.dequantize()
+    state = copy.deepcopy(module.state_dict())
+    module.to("meta").to_empty(device="cpu").load_state_dict(state)
+    assert isinstance(module.experts, Experts4bit) and torch.equal(module.experts.dequantize(), values)
