@@ -14,58 +14,33 @@ kind of 4-bit type, double quantization, storage) is in the tensors and cannot b
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.loading import given, skipped
 from ..helpers.process.messages import LOGGER
 from ..helpers.reproducers import tiny_models
 
-_COMPUTE, _THRESHOLD = "bnb_4bit_compute_dtype", "llm_int8_threshold"
-_DEFAULTS = {_COMPUTE: "torch.float32", _THRESHOLD: "6.0"}
-_MOST = 1000
-
-_given: OrderedDict[int, tuple[float, frozenset[str]]] = OrderedDict()
-"""What was given to a configuration, by the very number that is its threshold.
-
-Copies of a configuration, which the ``AutoModel`` classes make, share that object, and no attribute of ours is saved with it.
-"""
-
-
-def noted(threshold: Any, compute_dtype: Any) -> Any:
-    """``threshold``, as an object of its own that says which of both were given."""
-    from transformers import BitsAndBytesConfig
-
-    if type(threshold) is not float:
-        return threshold
-    names = {_COMPUTE} if compute_dtype is not None else set()
-    if not any(threshold is default for default in BitsAndBytesConfig.__init__.__defaults__ or ()):
-        names.add(_THRESHOLD)
-    threshold = float.fromhex(threshold.hex())  # never the same object
-    _given[id(threshold)] = threshold, frozenset(names)
-    while len(_given) > _MOST:
-        _given.popitem(last=False)
-    return threshold
+_DEFAULTS = {given.COMPUTE: "torch.float32", given.THRESHOLD: "6.0"}
 
 
 def _names_given(config: Any) -> set[str]:
     """Which of both the user gave; those that are no default, if that was not noted."""
-    threshold, names = _given.get(id(config.llm_int8_threshold), (None, frozenset()))
-    noted_here = names if threshold is config.llm_int8_threshold else frozenset()
-    return {name for name, default in _DEFAULTS.items() if name in noted_here or str(getattr(config, name)) != default}
+    noted = given.names(config) or frozenset()
+    return {name for name, default in _DEFAULTS.items() if name in noted or str(getattr(config, name)) != default}
 
 
 def counted(config: Any, asked: Any) -> Any:
     """The configuration ``config`` of a checkpoint, with what counts of ``asked``, which the user gave."""
     if type(config).__name__ != "BitsAndBytesConfig" or type(asked) is not type(config):
         return config
-    names = {_COMPUTE if config.load_in_4bit else _THRESHOLD} & _names_given(asked)
-    other = {name: getattr(asked, name) for name in names if getattr(asked, name) != getattr(config, name)}
-    if other:
+    names = {given.COMPUTE if config.load_in_4bit else given.THRESHOLD} & _names_given(asked)
+    if names:
         config = copy.copy(config)
-        vars(config).update(other)
+        vars(config).update({name: getattr(asked, name) for name in names})
+        given.choose(config)
     skip = asked.llm_int8_skip_modules
-    if skip and set(skip) - set(config.llm_int8_skip_modules or ()):
+    if skip and set(skipped.checked(skip)) - set(config.llm_int8_skip_modules or ()):
         LOGGER.warning(
             "llm_int8_skip_modules=%r has no effect: this checkpoint is quantized already, and its file says which layers "
             "are. To have other layers in floating point, quantize the original model with that list.",
@@ -82,8 +57,8 @@ def defect() -> Finding:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     asked: tuple[tuple[dict[str, Any], str, Any], ...] = (
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _COMPUTE, torch.float16),
-        ({"load_in_8bit": True}, _THRESHOLD, 0.0),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, given.COMPUTE, torch.float16),
+        ({"load_in_8bit": True}, given.THRESHOLD, 0.0),
     )
     said, wrong = [], False
     load = AutoModelForCausalLM.from_pretrained
@@ -91,9 +66,9 @@ def defect() -> Finding:
         with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
             tiny_models.save_llama(plain)
             load(plain, quantization_config=BitsAndBytesConfig(**how), device_map="cpu").save_pretrained(packed)
-            given = BitsAndBytesConfig(**how, **{name: value})
-            layer = load(packed, quantization_config=given, device_map="cpu").model.layers[0].mlp.up_proj
-        got = layer.compute_dtype if name == _COMPUTE else layer.state.threshold
+            chosen = BitsAndBytesConfig(**how, **{name: value})
+            layer = load(packed, quantization_config=chosen, device_map="cpu").model.layers[0].mlp.up_proj
+        got = layer.compute_dtype if name == given.COMPUTE else layer.state.threshold
         wrong = wrong or got != value
         said.append(f"{name} is {got}, asked for {value}")
     return Finding(wrong, "; ".join(said))
@@ -116,12 +91,7 @@ PATCH = Patch(
             replace="return _patches_counted(quantization_config, quantization_config_from_args)",
             names={"_patches_counted": counted},
         ),
-        Rewrite(
-            "transformers.utils.quantization_config:BitsAndBytesConfig.__init__",
-            find="self.llm_int8_threshold = llm_int8_threshold",
-            replace="self.llm_int8_threshold = _patches_noted(llm_int8_threshold, bnb_4bit_compute_dtype)",
-            names={"_patches_noted": noted},
-        ),
+        given.NOTES,
     ),
     defect=defect,
 )

@@ -74,6 +74,12 @@ def test_a_list_is_said_to_have_no_effect(folder):
     assert ["has no effect" in record.getMessage() for record in said] == [True]
 
 
+@pytest.mark.parametrize("name", ["", ".", None], ids=repr)
+def test_an_empty_name_is_an_error(folder, name):
+    with patches.applied(ID), pytest.raises(ValueError, match="names no module"):
+        asking.load(folder / "nf4", {**FOUR, "llm_int8_skip_modules": [name]})
+
+
 def test_a_configuration_is_saved_as_before():
     how = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=3.0)
     with patches.applied(ID):

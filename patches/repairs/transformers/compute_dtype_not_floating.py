@@ -1,0 +1,90 @@
+"""``bnb_4bit_compute_dtype=torch.int8`` is accepted, and the model computes nonsense.
+
+``BitsAndBytesConfig`` takes any dtype for what 4-bit layers compute in. With ``torch.int8`` or ``torch.uint8``, a slip of
+who means the storage, activations and weights are truncated to whole numbers: the forward runs, and its outputs are
+wrong, silently. A float8 gives NaN, a complex dtype zeros. A name that torch does not have (``"fp16"``) ends in ``module
+'torch' has no attribute 'fp16'``. All releases.
+
+With the repair each is a ``ValueError`` that names what was given and what can be given, before anything is loaded. What
+is float16, bfloat16, float32 or float64 is taken as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.reproducers import tiny_models
+
+_CAN_BE = ("float16", "bfloat16", "float32", "float64")
+
+
+def named(dtype: str) -> Any:
+    """The dtype that torch has by the name ``dtype``."""
+    import torch
+
+    found = getattr(torch, dtype, None)
+    return found if isinstance(found, torch.dtype) else _checked(dtype)
+
+
+def of(config: Any) -> Any:
+    """The compute dtype of ``config``."""
+    return config.bnb_4bit_compute_dtype if not config.load_in_4bit else _checked(config.bnb_4bit_compute_dtype)
+
+
+def _checked(dtype: Any) -> Any:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _CAN_BE:
+        raise ValueError(
+            f"bnb_4bit_compute_dtype={dtype!r}: 4-bit layers cannot compute in it. It can be torch.bfloat16, "
+            "torch.float16 or torch.float32; what packed weights are stored in is bnb_4bit_quant_storage."
+        )
+    return dtype
+
+
+def defect() -> Finding:
+    """Load a tiny Llama in 4 bits with whole numbers as its compute dtype, and run it."""
+    import tempfile
+
+    import torch
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        tiny_models.save_llama(folder)
+        outputs = []
+        for compute in (torch.float32, torch.int8):
+            try:
+                how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute)
+            except ValueError as error:
+                return Finding(False, f"ValueError: {error}".partition(". It")[0])
+            model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, torch_dtype=torch.float32)
+            outputs.append(model(torch.arange(8)[None]).logits)
+    off = ((outputs[1] - outputs[0]).norm() / outputs[0].norm()).item()
+    return Finding(not off < 0.1, f"computes in torch.int8, logits off by {off:.1e} of their norm")
+
+
+_CONFIG = "transformers.utils.quantization_config:BitsAndBytesConfig"
+
+PATCH = Patch(
+    id="transformers-compute-dtype-not-floating",
+    summary="bnb_4bit_compute_dtype=torch.int8 is accepted, and 4-bit layers compute nonsense, silently",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/quantization_config.py",),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            f"{_CONFIG}.__init__",
+            find="getattr(torch, bnb_4bit_compute_dtype)",
+            replace="_patches_named(bnb_4bit_compute_dtype)",
+            names={"_patches_named": named},
+        ),
+        Rewrite(
+            f"{_CONFIG}.post_init",
+            find="isinstance(self.bnb_4bit_compute_dtype, torch.dtype)",
+            replace="isinstance(_patches_of(self), torch.dtype)",
+            names={"_patches_of": of},
+        ),
+    ),
+    defect=defect,
+)

@@ -1,0 +1,94 @@
+"""A bf16 model in 4 bits computes in float32, because no ``bnb_4bit_compute_dtype`` was given, and nobody says so.
+
+``BitsAndBytesConfig(load_in_4bit=True)`` computes in float32: its default is older than bf16 models. Each product of a
+4-bit layer then casts its input to float32, dequantizes the weight to twice the memory of 16 bits, multiplies without the
+16-bit units of the GPU, and casts the result back. ``load_in_4bit=True`` alone, as tutorials have it, and checkpoints
+that were saved from such a model are all affected; outputs are right, only slow. bitsandbytes has a warning for this, which
+is not reached from transformers: that hands the default over as if it had been chosen. All releases.
+
+The patch changes no number: it says once a process what the model computes in, what that costs, and what to write. Who
+gave a compute dtype, float32 among them, is told nothing. It costs a comparison while loading.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.loading import given
+from ..helpers.process.messages import LOGGER, heard
+from ..helpers.reproducers import tiny_models
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+_told: set[str] = set()
+
+
+def told(quantizer: Any, model: Module, replace: Any) -> Any:
+    """``replace``, which makes the quantized layers of ``model``; says so if they compute in float32 by default."""
+    import torch
+
+    config = quantizer.quantization_config
+    dtype = getattr(model, "dtype", None)
+    if dtype in (torch.bfloat16, torch.float16) and config.bnb_4bit_compute_dtype is torch.float32:
+        if not _told and not _chosen(quantizer):
+            name = str(dtype)
+            _told.add(name)
+            where = "its checkpoint says so" if quantizer.pre_quantized else "the default of bnb_4bit_compute_dtype"
+            LOGGER.warning(
+                "The 4-bit layers of this %s compute in float32 (%s), the rest of it in %s. Each product casts its input, "
+                "dequantizes the weight to float32, and cannot use the 16-bit units of a GPU: slower, and more memory. "
+                "Write BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=%s), or torch.float32 to keep it.",
+                type(model).__name__,
+                where,
+                name.removeprefix("torch."),
+                name,
+            )
+    return replace
+
+
+def _chosen(quantizer: Any) -> bool:
+    """Whether the user chose the compute dtype, or it cannot be known."""
+    names = given.names(quantizer.quantization_config)
+    if quantizer.pre_quantized:  # the configuration in a file has every argument
+        return names is not None and given.CHOSEN in names
+    return names is None or given.COMPUTE in names
+
+
+def defect() -> Finding:
+    """Load a tiny Llama of bf16 in 4 bits as tutorials do, and listen."""
+    import tempfile
+
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    with tempfile.TemporaryDirectory() as folder, heard() as said:
+        tiny_models.save_llama(folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=how, torch_dtype=torch.bfloat16, device_map="cpu"
+        )
+    computes = model.model.layers[0].mlp.up_proj.compute_dtype
+    silent = not any("compute in float32" in record.getMessage() for record in said)
+    return Finding(silent and computes is torch.float32, f"computes in {computes}, {len(said)} warnings")
+
+
+PATCH = Patch(
+    id="transformers-computes-in-float32",
+    summary="a bf16 model in 4 bits computes in float32, the default that nobody chose, without a word",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/quantization_config.py",),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer._process_model_before_weight_loading",
+            find="replace_with_bnb_linear",
+            replace="_patches_told(self, model, replace_with_bnb_linear)",
+            names={"_patches_told": told},
+        ),
+        given.NOTES,
+    ),
+    defect=defect,
+)
