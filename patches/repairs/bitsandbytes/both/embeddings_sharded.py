@@ -1,0 +1,145 @@
+"""A quantized embedding cannot run under FSDP2.
+
+``fully_shard`` replaces the weight of a layer by a ``DTensor``, and for each forward by a plain parameter. ``Embedding4bit``
+keeps its quantization state on the layer, as ``Linear4bit`` does, but not the storage dtype that it needs to read it:
+``'EmbeddingNF4' object has no attribute 'quant_storage'``. ``Embedding8bit`` has its row scales on the weight alone, and
+asks the user to quantize a layer that is quantized: ``Embedding layer is not quantized. Please call .cuda() or
+.to(device) first.`` Every rank stops in its first forward. All releases.
+
+The repair notes what the layer lacks when FSDP2 takes its weight: the storage dtype, and for INT8 the row scales, whole
+on every rank as in one process. Only packed weights are sharded. Any other plain tensor in the place of the weight is an
+error as before, because nothing says that the scales of the layer belong to it. A forward outside of FSDP2 costs what it
+did.
+
+bitsandbytes saves neither layer (``NotImplementedError``), sharded or not: save the adapters, or leave the embedding in
+16 bits.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563 (storage dtypes for FSDP, of linear layers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ....engine import CannotShow, Finding, Patch, Rewrite, SetAttribute
+from ...helpers.four_bit import four_bit_state
+from ...helpers.int8 import int8_scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SCALES = "_patches_scales_of_sharded"
+
+
+def _shards(old: Any, new: Any) -> bool:
+    """Whether ``new`` is what FSDP2 makes of the weight ``old``."""
+    return hasattr(new, "_local_tensor") and old is not None and new.shape == old.shape
+
+
+def _note_storage(layer: Any, old: Any) -> None:
+    weight = layer._parameters["weight"]
+    if four_bit_state.is_packed(old) and _shards(old, weight):
+        layer.quant_storage = weight.dtype
+
+
+def _note_scales(layer: Any, old: Any) -> None:
+    weight = layer._parameters["weight"]
+    if int8_scales.has_scales(weight):
+        vars(layer).pop(_SCALES, None)
+    elif int8_scales.is_int8(old) and int8_scales.has_scales(old) and _shards(old, weight):
+        setattr(layer, _SCALES, int8_scales.of(old))
+
+
+def scales(layer: Any) -> Tensor | None:
+    """The row scales of an ``Embedding8bit``: those of its weight, or of the weight that FSDP2 took."""
+    weight = layer.weight
+    if int8_scales.has_scales(weight):
+        return int8_scales.of(weight)
+    kept: Tensor | None = vars(layer).get(_SCALES)
+    return None if kept is None else kept.to(weight.device)
+
+
+def _setattr(cls: str, note: Callable[[Any, Any], None]) -> Callable[[Any], Callable[..., None]]:
+    def make(original: Callable[..., None] | None) -> Callable[..., None]:
+        import bitsandbytes.nn.modules as nn
+
+        kind = getattr(nn, cls)
+
+        def __setattr__(self: Any, name: str, value: Any) -> None:
+            old = self._parameters.get("weight") if name == "weight" else None
+            if original is None:
+                super(kind, self).__setattr__(name, value)
+            else:
+                original(self, name, value)
+            if old is not None and self._parameters.get("weight") is not None:
+                note(self, old)
+
+        return __setattr__
+
+    return make
+
+
+def defect() -> Finding:
+    """A forward of each embedding under ``fully_shard``."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from bitsandbytes.nn import Embedding8bit, EmbeddingNF4
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ids, refused = torch.tensor([[1, 2, 3]]), []
+    with tempfile.NamedTemporaryFile() as file:
+        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            for make in (EmbeddingNF4, Embedding8bit):
+                layer = make(8, 64, dtype=torch.float32).requires_grad_(False).to("cpu")
+                expected = layer(ids)
+                try:
+                    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+                except RuntimeError as error:  # torch 2.8
+                    if "floating point dtype can require gradients" not in str(error):
+                        raise
+                    raise CannotShow("FSDP2 of this torch cannot shard integer weights") from error
+                try:
+                    if not torch.equal(layer(ids), expected):
+                        refused.append(f"{make.__name__}: other numbers")
+                except (AttributeError, RuntimeError) as error:
+                    refused.append(f"{make.__name__}: {error}")
+        finally:
+            dist.destroy_process_group()
+    return Finding(bool(refused), "; ".join(refused) or "both embeddings compute what they do in one process")
+
+
+_EIGHT = "bitsandbytes.nn.modules:Embedding8bit"
+
+PATCH = Patch(
+    id="bitsandbytes-embeddings-sharded",
+    summary="Embedding4bit and Embedding8bit crash in their first forward under FSDP2",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563",),
+    requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
+    tested_up_to="0.50.2",
+    seen_on=("2.13",),
+    edits=(
+        SetAttribute(
+            "bitsandbytes.nn.modules:Embedding4bit.__setattr__", make=_setattr("Embedding4bit", _note_storage)
+        ),
+        SetAttribute(f"{_EIGHT}.__setattr__", make=_setattr("Embedding8bit", _note_scales)),
+        Rewrite(
+            f"{_EIGHT}.forward",
+            find='not hasattr(self.weight, "SCB")',
+            replace='not hasattr(self.weight, "SCB") and _patches_scales(self) is None',
+            names={"_patches_scales": scales},
+        ),
+        Rewrite(
+            f"{_EIGHT}.forward",
+            find="self.weight.SCB",
+            replace="_patches_scales(self)",
+            names={"_patches_scales": scales},
+        ),
+    ),
+    defect=defect,
+)
