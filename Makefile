@@ -10,8 +10,8 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: demo demo-compile lint test test-all oldest matrix distributed asked stacks verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
-demo: .venv/.demo  ## LoRA on a model with half of its layers on disk: without the plugin, then with it
-	$(PY) examples/offload_lora.py
+demo: .venv/.demo  ## the same program without the plugin and with it, the difference in figures; two minutes
+	$(PY) examples/demo.py
 
 demo-compile: .venv/.demo .bnb/0.49.2  ## 4-bit QLoRA, compiled cold, on the last release that cannot do it alone
 	PYTHONPATH=.bnb/0.49.2 $(PY) examples/qlora_compile.py

@@ -20,7 +20,7 @@ SITE = ROOT / ".gpu" / "site"
 STEPS = {
     "suite": ("-m", "pytest", "-q", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"),
     "verify": ("-m", "patches", "verify"),
-    "demo": ("examples/offload_lora.py",),
+    "demo": ("examples/demo.py",),
     "benchmarks": ("-m", "benchmarks", "--rounds", "5"),
 }
 
