@@ -1,0 +1,88 @@
+"""Adapters of experts that peft 0.17 or 0.18 saved do not load in 0.19 and later, or load as something else.
+
+For a parameter (experts, out, in), as transformers keeps experts, peft before 0.19 has its ``lora_A`` on the rows and
+its ``lora_B`` on the columns of each expert; since 0.19 it is the other way round. Nothing converts the files. Where
+rows and columns are not as many, loading ends in ``size mismatch for ...lora_A.default.weight``. Where they are (both
+directions of an OLMoE's ``gate_up_proj``, 2048), the adapter loads without a word and adds something else: in the
+program below the output is off by as much as the adapter does. Upstream: peft #3165. All releases from 0.19 on.
+
+What was trained is in the file, only in another order, so the repair permutes it while it is read. The shapes of the
+adapter decide which layout it has, all of its parameters together. Only if every one is square, the release that wrote
+it decides (``peft_version`` in ``adapter_config.json``, which 0.17 does not write), and a warning says so. An adapter
+of both layouts is an error. Files in the layout of 0.19 are read as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.experts import old_layout
+
+
+def defect() -> Finding:
+    """An adapter as peft 0.18 saves it, of square experts, is loaded and compared with what it was trained to add."""
+    import json
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 16), torch.randn(16, 8)  # of 4 experts, rank 2
+    config: Any = LoraConfig(r=2, lora_alpha=2, target_modules=[], target_parameters=["experts.weight"])
+    added = torch.einsum("ore,eri->eio", b.reshape(16, 2, 4), a.reshape(4, 2, 16))  # what 0.18 adds
+    with tempfile.TemporaryDirectory() as folder:
+        get_peft_model(_model(), config).save_pretrained(folder)
+        save_file({_KEY.format("A"): a, _KEY.format("B"): b}, f"{folder}/adapter_model.safetensors")
+        said = Path(folder, "adapter_config.json")
+        said.write_text(json.dumps({**json.loads(said.read_text()), "peft_version": "0.18.1"}))
+        model: Any = PeftModel.from_pretrained(_model(), folder)
+    loaded = model.base_model.model.experts.get_delta_weight("default")
+    error = float((loaded - added).norm() / added.norm())
+    return Finding(error > 1e-5, f"relative error of what the adapter adds {error:.1e}")
+
+
+_KEY = "base_model.model.experts.lora_{}.weight"
+
+
+def _model() -> Any:
+    import torch
+
+    model: Any = torch.nn.Sequential()
+    model.add_module("experts", torch.nn.Module())
+    model.experts.weight = torch.nn.Parameter(torch.zeros(4, 16, 16))
+    return model
+
+
+PATCH = Patch(
+    id="peft-expert-adapters-before-019",
+    summary="adapters of experts saved by peft 0.17 or 0.18 do not load, or load as something else, silently",
+    links=("https://github.com/huggingface/peft/issues/3165",),
+    requires=("peft>=0.19",),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "peft.utils.save_and_load:set_peft_model_state_dict",
+            find="_find_mismatched_keys(model, peft_model_state_dict, ignore_mismatched_sizes=ignore_mismatched_sizes)",
+            replace="""
+                _find_mismatched_keys(
+                    model,
+                    _patches_read(model, config, adapter_name, peft_model_state_dict),
+                    ignore_mismatched_sizes=ignore_mismatched_sizes,
+                )
+            """,
+            names={"_patches_read": old_layout.read},
+        ),
+        Rewrite(
+            "peft.config:PeftConfigMixin.from_pretrained",
+            find="{**class_kwargs, **loaded_attributes}",
+            replace="{**class_kwargs, **_patches_with_version(loaded_attributes)}",
+            names={"_patches_with_version": old_layout.with_version},
+        ),
+    ),
+    defect=defect,
+)
