@@ -4,8 +4,8 @@
 For a checkpoint that is quantized already, the configuration in its ``config.json`` takes the place of the one that the
 user passes, flag and all: whoever follows the advice reads it again, and again. All releases since 4.53.
 
-``from_pretrained`` reads no row scales and no quantization state for a layer on disk, so the refusal is right. It now
-says what does work, with the same result bit for bit: load whole, then ``dispatch_model``. A model that is quantized
+``from_pretrained`` reads no row scales and no quantization state for a layer on disk, so the refusal is right where
+``transformers-refuses-what-does-not-fit`` is not in, which makes it load such a model. It now says what does work, with the same result bit for bit: load whole, then ``dispatch_model``. A model that is quantized
 while it is loaded is asked for the flag as before, and gets what it documents.
 """
 

@@ -22,9 +22,9 @@ def test_the_remedy(kind, flag, tmp_path):
     whole(base, kind).save_pretrained(tmp_path / "quantized")
     load = transformers.AutoModelForCausalLM.from_pretrained
     options = quantization(kind, llm_int8_enable_fp32_cpu_offload=flag)
+    with patches.applied(PATCH), pytest.raises(ValueError, match="dispatch_model") as refusal:
+        load(tmp_path / "quantized", device_map=device_map("cpu"), **options)
     with patches.applied():
-        with pytest.raises(ValueError, match="dispatch_model") as refusal:
-            load(tmp_path / "quantized", device_map=device_map("cpu"), **options)
         assert "force_hooks=True" in str(refusal.value)
         model = load(tmp_path / "quantized", device_map={"": "cpu"})
         expected = logits(model)

@@ -1,0 +1,189 @@
+"""Where ``from_pretrained`` puts each module of a quantized model that does not fit, and where each of them computes.
+
+A device map of a user names modules inside one another, single parameters, and devices in three notations. Loading
+and accelerate's hooks read such a map differently. :class:`Places` says the same in the one form that both read alike:
+each module is named once, none inside another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+
+    from .packed_files import Folder
+
+Place = Any
+"""A number, a string or a ``torch.device``; "cpu" and "disk" are where weights wait that are brought for each use."""
+
+OFFLOADED = ("cpu", "disk")
+
+
+class Places(dict[str, Place]):
+    """A device map whose modules are disjoint and are all there is."""
+
+    def __init__(self, places: Mapping[str, Place], given: Mapping[str, Place]) -> None:
+        super().__init__(places)
+        self.given = dict(given)
+        self.main = execution_device(given)
+        """Where offloaded modules are quantized, and where they compute."""
+        self.folder: Folder | None = None
+        """What was written to the disk while loading."""
+        self.scales: dict[str, Tensor] = {}
+        """Row scales of INT8 weights on the disk, by the names of a state dict."""
+
+
+def offloads(device_map: Any) -> bool:
+    """Whether ``device_map`` sends something to the CPU or the disk beside what it keeps where it computes."""
+    if not isinstance(device_map, Mapping):
+        return False
+    values = set(device_map.values())
+    return values != {"cpu"} and not values.isdisjoint(OFFLOADED)
+
+
+def supports(quantizer: Any) -> bool:
+    """Whether ``quantizer`` makes a model whose layers can be offloaded quantized, and is not asked to leave them."""
+    config: Any = getattr(quantizer, "quantization_config", None)
+    if str(getattr(config, "quant_method", "")).rpartition(".")[2].lower() not in ("bitsandbytes", "bits_and_bytes"):
+        return False
+    if config.llm_int8_enable_fp32_cpu_offload or config.llm_int8_has_fp16_weight:
+        return False
+    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.modeling_utils import is_fsdp_enabled
+
+    return not is_fsdp_enabled() and not is_deepspeed_zero3_enabled()  # these dispatch no model
+
+
+def refused(quantizer: Any, values: set[Place]) -> bool:
+    """What ``validate_environment`` asks: whether a model with such ``values`` in its device map cannot be had."""
+    return not supports(quantizer) and offloads({repr(value): value for value in values})
+
+
+def execution_device(device_map: Mapping[str, Place]) -> Place:
+    """Where what ``device_map`` offloads computes: its first accelerator, or the CPU."""
+    import torch
+
+    resident = [place for place in device_map.values() if not _is_offloaded(place)]
+    accelerators = [place for place in resident if torch.device(place).type != "cpu"]
+    found = next(iter([*accelerators, *resident]), "cpu")
+    return str(found) if isinstance(found, torch.device) else found  # safetensors knows no torch.device
+
+
+def _is_offloaded(place: Place) -> bool:
+    return isinstance(place, str) and place in OFFLOADED
+
+
+def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
+    """``device_map`` as :class:`Places` if ``model`` is to be offloaded quantized; else as it is."""
+    if not offloads(device_map) or not supports(quantizer):
+        return device_map
+    _refuse_unknown(model, device_map)
+    main = execution_device(device_map)
+    return Places(dict(_disjoint(model, "", device_map, main, inside=False)), device_map)
+
+
+def _refuse_unknown(model: Module, device_map: Mapping[str, Place]) -> None:
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known.update(name for name, _ in _tensors(model, ""))
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        import difflib
+
+        near = difflib.get_close_matches(unknown[0], list(known), n=3)
+        raise ValueError(
+            f"The device_map names {', '.join(map(repr, unknown))}, which {type(model).__name__} does not have"
+            + (f"; the nearest names are {', '.join(map(repr, near))}" if near else "")
+            + ". `for name, _ in model.named_modules()` shows all that it has."
+        )
+
+
+def _disjoint(
+    module: Module, path: str, given: Mapping[str, Place], main: Place, inside: bool
+) -> Iterator[tuple[str, Place]]:
+    """The places of ``module``; ``inside``: a name in ``given`` has it."""
+    inside = inside or path in given
+    places = _places_in(module, path, given, main)
+    whole = inside and len({str(place) for place in places}) == 1
+    if places and path and (whole or _has_own(module)):
+        yield path, _place_of(module, path, given, places)
+        return
+    if not path:
+        for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            yield name, _resident(_find(name, given, main), main)
+        if whole and not _has_own(module):
+            yield "", places[0]
+            return
+    for name, child in module.named_children():
+        yield from _disjoint(child, _join(path, name), given, main, inside)
+
+
+def _has_own(module: Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+
+
+def _place_of(module: Module, path: str, given: Mapping[str, Place], places: list[Place]) -> Place:
+    """One place for a module whose own tensors accelerate's hook brings together, with all that is inside it."""
+    own = [given[_join(path, name)] for name, _ in module.named_parameters(recurse=False) if _join(path, name) in given]
+    for waiting in reversed(OFFLOADED):
+        if waiting in [place for place in own if isinstance(place, str)]:
+            return waiting
+    return own[0] if own else places[0]
+
+
+def _resident(place: Place, main: Place) -> Place:
+    """The model itself has no hook that would bring what is its own."""
+    return main if _is_offloaded(place) else place
+
+
+def _places_in(module: Module, path: str, given: Mapping[str, Place], main: Place) -> list[Place]:
+    return [_find(name, given, main, required) for name, required in _tensors(module, path)]
+
+
+def _tensors(module: Module, path: str) -> Iterator[tuple[str, bool]]:
+    """Names of all tensors in ``module``, and whether a device map must have them."""
+    for prefix, part in module.named_modules(prefix=path, remove_duplicate=False):
+        for name in part._parameters:
+            if part._parameters[name] is not None:
+                yield _join(prefix, name), True
+        for name in part._buffers:
+            if part._buffers[name] is not None:
+                yield _join(prefix, name), name not in part._non_persistent_buffers_set
+
+
+def _find(name: str, given: Mapping[str, Place], main: Place, required: bool = True) -> Place:
+    around = name
+    while around:
+        if around in given:
+            return given[around]
+        around = around.rpartition(".")[0]
+    if "" in given:
+        return given[""]
+    if required:
+        raise ValueError(
+            f"The device_map has no place for {name!r}. Give it one for {name.rpartition('.')[0] or name!r} or a "
+            'module around it; {"": 0} beside the others is the place of all that is not named.'
+        )
+    return main
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def is_offloaded(places: Places, module: str) -> bool:
+    """Whether ``places`` brings ``module`` for each use."""
+    around = module
+    while around not in places and around:
+        around = around.rpartition(".")[0]
+    return _is_offloaded(places.get(around))
+
+
+def device(place: Place) -> torch.device:
+    """``place`` as torch knows it."""
+    import torch
+
+    return torch.device("cpu" if place == "disk" else place)

@@ -1,0 +1,120 @@
+"""A quantized model that ``from_pretrained`` loads over the device, the CPU and the disk is the whole one, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.device import watch
+from tests.device.models import (
+    QUANTIZED, add_lora, assert_same_training, half, load, logits, quantized_layers, train,
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("patched")
+
+MAPS = {
+    "cpu": lambda device, other: half(device, "cpu"),
+    "disk": lambda device, other: half(device, "disk"),
+    "inside one another": lambda device, other: {"": device, "model.layers.1": "disk", "model.layers.1.mlp": "cpu"},
+    "numbers": lambda device, other: {**half(0, "cpu"), "model.embed_tokens": "disk", "lm_head": "disk"},
+    "torch.device": lambda device, other: half(torch.device(device), "disk"),
+    "two devices": lambda device, other: {**half(device, other), "lm_head": "cpu", "model.layers.0": "disk"},
+    "single weights": lambda device, other: {
+        "": device, "model.layers.0.mlp.up_proj.weight": "cpu", "model.layers.1.self_attn.q_proj.weight": "disk",
+    },
+    "all but the norms": lambda device, other: {"": "disk", "model.norm": device, "model.embed_tokens": "cpu"},
+}  # fmt: skip
+CHECKPOINTS = ("one file", "shards", "pickled", "quantized", "quantized shards")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(llama: Path, tmp_path_factory: pytest.TempPathFactory):
+    made: dict[tuple[str, str], Path] = {}
+
+    def folder(kind: str, form: str) -> Path:
+        plain = not form.startswith("quantized")
+        key = ("" if plain else kind, form)
+        if form == "one file":
+            return llama
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("checkpoint")
+            size = {"max_shard_size": "40KB"} if form.endswith("shards") else {}
+            if form == "pickled":
+                _pickle(llama, made[key])
+            else:
+                load(llama, "plain" if plain else kind, {"": "cpu"}).save_pretrained(made[key], **size)
+        return made[key]
+
+    return folder
+
+
+def _pickle(llama: Path, folder: Path) -> None:
+    torch.save(load_file(llama / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "config.json").write_bytes((llama / "config.json").read_bytes())
+
+
+def get(folder: Path, kind: str, form: str, device_map, **options):
+    return load(folder, "plain" if form.startswith("quantized") else kind, device_map, **options)
+
+
+def product():
+    """All of it before a release; every day each pair of map and checkpoint once, with one of the kinds."""
+    for m, places in enumerate(MAPS):
+        for c, form in enumerate(CHECKPOINTS):
+            for k, kind in enumerate(QUANTIZED):
+                daily = (m + c) % len(QUANTIZED) == k and (m + c) % 2 == 0
+                marks = [] if daily else [pytest.mark.release("the same map or checkpoint with another kind")]
+                yield pytest.param(places, kind, form, marks=marks)
+
+
+@pytest.mark.parametrize("places, kind, form", product())
+def test_loaded(places, kind, form, checkpoints, device, other, tmp_path, by_the_name_of_cuda):
+    folder = checkpoints(kind, form)
+    whole = get(folder, kind, form, {"": device})
+    expected = logits(whole, device)
+    device_map = MAPS[places](device, other)
+    model = get(folder, kind, form, device_map, offload_folder=tmp_path / "off")
+    assert model.hf_device_map == device_map
+    assert len(list(quantized_layers(model))) == len(list(quantized_layers(whole)))
+    assert any(p.is_meta for p in model.parameters())
+    for _ in range(2):
+        assert torch.equal(logits(model, device), expected)
+    if form.startswith("quantized"):
+        assert not list(tmp_path.rglob("*_proj*")), "packed weights that a checkpoint has are not written again"
+    model.save_pretrained(tmp_path / "again")
+    whole.save_pretrained(tmp_path / "whole")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "whole"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) and one[name].dtype == two[name].dtype for name in one)
+    del model
+    watch.held()
+    assert not list(tmp_path.rglob("quantized-*")), "what was written goes with the model"
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["no", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_trained(kind, checkpointing, llama, device, tmp_path, by_the_name_of_cuda):
+    whole = train(add_lora(load(llama, kind, {"": device}), checkpointing), device)
+    device_map = {**half(device, "disk"), "model.layers.0.mlp": "cpu", "model.layers.0.self_attn": device}
+    del device_map["model.layers.0"]
+    model = add_lora(
+        load(llama, kind, {**device_map, "model.layers.0": device}, offload_folder=tmp_path), checkpointing
+    )
+    assert_same_training(train(model, device), whole)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_where_it_computes(kind, llama, device, tmp_path, by_the_name_of_cuda):
+    """One weight at a time is on the device beside what stays there, and each is quantized there."""
+    load(llama, kind, {"": device})  # code books are made once
+    before = watch.held()
+    with watch.watch() as seen, watch.peak() as peak:
+        model = load(llama, kind, {**half(device, "disk"), "model.layers.0": "cpu"}, offload_folder=tmp_path)
+    stays = watch.held() - before
+    largest = max(layer.in_features * layer.out_features for layer in quantized_layers(model))
+    assert peak[0] <= stays + 6 * largest, "what is read, and for INT8 its copy in float16 and the codes"
+    quantized = [name for name in seen.kernels if "quantize" in name or "vectorwise" in name]
+    assert len(quantized) >= len(list(quantized_layers(model)))

@@ -1,0 +1,137 @@
+"""A quantized model with layers on CPU and disk is the model that is loaded whole; what cannot be had says so."""
+
+from __future__ import annotations
+
+import gc
+
+import accelerate
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import patches
+from tests.repairs.peft.offloading import device_map, logits, quantization, save_base, whole
+
+pytest.importorskip("bitsandbytes")
+transformers = pytest.importorskip("transformers")
+
+PATCH = "transformers-refuses-what-does-not-fit"
+ON_DISK = {"": "cpu", "model.layers.1": "disk"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_base(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unpatched():
+    """All patches, once for this file."""
+    with patches.applied():
+        yield
+
+
+def load(folder, kind, places, **options):
+    given = quantization(kind, **options.pop("how", {}))
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, device_map=places, **given, **options)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain checkpoint", "quantized checkpoint"])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_the_model_that_is_loaded_whole_and_offloaded(kind, quantized, base, tmp_path):
+    model, folder = whole(base, kind), base
+    model.save_pretrained(tmp_path / "whole")
+    accelerate.dispatch_model(model, device_map("cpu"), main_device="cpu", offload_dir=tmp_path / "1", force_hooks=True)
+    folder, precision = (tmp_path / "whole", "plain") if quantized else (base, kind)
+    loaded = load(folder, precision, device_map("cpu"), offload_folder=tmp_path / "2")
+    assert loaded.model.layers[1].mlp.up_proj.weight.is_meta
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "again")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "whole"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_the_flag_means_what_it_meant(kind, base, tmp_path):
+    how = {"llm_int8_enable_fp32_cpu_offload": True}
+    model = load(base, kind, device_map("cpu"), how=how, offload_folder=tmp_path)
+    assert type(model.model.layers[1].mlp.up_proj) is torch.nn.Linear
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quantized_checkpoint_needs_no_folder(base, tmp_path):
+    whole(base, "nf4").save_pretrained(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    model = load(tmp_path, "plain", ON_DISK)
+    assert model.model.layers[1].mlp.up_proj.weight.is_meta
+    assert torch.isfinite(logits(model)).all()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "places, message",
+    [
+        ({"model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}, "no place for 'model.embed_tokens.weight'"),
+        ({"": "cpu", "model.layers.7": "disk"}, "names 'model.layers.7', which LlamaForCausalLM does not have"),
+        (ON_DISK, "offload_folder"),
+    ],
+)
+def test_what_cannot_be_loaded(places, message, base):
+    with pytest.raises(ValueError, match=message):
+        load(base, "nf4", places)
+
+
+def test_a_folder_that_cannot_be_written(base, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        load(base, "nf4", ON_DISK, offload_folder=tmp_path / "file")
+
+
+def test_two_models_in_one_folder(base, tmp_path):
+    one = load(base, "nf4", ON_DISK, offload_folder=tmp_path)
+    expected = logits(one)
+    other = save_base(tmp_path / "other", rope_theta=1.0)
+    again = transformers.AutoModelForCausalLM.from_pretrained(other)
+    torch.nn.init.normal_(again.model.layers[1].mlp.up_proj.weight)
+    again.save_pretrained(other)
+    two = load(other, "nf4", ON_DISK, offload_folder=tmp_path)
+    assert not torch.equal(logits(two), expected)
+    assert torch.equal(logits(one), expected)
+    del two, again
+    gc.collect()
+    assert torch.equal(logits(one), expected)
+    del one
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_stopped_while_it_is_loaded(error, base, tmp_path, monkeypatch):
+    from accelerate.utils import modeling
+
+    calls, upstream = [], modeling.set_module_tensor_to_device
+
+    def stop(*args, **options):
+        calls.append(args)
+        if len(calls) == 3:
+            raise error
+        return upstream(*args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(error) as caught:
+        patch.setattr(accelerate.utils, "set_module_tensor_to_device", stop)
+        load(base, "nf4", ON_DISK, offload_folder=tmp_path)
+    assert caught.value.__traceback__ is not None, "which holds the frames, and what is in them"
+    assert not list(tmp_path.iterdir())
+    model = load(base, "nf4", ON_DISK, offload_folder=tmp_path)
+    assert torch.isfinite(logits(model)).all()
+
+
+def test_a_copy_of_the_model_keeps_the_folder(base, tmp_path):
+    import copy
+
+    model = load(base, "int8", ON_DISK, offload_folder=tmp_path)
+    expected, other = logits(model), copy.deepcopy(model)
+    del model
+    gc.collect()
+    assert torch.equal(logits(other), expected)
