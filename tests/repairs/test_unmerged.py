@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from patches.repairs.helpers.adapters.unmerged import _ROW, _SLAB, _digest, _known
+from patches.repairs.helpers.adapters.unmerged import _ROW, _SLAB, digest, _known
 
 WORD = 4
 SIZES = (0, 1, 3, 4, 5, 8, 9, WORD * _ROW - 1, WORD * _ROW, WORD * _ROW + 1, WORD * _ROW * _SLAB + 6)
@@ -19,62 +19,62 @@ def some(size: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_other_bits_give_another_number(size):
     bits = some(size)
-    before = _digest(bits)
-    assert before == _digest(bits.clone())
+    before = digest(bits)
+    assert before == digest(bits.clone())
     seen = {before}
     places = sorted({place for place in (0, 1, size // 2, size - 2, size - 1) if 0 <= place < size})
     for place in places:
         for bit in range(8):
             changed = bits.clone()
             changed[place] ^= 1 << bit
-            seen.add(_digest(changed))
+            seen.add(digest(changed))
     assert len(seen) == 1 + 8 * len(places)
 
 
 def test_changes_in_the_highest_bits_do_not_cancel():
     """A sum of words by odd factors alone would lose two of these in each other."""
     bits = some(4096)
-    seen = {_digest(bits)}
+    seen = {digest(bits)}
     for place in range(0, 4096, 8):
         changed = bits.clone()
         changed[place + 3] ^= 0x80
         changed[place + 7] ^= 0x80
-        seen.add(_digest(changed))
+        seen.add(digest(changed))
     assert len(seen) == 1 + 4096 // 8
 
 
 def test_the_place_counts():
     bits = some(WORD * _ROW * 3)
     rows = bits.view(3, -1)
-    assert len({_digest(bits), _digest(rows.flip(0)), _digest(bits.roll(WORD)), _digest(bits.roll(1))}) == 4
+    assert len({digest(bits), digest(rows.flip(0)), digest(bits.roll(WORD)), digest(bits.roll(1))}) == 4
 
 
 def test_the_number_of_zeros_counts():
-    assert len({_digest(torch.zeros(size, dtype=torch.uint8)) for size in (0, 4, 8, 12, WORD * _ROW, 8 * _ROW)}) == 6
+    assert len({digest(torch.zeros(size, dtype=torch.uint8)) for size in (0, 4, 8, 12, WORD * _ROW, 8 * _ROW)}) == 6
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3, 5])
 def test_where_it_lies_in_memory_does_not_count(offset):
     bits = some(1003)
     padded = torch.cat([torch.zeros(offset, dtype=torch.uint8), bits])
-    assert _digest(padded[offset:]) == _digest(bits)
-    assert _digest(bits.view(17, 59).t().contiguous().t()) == _digest(bits)
+    assert digest(padded[offset:]) == digest(bits)
+    assert digest(bits.view(17, 59).t().contiguous().t()) == digest(bits)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
 def test_every_dtype_of_a_base(dtype):
     values = torch.linspace(-100, 100, 1001).to(dtype)
-    assert _digest(values) == _digest(values.clone()) != _digest(values.flip(0))
+    assert digest(values) == digest(values.clone()) != digest(values.flip(0))
 
 
 def test_what_a_mode_makes_is_not_kept():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    expected = _digest(some(100))
+    expected = digest(some(100))
     _known.clear()
     with torch.inference_mode():
-        assert _digest(some(100)) == expected and not _known
+        assert digest(some(100)) == expected and not _known
     with FakeTensorMode(), pytest.raises(Exception, match="_local_scalar_dense"):
-        _digest(torch.zeros(100, dtype=torch.uint8))
+        digest(torch.zeros(100, dtype=torch.uint8))
     assert not _known
-    assert _digest(some(100)) == expected and list(_known) == [torch.device("cpu")]
+    assert digest(some(100)) == expected and list(_known) == [torch.device("cpu")]

@@ -66,7 +66,7 @@ def note(layer: Any, before: dict[str, Any] | None) -> None:
     if kept is None:
         return
     base = layer.get_base_layer()
-    kept["bias changed"] = kept["bias"] is not None and _digest(kept["bias"]) != _digest(base.bias)
+    kept["bias changed"] = kept["bias"] is not None and digest(kept["bias"]) != digest(base.bias)
     kept["merged"] = _contents(base, kept["bias changed"])
 
 
@@ -179,10 +179,10 @@ def _is_what_was_merged(layer: Module, base: Module) -> bool:
 def _contents(base: Any, with_bias: bool) -> list[int] | None:
     """A digest of each tensor of ``base`` that a merge changes."""
     tensors = _quantized(base)
-    return None if tensors is None else [_digest(t) for t in (*tensors, *([base.bias] if with_bias else ()))]
+    return None if tensors is None else [digest(t) for t in (*tensors, *([base.bias] if with_bias else ()))]
 
 
-def _digest(tensor: Tensor) -> int:
+def digest(tensor: Tensor) -> int:
     """A number that other bits, or the same at other places, do not have but by chance; the same on every device."""
     import torch
 

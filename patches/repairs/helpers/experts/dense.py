@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from ..process.messages import LOGGER
 
 if TYPE_CHECKING:
-    from .tensor import Experts4bit
+    import torch
 
 COUNTS: Counter[str] = Counter()
 """Name of the operation to how often it dequantized more than one expert at once, in this process."""
 
 
-def went_dense(operation: str, experts: Experts4bit) -> None:
+def went_dense(operation: str, experts: torch.Tensor) -> None:
     """Count ``operation`` on ``experts``; the first one of its name is logged, with its size."""
     if experts.dim() < 3:
         return

@@ -1,0 +1,135 @@
+"""What peft's wrapper of a parameter does where the parameter is experts in 4 bits: adding, merging, unmerging.
+
+``lora_A`` of experts is (experts * rank, in), expert by expert; ``lora_B`` is (out, rank * experts), the expert fastest.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from ..adapters.unmerged import digest
+
+if TYPE_CHECKING:
+    from .adapted import Factors
+    from .packed import Packed
+    from .tensor import Experts4bit
+
+_KEPT = "_patches_before_merge"
+
+
+def is_quantized(layer: Any) -> bool:
+    """Whether the parameter that ``layer`` adapts is experts in 4 bits."""
+    from .tensor import Experts4bit
+
+    return isinstance(layer.get_param(), Experts4bit)
+
+
+def delta(layer: Any, adapter: str) -> Any:
+    """What ``adapter`` adds to the parameter: its factors where that is quantized, else the sum that peft forms."""
+    if not is_quantized(layer):
+        return layer.get_delta_weight(adapter)
+    from .adapted import Adapters
+
+    return Adapters([factors(layer, adapter)])
+
+
+def factors(layer: Any, adapter: str) -> Factors:
+    """Views of ``lora_A`` and ``lora_B``, as (experts, rows, rank) and (experts, rank, columns) of the parameter."""
+    from .adapted import Factors
+
+    experts = layer.num_experts
+    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    a = a.reshape(experts, -1, a.shape[-1])
+    b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    made = Factors(b, a, layer.scaling[adapter])
+    return made if getattr(layer, "_did_swap_in_out_features", False) else made.swapped()  # peft before 0.19: never
+
+
+def merged(layer: Any, adapter: str, safe: bool) -> bool:
+    """Merge ``adapter`` into quantized experts, one expert at a time; False if they are not quantized."""
+    from .tensor import Experts4bit
+
+    parameter = layer.get_param()
+    if not isinstance(parameter, Experts4bit):
+        return False
+    _warn()
+    new = _requantized(parameter, factors(layer, adapter), 1.0, adapter if safe else None)
+    if not layer.merged_adapters:
+        vars(layer)[_KEPT] = {"before": parameter.detach().to("cpu")}
+    elif not _is_what_was_merged(layer, parameter.packed):
+        vars(layer).pop(_KEPT, None)
+    parameter.data = parameter.like(packed=new)
+    if _KEPT in vars(layer):
+        vars(layer)[_KEPT]["merged"] = _contents(new)
+    layer.merged_adapters.append(adapter)
+    return True
+
+
+def unmerged(layer: Any) -> bool:
+    """Take all merged adapters out of quantized experts; False if they are not quantized."""
+    from .tensor import Experts4bit
+
+    parameter = layer.get_param()
+    if not isinstance(parameter, Experts4bit):
+        return False
+    there = [adapter for adapter in layer.merged_adapters if adapter in layer.lora_A]
+    if len(there) == len(layer.merged_adapters) and _is_what_was_merged(layer, parameter.packed):
+        parameter.data = vars(layer)[_KEPT]["before"].to(parameter.device)
+    else:  # written to since, or a merged adapter was deleted, whose part stays
+        _warn()
+        for adapter in there:
+            parameter.data = parameter.like(packed=_requantized(parameter, factors(layer, adapter), -1.0))
+    vars(layer).pop(_KEPT, None)
+    layer.merged_adapters.clear()
+    return True
+
+
+def _is_what_was_merged(layer: Any, packed: Packed) -> bool:
+    kept = vars(layer).get(_KEPT)
+    return kept is not None and kept["merged"] == _contents(packed)
+
+
+def _contents(packed: Packed) -> list[int]:
+    """A digest of each tensor."""
+    return [digest(tensor) for tensor in packed.tensors().values()]
+
+
+def _warn() -> None:
+    warnings.warn(
+        "Merging LoRA into experts in 4 bits quantizes the sum: the merged model rounds otherwise than the adapter on "
+        "top of it, and what it generates may differ.",
+        stacklevel=4,
+    )
+
+
+def _requantized(experts: Experts4bit, adapter: Factors, sign: float, checked: str | None = None) -> Packed:
+    """Experts plus ``adapter``, quantized as they are. ``checked``: the name of an adapter that may be broken."""
+    import torch
+
+    from .packed import Packed
+
+    packed = experts.packed
+    matrices: list[list[Any]] = [[] for _ in packed.parts]
+    rows = [part.shape[0] for part in packed.parts]
+    for number in range(packed.count):
+        left, right = adapter.left[number].detach().float(), adapter.right[number].detach().float()
+        dense = torch.addmm(packed.dequantize(number).float(), left, right, alpha=sign * adapter.scaling)
+        if checked is not None and not dense.isfinite().all():
+            raise ValueError(f"NaNs detected in the merged weights. The adapter {checked} seems to be broken")
+        for found, matrix in zip(matrices, dense.to(packed.kind.dtype).split(rows)):
+            found.append(_quantized(matrix.contiguous(), packed))
+    return Packed.of_states(matrices)
+
+
+def _quantized(matrix: Any, packed: Packed) -> Any:
+    from bitsandbytes.functional import quantize_4bit
+
+    kind = packed.kind
+    return quantize_4bit(
+        matrix,
+        quant_type=kind.quant_type,
+        blocksize=kind.blocksize,
+        compress_statistics=packed.nested_code is not None,
+        quant_storage=packed.parts[0].codes.dtype,
+    )
