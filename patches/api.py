@@ -12,7 +12,7 @@ source found, can be taken out again, and brings a reproducer of its defect (``p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError
@@ -22,6 +22,7 @@ from .registry import REGISTRY
 
 if TYPE_CHECKING:
     from .features.compile_options import CompileOptions
+    from .features.experts import Asked
     from .features.inspection import Inspection
     from .features.verify import Verification
 
@@ -136,21 +137,39 @@ def inspect(model: Any, optimizer: Any = None) -> Inspection:
     return inspect(model, optimizer)
 
 
-def quantize_experts(model: Model) -> Model:
-    """Quantize the experts of a mixture that was loaded in 4 bits, as its ``BitsAndBytesConfig`` says; returns it.
+@overload
+def quantize_experts() -> Asked: ...
+
+
+@overload
+def quantize_experts(model: Model) -> Model: ...
+
+
+def quantize_experts(model: Any = None) -> Any:
+    """Quantize the experts of a mixture in 4 bits, as its ``BitsAndBytesConfig`` says.
 
     ``load_in_4bit`` quantizes linear layers. transformers 5 keeps the experts of a layer in parameters of three
     dimensions (experts, rows, columns), which stay in floating point: most of the model. This replaces each of them by
     an ``Experts4bit``: a parameter of the same shape and dtype that holds packed weights, quantized matrix by matrix as
     ``Linear4bit`` does. Products dequantize one expert at a time, in the forward pass and again in the backward pass.
 
+    Three ways to ask for it::
+
+        with patches.quantize_experts():        # as they are read: the model is never whole in floating point
+            model = AutoModelForCausalLM.from_pretrained(name, quantization_config=config)
+
+        patches.quantize_experts(model)         # of a model that is loaded; returns it
+
+        PATCHES_QUANTIZE_EXPERTS=1 python train.py      # of every model that the program loads in 4 bits
+
     NF4 or FP4, double quantization, the storage dtype and ``llm_int8_skip_modules`` are those of the configuration.
-    All experts are quantized, or none. Experts that are quantized already stay as they are.
+    Of a loaded model all experts are quantized, or none; experts that are quantized already stay as they are.
 
     Parameters
     ----------
     model:
-        A ``PreTrainedModel`` of transformers 5, loaded with ``BitsAndBytesConfig(load_in_4bit=True)``.
+        A ``PreTrainedModel`` of transformers 5, loaded with ``BitsAndBytesConfig(load_in_4bit=True)``. Without it,
+        the call gives a context manager for models that are loaded inside of it, in the same thread.
 
     Raises
     ------
@@ -158,11 +177,14 @@ def quantize_experts(model: Model) -> Model:
         The model is not quantized, is INT8, has no such experts, or has experts on the meta device or in another
         dtype; the message names the parameter. Nothing was changed.
     RuntimeError
-        transformers, bitsandbytes or torch are too old.
+        transformers, bitsandbytes or torch are too old; or, from the `with`, the patch that reads experts is not
+        applied.
+    NotImplementedError
+        While loading: the device map sends experts to the disk.
     """
-    from .features.experts import quantize
+    from .features import experts
 
-    return quantize(model)
+    return experts.Asked() if model is None else experts.quantize(model)
 
 
 def compile_options(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ..repairs.helpers.experts.quantize import quantize_model
+from ..engine.report import Status
+from ..registry import REGISTRY
+from ..repairs.helpers.experts import asked_for
 
 Model = TypeVar("Model")
 
+READER = "transformers-experts-of-linear-layers"
 OLDEST = "5"
 """Older releases of transformers keep each expert as linear layers, which ``load_in_4bit`` quantizes by itself."""
 
@@ -34,7 +37,37 @@ def quantize(model: Model) -> Model:
     """What ``patches.quantize_experts(model)`` does."""
     check_stack()
     from ..repairs.helpers.experts.products import know_transformers
+    from ..repairs.helpers.experts.quantize import quantize_model
 
     quantize_model(model)
     know_transformers()
     return model
+
+
+class Asked:
+    """What ``patches.quantize_experts()`` gives: experts are quantized in models that are loaded inside of the ``with``."""
+
+    def __init__(self) -> None:
+        check_stack()
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        if not _reads():
+            raise RuntimeError(
+                f"quantize_experts() needs the patch {READER}, which is not applied: call patches.apply() first, and see "
+                f"patches.report() for the reason if it stays so. patches.quantize_experts(model) works without it."
+            )
+        entered = asked_for.inside()
+        entered.__enter__()
+        self._entered.append(entered)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+def _reads() -> bool:
+    """Whether models are loaded through our converters; what is pending is applied when transformers is imported."""
+    import transformers.core_model_loading
+    import transformers.modeling_utils  # noqa: F401 - what the patch edits
+
+    return any(result.id == READER for result in REGISTRY.report().with_status(Status.APPLIED))

@@ -14,7 +14,7 @@ import patches  # noqa: E402
 from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
-from tests.experts.models import CONFIGS, IDS, SOME, gap, loaded, rounded, saved, step  # noqa: E402
+from tests.experts.models import CONFIGS, SOME, gap, loaded, rounded, saved, step  # noqa: E402
 
 REST = [
     pytest.param(kind, marks=pytest.mark.release("SOME of tests/experts/models.py"))

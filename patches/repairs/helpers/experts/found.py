@@ -70,8 +70,9 @@ def stacked(converter: Any) -> int:
 
 
 def makes(converter: Any, name: str) -> bool:
-    """Whether ``converter`` makes the parameter ``name``."""
-    return any(name.endswith(target.removeprefix("^").removesuffix("$")) for target in converter.target_patterns)
+    """Whether ``converter`` makes the parameter ``name``; one for any "weight" does not count."""
+    targets = [target.removeprefix("^").removesuffix("$") for target in converter.target_patterns]
+    return any(name.endswith(target) for target in targets if target != "weight")
 
 
 def matrices_of(name: str, among: list[Any]) -> int:

@@ -1,0 +1,256 @@
+"""Reading experts: packed weights of a checkpoint that has them matrix by matrix, or floating point to be quantized.
+
+transformers 4 kept each expert as linear layers, so its 4-bit checkpoints name each matrix:
+``experts.3.gate_proj.weight``, ``experts.3.gate_proj.weight.absmax`` and so on. transformers 5 says by a ``WeightConverter``
+which of them make up one parameter. The converters here take their place and make an ``Experts4bit`` of what is packed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from ..process.messages import LOGGER
+from .found import Found, experts_in, makes, stacked
+from .packed import Packed
+from .quantize import How, is_wanted, packed_matrices
+from .tensor import as_parameter
+
+STATISTICS = (
+    "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4",
+    "quant_state.bitsandbytes__fp4",
+)  # fmt: skip
+_OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?weight\.absmax$")
+"""``experts.3.gate_proj.weight.absmax``, or ``gate_up_proj.3.weight.absmax``."""
+
+
+def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, asked: bool) -> list[Any]:
+    """``mapping``, with converters for experts in 4 bits where the checkpoint has them, or where they are asked for."""
+    quantizer = load_config.hf_quantizer
+    config = getattr(quantizer, "quantization_config", None)
+    if not getattr(config, "load_in_4bit", False):
+        return mapping
+    packed = quantizer.pre_quantized and any(map(_OF_AN_EXPERT.search, keys))
+    asked = asked and not quantizer.pre_quantized
+    if not packed and not asked:
+        return mapping
+    skipped = getattr(quantizer, "modules_to_not_convert", None)
+    found = [one for one in experts_in(model) if packed or is_wanted(one.full_name, skipped)]
+    _refuse_disk(found, load_config.device_map)
+    how = How.said_by(config) if asked else None
+    return _replaced(mapping, found, how)
+
+
+def _refuse_disk(found: list[Found], device_map: Any) -> None:
+    from transformers.integrations.accelerate import get_device
+
+    for one in found:
+        if device_map and get_device(device_map, one.full_name) == "disk":
+            raise NotImplementedError(
+                f"the device map sends {one.full_name} to the disk: experts in 4 bits can lie on an accelerator or the "
+                "CPU, not on the disk. Give that layer another device."
+            )
+
+
+def _replaced(mapping: list[Any], found: list[Found], how: How | None) -> list[Any]:
+    left = {one.full_name for one in found}
+    result = []
+    for each in mapping:
+        names = {name for name in left if isinstance(each, WeightConverter) and makes(each, name)}
+        if names and stacked(each):
+            each = ExpertsConverter.of(each, names, how)
+        left -= names
+        result.append(each)
+    whole = [ExpertsConverter.of_one(suffix, names, how) for suffix, names in _by_suffix(left).items()]
+    return [*whole, *result]  # before those that take any "weight"
+
+
+def _by_suffix(names: set[str]) -> dict[str, set[str]]:
+    """Parameters that no converter makes, by what follows the number of their layer."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        found.setdefault(re.split(r"\.\d+\.", name)[-1], set()).add(name)
+    return found
+
+
+class ExpertsConverter(WeightConverter):  # type: ignore[misc]
+    """Makes one parameter of experts of the tensors of a checkpoint, packed or in floating point."""
+
+    before: Any
+    """The converter whose place it has taken; None if there was none."""
+
+    @classmethod
+    def of(cls, before: Any, names: set[str], how: How | None) -> ExpertsConverter:
+        """In place of ``before``, which makes the parameters ``names``."""
+        sources = list(before._original_source_patterns)
+        self = cls(_with_statistics(sources), list(before._original_target_patterns), [MakeExperts(names, how, before)])
+        self.scope_prefix, self.base_model_prefix = before.scope_prefix, before.base_model_prefix
+        self.before = before
+        return self
+
+    @classmethod
+    def of_one(cls, suffix: str, names: set[str], how: How | None) -> ExpertsConverter:
+        """For parameters that a checkpoint has whole, or one expert after the other as we write them."""
+        self = cls([*_with_statistics([f"{suffix}.*.weight"]), f"{suffix}$"], suffix, [MakeExperts(names, how, None)])
+        self.before = None
+        return self
+
+    def reverse_transform(self) -> Any:
+        """For names: what is packed is taken apart by ``.saving``."""
+        if self.before is not None:
+            return self.before.reverse_transform()
+        target = self._original_target_patterns[0]
+        return WeightConverter(target, target, [_AsItIs()])
+
+    def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+        for operation in self.operations:
+            operation.keys = sorted(self.layer_targets.get(layer_name, ()))
+        return super().convert(layer_name, *args, **kwargs)
+
+
+def _with_statistics(sources: list[str]) -> list[str]:
+    return [*(f"{source}.{name}$" for source in sources for name in STATISTICS), *(f"{source}$" for source in sources)]
+
+
+class _AsItIs(ConversionOps):  # type: ignore[misc]
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return input_dict
+
+    @property
+    def reverse_op(self) -> _AsItIs:
+        return self
+
+
+class MakeExperts(ConversionOps):  # type: ignore[misc]
+    """What an :class:`ExpertsConverter` does with the tensors of one parameter."""
+
+    def __init__(self, names: set[str], how: How | None, before: Any) -> None:
+        self.names, self.how, self.before, self.keys = names, how, before, list[str]()
+
+    @property
+    def hf_quantizer(self) -> Any:
+        """Tells transformers to cast nothing of a quantized checkpoint: packed weights and statistics are no weights."""
+        return self
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        target = model.get_parameter(full_layer_name)
+        tensors = {key.removesuffix("$"): value for key, value in input_dict.items()}
+        whole = [key for key in tensors if "*" not in key]
+        if whole:
+            return {full_layer_name: self._whole(tensors[whole[0]], target)}
+        sources = [key for key in tensors if key.endswith(".weight")]
+        matrices = {source: _matrices(source, tensors, target) for source in self._ordered(sources, full_layer_name)}
+        self._check_counts(full_layer_name, matrices, target)
+        packed = [isinstance(one, tuple) for group in matrices.values() for one in group]
+        if all(packed):
+            return {full_layer_name: _packed(full_layer_name, list(matrices.values()), target)}
+        if any(packed):
+            LOGGER.warning(
+                "%s: %d of %d matrices are packed in the checkpoint and the others are not; the parameter is kept in "
+                "floating point.", full_layer_name, sum(packed), len(packed),
+            )  # fmt: skip
+        return {full_layer_name: self._floating(matrices, full_layer_name, target, model, kwargs)}
+
+    def _ordered(self, sources: list[str], name: str) -> list[str]:
+        """As the converter names them: gate before up."""
+        if self.before is None:
+            return sources
+        named = [source.removesuffix("$") for source in self.before.source_patterns]
+        missing = [source for source in named if source not in sources]
+        if missing:
+            raise ValueError(f"{name}: the checkpoint has no {missing[0]}")
+        return named
+
+    def _check_counts(self, name: str, matrices: dict[str, list[Any]], target: Any) -> None:
+        for source, group in matrices.items():
+            if len(group) != target.shape[0]:
+                numbers = {int(n) for key in self.keys for n in re.findall(_numbered(source), key)}
+                missing = sorted(set(range(target.shape[0])) - numbers)
+                raise ValueError(
+                    f"{name}: the checkpoint has {len(group)} of {target.shape[0]} experts of {source}; "
+                    f"missing: {missing}"
+                )
+
+    def _whole(self, tensors: list[Any], target: Any) -> Any:
+        """A parameter that the checkpoint has in one piece."""
+        whole = tensors[0].to(target.dtype)
+        if self.how is None:
+            return whole
+        return as_parameter(packed_matrices(((expert,) for expert in whole.unbind(0)), self.how), target.dtype)
+
+    def _floating(self, matrices: dict[str, list[Any]], name: str, target: Any, model: Any, kwargs: Any) -> Any:
+        floating = {source: [_dense(one, target.dtype) for one in group] for source, group in matrices.items()}
+        if self.how is not None and name in self.names:
+            return as_parameter(packed_matrices(zip(*floating.values()), self.how), target.dtype)
+        if self.before is None:
+            import torch
+
+            return torch.stack(next(iter(floating.values())))
+        result: Any = {p: floating[p.removesuffix("$")] for p in self.before.source_patterns}
+        known = {"source_patterns": self.before.source_patterns, "target_patterns": self.before.target_patterns}
+        for operation in self.before.operations:
+            result = operation.convert(result, full_layer_name=name, model=model, **{**kwargs, **known})
+        return next(iter(result.values()))
+
+
+def _numbered(source: str) -> str:
+    return source.replace(".", r"\.").replace(r"*\.", r"(\d+)\.") + "$"
+
+
+def _matrices(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
+    """Each expert's matrix of ``source``: packed weights with their state, or floating point."""
+    from bitsandbytes.functional import QuantState
+
+    weights = tensors[source]
+    statistics = {name: tensors[f"{source}.{name}"] for name in STATISTICS if tensors.get(f"{source}.{name}")}
+    packed = [i for i, weight in enumerate(weights) if _is_packed(weight, target)]
+    maps = sum(len(statistics.get(name, ())) for name in STATISTICS if name.startswith("quant_state"))
+    counts = {"absmax": len(statistics.get("absmax", ())), "quant_map": len(statistics.get("quant_map", ()))}
+    for name, count in {**counts, "quant_state": maps}.items():
+        if count != len(packed):
+            raise ValueError(f"{source}: {len(packed)} experts are packed, and {count} have {name}")
+    kinds = [name for name in statistics if name.startswith("quant_state")]
+    nested = {len(statistics[name]) for name in statistics if name.startswith("nested")}
+    if len(kinds) > 1 or nested - {len(packed)}:
+        raise ValueError(
+            f"{source}: the experts of one parameter are quantized in different ways: {sorted(statistics)}"
+        )
+    result = list(weights)
+    for position, expert in enumerate(packed):
+        entries = {f"weight.{name}": values[position] for name, values in statistics.items()}
+        result[expert] = (weights[expert], QuantState.from_dict(entries, device=weights[expert].device))
+    return result
+
+
+def _is_packed(weight: Any, target: Any) -> bool:
+    return not weight.is_floating_point() or (weight.dim() == 2 and weight.shape[1] == 1 != target.shape[2])
+
+
+def _packed(name: str, matrices: list[list[Any]], target: Any) -> Any:
+    """The parameter, after a look whether it is one."""
+    for group in matrices:
+        first = group[0][1]
+        for number, (_, state) in enumerate(group):
+            if (state.shape, state.blocksize) != (first.shape, first.blocksize):
+                raise ValueError(
+                    f"{name}: expert {number} has shape {tuple(state.shape)} and blocks of {state.blocksize}, expert 0 "
+                    f"{tuple(first.shape)} and {first.blocksize}"
+                )
+            state.dtype = target.dtype  # as transformers-quant-state-dtype for linear layers
+    experts = Packed.of_states(matrices)
+    if experts.shape != tuple(target.shape):
+        raise ValueError(f"{name}: the checkpoint has shape {experts.shape}, the model {tuple(target.shape)}")
+    return as_parameter(experts, target.dtype)
+
+
+def _dense(matrix: Any, dtype: Any) -> Any:
+    from bitsandbytes.functional import dequantize_4bit
+
+    if isinstance(matrix, tuple):
+        codes, state = matrix
+        matrix = dequantize_4bit(codes, state)
+    return matrix.to(dtype)

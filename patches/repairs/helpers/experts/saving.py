@@ -1,0 +1,73 @@
+"""Saving experts in 4 bits under the names that transformers 4 gave each matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .tensor import Experts4bit
+
+State = dict[str, Any]
+_TABLES = ("quant_map", "nested_quant_map")
+"""Shared by all experts: a file needs each for itself."""
+
+
+def without_ties(remove: Callable[[State, Any], State], state: State, model: Any) -> State:
+    """``remove_tied_weights_from_state_dict``, which compares addresses that experts in 4 bits have not."""
+    experts = {name: value for name, value in state.items() if isinstance(value, Experts4bit)}
+    rest = {name: value for name, value in state.items() if name not in experts}
+    return {**remove(rest, model), **experts} if experts else remove(state, model)
+
+
+def reverted(revert: Callable[[Any, State], State], model: Any, state: State) -> State:
+    """``revert_weight_conversion``; experts in 4 bits become packed weights and statistics, matrix by matrix."""
+    experts = {name: value for name, value in state.items() if isinstance(value, Experts4bit)}
+    if not experts:
+        return revert(model, state)
+    found = revert(model, {name: value for name, value in state.items() if name not in experts})
+    for name, value in experts.items():
+        _refuse_replaced(model, name)
+        for weight, (expert, part) in names(revert, model, name, value).items():
+            codes, quantization = list(value.packed.matrices(expert))[part]
+            found[weight] = codes
+            for key, tensor in quantization.as_dict(packed=True).items():
+                found[f"{weight}.{key}"] = tensor.clone() if key in _TABLES else tensor
+    return found
+
+
+def names(
+    revert: Callable[[Any, State], State], model: Any, name: str, experts: Experts4bit
+) -> dict[str, tuple[int, int]]:
+    """The name of each matrix in a checkpoint, with the number of its expert and of the part.
+
+    What transformers would make of a parameter whose values say which expert and part they belong to.
+    """
+    count, parts = experts.packed.count, experts.packed.parts
+    rows = torch.cat([torch.full((part.shape[0],), i) for i, part in enumerate(parts)])
+    traced = (torch.arange(count)[:, None] * len(parts) + rows)[:, :, None].contiguous()
+    apart = revert(model, {name: traced})
+    found = {}
+    for key, value in apart.items():
+        numbers = value.unique().tolist() if value.dim() == 2 and key.endswith(".weight") else []
+        if len(numbers) == 1 and value.shape[0] == parts[numbers[0] % len(parts)].shape[0]:
+            found[key] = divmod(int(numbers[0]), len(parts))
+    if len(found) == count * len(parts) == len(set(found.values())):
+        return found
+    if len(parts) > 1 or len(apart) != 1:
+        raise NotImplementedError(f"{name}: a checkpoint of this model has no names for single matrices of its experts")
+    (whole,) = apart
+    return {f"{whole}.{expert}.weight": (expert, 0) for expert in range(count)}
+
+
+def _refuse_replaced(model: Any, name: str) -> None:
+    """transformers reads a quantized checkpoint into another class of experts for some models (Llama 4)."""
+    from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+
+    kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+    if kind in MODULES_TO_PATCH_FOR_QUANTIZATION:
+        raise NotImplementedError(
+            f"{name}: transformers loads a quantized checkpoint of {kind} into linear layers, which have no place for "
+            "this parameter. Save adapters alone, or model.dequantize() and save that."
+        )

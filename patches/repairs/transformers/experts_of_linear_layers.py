@@ -1,0 +1,115 @@
+"""A 4-bit mixture of experts that transformers 4 saved cannot be loaded with transformers 5, nor saved again.
+
+transformers 4 kept each expert as linear layers, which ``load_in_4bit`` quantized: the 4-bit mixtures of the Hub have
+packed weights and a quantization state for each matrix of each expert. transformers 5 keeps all experts of a layer in one
+parameter of three dimensions. It stacks the packed weights as if they were matrices and finds no place for the quantization
+states: loading ends in a mismatch of shapes (5.17 to 5.23).
+
+With the repair such a parameter is an ``Experts4bit``: it has the shape and dtype of the experts in floating point, and
+holds packed weights and quantization states as they are in the file. Nothing is dequantized while loading, and products
+dequantize one expert at a time. ``save_pretrained`` writes the same names and bytes again. A layer whose experts the file has
+in floating point is loaded as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+
+
+def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str]) -> list[Any]:
+    """What a model is loaded by, with converters for experts in 4 bits where they are needed."""
+    if getattr(load_config.hf_quantizer, "quantization_config", None) is None:
+        return mapping
+    from ..helpers.experts import asked_for, reading
+
+    return reading.converters(mapping, model, load_config, state, asked_for.now())
+
+
+def without_ties(remove: Callable[..., Any], state: dict[str, Any], model: Any) -> dict[str, Any]:
+    from ..helpers.experts import saving
+
+    return saving.without_ties(remove, state, model)
+
+
+def reverted(revert: Callable[..., Any], model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    from ..helpers.experts import saving
+
+    return saving.reverted(revert, model, state)
+
+
+def size(parameter: Any) -> int:
+    """Bytes of a parameter: of experts in 4 bits what they hold."""
+    if type(parameter).__name__ == "Experts4bit":
+        return int(parameter.nbytes)
+    return int(parameter.nelement() * parameter.element_size())
+
+
+def defect() -> Finding:
+    """Load a tiny Qwen3-MoE whose experts were saved as transformers 4 saved them in 4 bits."""
+    import tempfile
+
+    from transformers import AutoModelForCausalLM
+
+    from ..helpers.reproducers import mixtures
+
+    with tempfile.TemporaryDirectory() as packed:
+        values = mixtures.save_as_transformers_4(packed)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(packed, device_map={"": "cpu"})
+        except RuntimeError as error:
+            return Finding(True, f"while loading: {str(error).partition('.')[0]}")
+        got = model.model.layers[0].mlp.experts.gate_up_proj
+    off = float((got.dequantize() - values).abs().max())
+    return Finding(off > 0, f"loaded, experts off by {off:.1e}")
+
+
+_SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"
+_REVERTED = {"_patches_reverted": reverted}
+
+PATCH = Patch(
+    id="transformers-experts-of-linear-layers",
+    summary="a 4-bit mixture of experts that transformers 4 saved cannot be loaded with transformers 5",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
+        "https://github.com/huggingface/transformers/issues/39859",
+    ),
+    requires=("transformers>=5.17", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.23.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.core_model_loading:convert_and_load_state_dict_in_model",
+            find="load_config.weight_mapping or []",
+            replace="_patches_mapped(load_config.weight_mapping or [], model, load_config, state_dict)",
+            names={"_patches_mapped": mapped},
+        ),
+        Rewrite(
+            _SAVE,
+            find="remove_tied_weights_from_state_dict(state_dict, model_to_save)",
+            replace="_patches_without_ties(remove_tied_weights_from_state_dict, state_dict, model_to_save)",
+            names={"_patches_without_ties": without_ties},
+        ),
+        Rewrite(
+            _SAVE,
+            find="revert_weight_conversion(model_to_save, state_dict)",
+            replace="_patches_reverted(revert_weight_conversion, model_to_save, state_dict)",
+            names=_REVERTED,
+        ),
+        Rewrite(
+            _SAVE,
+            find="revert_weight_conversion(model_to_save, shard_state_dict)",
+            replace="_patches_reverted(revert_weight_conversion, model_to_save, shard_state_dict)",
+            names=_REVERTED,
+        ),
+        Rewrite(
+            "transformers.modeling_utils:PreTrainedModel.get_memory_footprint",
+            find="param.nelement() * param.element_size()",
+            replace="_patches_size(param)",
+            names={"_patches_size": size},
+        ),
+    ),
+    defect=defect,
+)

@@ -1,0 +1,208 @@
+"""4-bit mixtures that transformers 4 saved are loaded as they are, and saved under the same names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.17", reason="the patch is for 5.17 and later")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import patches  # noqa: E402
+from patches.repairs.helpers.experts import dense  # noqa: E402
+from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
+from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
+from patches.repairs.helpers.reproducers.mixtures import pack  # noqa: E402
+from tests.experts.models import IDS, gap, saved, step  # noqa: E402
+
+ID = "transformers-experts-of-linear-layers"
+OTHERS = ["olmoe", "deepseek_v3", "glm4_moe", "minimax_m2", "qwen2_moe", "qwen3_5_moe", "ernie4_5_moe"]
+REST = [pytest.param(kind, marks=pytest.mark.release("qwen3_moe and mixtral")) for kind in OTHERS]
+FILE = "model.safetensors"
+EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def counted():
+    dense.COUNTS.clear()
+
+
+@pytest.fixture
+def patched():
+    with patches.applied(ID, "transformers-save-prequantized", "transformers-checkpoint-decides"):
+        yield
+
+
+def read(folder, **options):
+    options = {"dtype": torch.float32, "device_map": {"": "cpu"}, "experts_implementation": "eager", **options}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def packed(folder, kind="qwen3_moe", double=False):
+    """A checkpoint of transformers 4 in ``folder``, and what its packed weights stand for."""
+    saved(folder, kind)
+    return pack(folder, double)
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["absmax", "double"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", *REST])
+def test_read_and_saved_again(tmp_path, patched, kind, double):
+    values = packed(tmp_path / "packed", kind, double)
+    shutil.copytree(tmp_path / "packed", tmp_path / "dense")
+    rewrite(
+        tmp_path / "dense",
+        lambda tensors: (
+            [tensors.pop(f"{n}.{s}", None) for n in values if ".experts." in n for s in statistics(tensors, n)]
+            + [tensors.update({n: v for n, v in values.items() if ".experts." in n})]
+        ),
+    )
+    model, expected = read(tmp_path / "packed"), read(tmp_path / "dense")
+    experts = list(experts_in(model))
+    assert experts and all(isinstance(one.parameter, Experts4bit) for one in experts)
+    for one in experts:
+        assert torch.equal(one.parameter.dequantize(), expected.get_parameter(one.full_name))
+    assert gap(step(expected), step(model)) == 0 and not dense.COUNTS
+    assert model.get_memory_footprint() < 0.5 * expected.get_memory_footprint()
+
+    model.save_pretrained(tmp_path / "again")
+    was, now = load_file(tmp_path / "packed" / FILE), load_file(tmp_path / "again" / FILE)
+    assert set(was) == set(now) and all(torch.equal(was[name], now[name]) for name in was)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]["load_in_4bit"]
+
+
+def statistics(tensors, name):
+    return [key.removeprefix(f"{name}.") for key in list(tensors) if key.startswith(f"{name}.")]
+
+
+def unpack(tensors, values, chosen):
+    """Leave the matrices ``chosen`` in floating point, as skipped modules are."""
+    for name in filter(chosen, values):
+        for key in statistics(tensors, name):
+            del tensors[f"{name}.{key}"]
+        tensors[name] = values[name]
+
+
+def test_a_layer_in_floating_point(tmp_path, patched):
+    values = packed(tmp_path)
+    rewrite(tmp_path, lambda tensors: unpack(tensors, values, lambda name: "layers.1.mlp" in name))
+    first, second = (layer.mlp.experts for layer in read(tmp_path).model.layers)
+    assert isinstance(first.gate_up_proj, Experts4bit) and type(second.gate_up_proj) is torch.nn.Parameter
+    expected = [values[f"model.layers.1.mlp.experts.{i}.down_proj.weight"] for i in range(4)]
+    assert torch.equal(second.down_proj.data, torch.stack(expected))
+
+
+def test_an_expert_in_floating_point(tmp_path, patched, caplog, monkeypatch):
+    """The parameter is right, and whole in floating point; the log says so."""
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("bnb_patches"), "propagate", True)
+    values = packed(tmp_path)
+    rewrite(tmp_path, lambda tensors: unpack(tensors, values, lambda name: "layers.0.mlp.experts.2." in name))
+    experts = read(tmp_path).model.layers[0].mlp.experts
+    expected = [values[f"model.layers.0.mlp.experts.{i}.down_proj.weight"] for i in range(4)]
+    assert torch.equal(experts.down_proj.data, torch.stack(expected))
+    assert "down_proj: 3 of 4 matrices are packed" in caplog.text
+
+
+def test_another_dtype(tmp_path, patched):
+    values = packed(tmp_path)
+    experts = read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.experts
+    assert experts.down_proj.dtype == torch.bfloat16
+    expected = values["model.layers.0.mlp.experts.2.down_proj.weight"].to(torch.bfloat16)
+    assert torch.equal(experts.down_proj[2].dequantize(), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: [t.pop(key) for key in list(t) if key.startswith(EXPERT)], r"3 of 4 experts.*missing: \[2\]"),
+        (lambda t: t.pop(f"{EXPERT}.absmax"), "4 experts are packed, and 3 have absmax"),
+        (lambda t: t.pop(EXPERT), "3 experts are packed, and 4 have absmax"),
+        (
+            lambda t: t.update({EXPERT.replace("up_proj", "down_proj") + ".nested_absmax": torch.ones(1)}),
+            "quantized in different ways",
+        ),
+        (
+            lambda t: t.update(
+                {f"{EXPERT}.quant_state.bitsandbytes__fp4": t.pop(f"{EXPERT}.quant_state.bitsandbytes__nf4")}
+            ),
+            "quantized in different ways",
+        ),
+    ],
+    ids=["expert", "statistics", "packed weights", "nested", "type"],
+)
+def test_a_checkpoint_that_is_not_whole(tmp_path, patched, change, message, capfd, caplog):
+    packed(tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(RuntimeError) as raised:
+        read(tmp_path)
+    text = str(raised.value) + caplog.text + capfd.readouterr().err
+    import re
+
+    assert re.search(message, text), text[-3000:]
+    assert "model.layers.0.mlp.experts" in text
+
+
+def test_the_disk_is_refused(tmp_path, patched):
+    packed(tmp_path)
+    layers = {f"model.layers.{i}": "cpu" if i else "disk" for i in range(2)}
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    with pytest.raises((NotImplementedError, ValueError), match="disk"):
+        read(tmp_path, device_map={**layers, **rest}, offload_folder=str(tmp_path / "off"))
+
+
+def test_after_revert_the_model_still_runs(tmp_path):
+    packed(tmp_path)
+    with patches.applied(ID):
+        model = read(tmp_path)
+        with torch.no_grad():
+            expected = model(IDS).logits
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, expected)
+
+
+# -- quantized by us ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3_moe",
+        "gpt_oss",
+        *(
+            pytest.param(k, marks=pytest.mark.release("qwen3_moe and gpt_oss"))
+            for k in ("gemma4", "granitemoe", "jetmoe")
+        ),
+    ],
+)
+def test_quantized_here_saved_and_read(tmp_path, patched, kind):
+    from tests.experts.models import loaded
+
+    saved(tmp_path / "dense", kind)
+    model = patches.quantize_experts(loaded(tmp_path / "dense", None, bnb_4bit_use_double_quant=True))
+    model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", device_map={"": "cpu"})
+    for one in experts_in(model):
+        other = again.get_parameter(one.full_name)
+        assert isinstance(other, Experts4bit) and torch.equal(one.parameter.dequantize(), other.dequantize())
+    assert gap(step(model), step(again)) == 0
+
+
+def test_llama4_is_not_saved(tmp_path, patched):
+    from tests.experts.models import loaded
+
+    model = patches.quantize_experts(loaded(saved(tmp_path / "dense", "llama4")))
+    with pytest.raises(NotImplementedError, match="gate_up_proj: transformers loads a quantized checkpoint of Llama4"):
+        model.save_pretrained(tmp_path / "packed")
