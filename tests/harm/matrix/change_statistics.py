@@ -23,7 +23,9 @@ def statistics(name: str, write: Callable[[Any], None]) -> None:
     """A change of the quantization state; the weight is what the numbers stand for right after it."""
 
     def body(s: Subject) -> None:
-        write(s.layer.weight.quant_state)
+        quant = s.layer.weight.quant_state
+        only(quant is None or s.layer.weight.numel() != quant.shape.numel())  # not of what was dequantized in place
+        write(quant)
         s.becomes(plain_weight(s.layer))
 
     body.__name__ = name
@@ -45,7 +47,7 @@ def _offset(quant: Any, factor: float) -> None:
 
 statistics("absmax_replaced", lambda q: _put(_outer(q), "absmax", lambda t: t * 2))
 statistics("absmax_equal_object", lambda q: _put(q, "absmax", torch.clone))
-statistics("absmax_in_place", lambda q: _outer(q).absmax.mul_(2) and None)
+statistics("absmax_in_place", lambda q: _outer(q).absmax.mul_(2) is None)
 statistics("absmax_data", lambda q: _put(_outer(q).absmax, "data", lambda t: t * 2))
 statistics("absmax_numpy", lambda q: _outer(q).absmax.numpy().__imul__(2) is None)
 statistics("absmax_parameter", lambda q: _put(q, "absmax", lambda t: nn.Parameter(t.clone(), requires_grad=False)))

@@ -34,6 +34,7 @@ def _scale_to_fill(layer: Any) -> Tensor | None:
     if weight.dtype == torch.int8 and assigned:  # the DTensor of FSDP2 is no such thing, and stays
         empty = torch.empty(weight.shape[0], device=weight.device, dtype=torch.float32)  # whatever the default is
         layer.weight = Int8Params(weight.data, False, False, weight.data, empty)
+        int8_settled.start_over(layer)
     if layer.weight.dtype != torch.int8:
         return None  # a new weight: what the state has is of another one
     int8_settled.loaded(layer)

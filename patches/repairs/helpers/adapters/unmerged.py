@@ -97,7 +97,9 @@ def _record(base: Any) -> dict[str, Any] | None:
     kept = {name for name in vars(weight) if not name.startswith("_")} - {"data", *int8_scales.PLACES}
     own = {name: value for name, value in vars(weight).items() if name in kept}
     return {
-        "scales": tensors[1].to("cpu") if int8_scales.is_int8(weight) and int8_scales.has_scales(weight) else None,
+        "scales": tensors[1].reshape(-1).to("cpu")
+        if int8_scales.is_int8(weight) and int8_scales.has_scales(weight)
+        else None,
         "class": type(weight),
         "codes": tensors[0].to("cpu"),  # on a CPU no copy: a merge puts another parameter in the place of this one
         "requires_grad": weight.requires_grad,

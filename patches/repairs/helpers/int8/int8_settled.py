@@ -210,6 +210,11 @@ def loaded(layer: Any) -> None:
         settled(layer)
 
 
+def start_over(layer: Any) -> None:
+    """``layer`` got a weight that owns its codes and scales: what its state holds is of another, and nobody's by now."""
+    layer.state.CB = layer.state.SCB = None
+
+
 def note(layer: Any) -> None:
     """Note codes and scales of a weight that ``layer`` has got and not run with yet."""
     weight = layer._parameters.get("weight")

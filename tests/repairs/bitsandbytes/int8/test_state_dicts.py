@@ -47,6 +47,16 @@ def test_a_quantized_layer_loads_what_another_saved(warm, saved_warm, assign):
         assert all(map(torch.equal, found.state_dict().values(), saved(1).values()))
 
 
+@pytest.mark.parametrize("first", [lambda m: m(X), lambda m: m.load_state_dict(saved(1), assign=True)])
+def test_a_layer_that_was_given_another_weight_holds_nothing_of_the_one_before(first):
+    with patches.applied(LOAD, "bitsandbytes-int8-plain-weight"):
+        found = model()
+        first(found)
+        found.load_state_dict(saved(1), assign=True)
+        assert found[0].state.CB is None and found[0].state.SCB is None
+        assert torch.equal(found(X), model(seed=1)(X))
+
+
 def test_a_meta_layer_loads_with_assign():
     expected = model()(X)
     with patches.applied(LOAD):
