@@ -77,3 +77,17 @@ def test_qlora_compile():
     assert ("Attribute 'compute_type_is_set'" in without) == (BNB < Version("0.47"))
     assert "weights quantized from torch.bfloat16, computed in torch.float32" in with_plugin
     assert "gradients of 28 LoRA tensors, compiled against eager: largest relative difference 0.0" in with_plugin
+
+
+@pytest.mark.skipif(
+    Version(version("transformers")) < Version("5"),
+    reason="transformers 4 keeps experts as layers, nothing to quantize",
+)
+def test_experts():
+    said = run("experts.py", "--device", "cpu", "--steps", "5", "--hidden", "64", "--experts", "4", "--batch", "1")
+    before, after = map(float, re.search(r"parameters: (\S+) MB with load_in_4bit, (\S+) MB", said).groups())
+    assert after < 0.6 * before
+    assert "LoRA trains 8 tensors of experts" in said
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+) nats", said).groups())
+    assert last < first
+    assert "loaded again, it generates the same" in said

@@ -66,7 +66,7 @@ PATCH = Patch(
             find="self.num_experts > 1",
             replace="self.num_experts > 1 and not _patches_is_quantized(self)",
             names={"_patches_is_quantized": lora.is_quantized},
-            when="peft>=0.20",
+            when="peft>=0.21",
         ),
         Rewrite(
             f"{_LAYER}.merge",
