@@ -14,7 +14,9 @@ import pytest
 
 import patches
 from patches import REGISTRY
+from patches.command_line import explain
 from patches.engine import gate
+from patches.features import symptoms as features
 from tools.docs import DOCS, ROOT, figures, page, prose, reports, symptoms
 from tools.docs.__main__ import PAGES, files
 
@@ -37,7 +39,28 @@ def sources() -> dict[str, str]:
 def test_every_patch_has_a_page_and_a_row_in_the_table():
     for patch in REGISTRY.patches.values():
         assert sources()[f"patches/{patch.id}.md"].startswith(f"# {patch.id}\n")
-        assert f"[{patch.id}]({patch.id}.md)" in sources()["patches/index.md"]
+        group = KNOWN.groups_of[patch.id][0]
+        assert f"[{patch.id}]({patch.id}.md)" in sources()[f"patches/group-{group}.md"]
+    assert navigation(sources()["patches/index.md"]) == [f"group-{key}" for key in KNOWN.grouped(REGISTRY.patches)]
+
+
+def test_the_file_that_a_page_names_is_there():
+    for patch in REGISTRY.patches.values():
+        assert (ROOT / prose.file(patch)).is_file(), patch.id
+
+
+def test_reports_without_changes_are_an_error(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"results": [{"changes": []}]}\'\n')
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match="no page would have a diff"):
+        reports.collect(str(python), tmp_path)
+
+
+def test_the_pages_have_the_headings_of_explain_in_its_order():
+    for patch_id in REGISTRY.patches:
+        text = re.sub(r"^(`{3,}).*?^\1", "", sources()[f"patches/{patch_id}.md"], flags=re.MULTILINE | re.DOTALL)
+        assert re.findall(r"^## (.+)$", text, re.MULTILINE) == list(explain.HEADINGS), patch_id
 
 
 def test_a_page_has_the_summary_the_story_the_diff_of_this_release_and_the_reproducer():
@@ -133,6 +156,49 @@ def test_what_a_user_pastes_leads_to_the_patch(pasted, patch_id):
     found = {i for message in KNOWN.messages if pasted in message.text for i in message.patches}
     assert patch_id in found
     assert f'href="patches/{patch_id}.html"' in sources()["generated/symptoms.md"]
+
+
+def halves(text):
+    words = text.split()
+    return " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
+
+
+@pytest.mark.parametrize(("pasted", "patch_id"), [
+    *((half, "transformers-refuses-offloaded-checkpoint") for half in halves(
+        "ValueError: If you want to dispatch the model on the CPU or the disk while keeping these modules in 32-bit, "
+        "you need to set `llm_int8_enable_fp32_cpu_offload=True` and pass a custom `device_map` to `from_pretrained`."
+    )[1:]),
+    ("recompile", "bitsandbytes-matmul4bit-aot-cache"),
+    ("torch.compile: too many recompilations", "bitsandbytes-int8-cold-state"),
+    ("graph break", "transformers-input-grads-hook"),
+    ("OOM", "transformers-checkpointing-in-eval"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "accelerate-left-on-device"),
+    ("my loss is nan after a step", "bitsandbytes-params4bit-cast"),
+])  # fmt: skip
+def test_words_that_people_search_for_lead_to_patches(pasted, patch_id):
+    assert patch_id in explain.matching(pasted, REGISTRY.patches)
+
+
+def test_words_name_patches_that_there_are():
+    assert {i for words in KNOWN.words for i in words.patches} <= REGISTRY.patches.keys()
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda data: data["messages"][0].pop("in"), r"messages\[0\] .*has no key 'in'; it needs text, patches, in"),
+    (lambda data: data["patches"]["a-b"].pop("groups"), r"patches\['a-b'\] .*has no key 'groups'"),
+    (lambda data: data["patches"]["a-b"].update(group=[]), r"unknown key 'group'; known are groups, silent"),
+    (lambda data: data["patches"]["a-b"].update(groups=["sav"]), r"a-b: no group 'sav'; there are save"),
+    (lambda data: data.pop("words"), "no key 'words'"),
+])  # fmt: skip
+def test_a_key_that_is_missing_is_named(change, says):
+    data = {
+        "groups": {"save": "Saving"}, "most_met": [], "words": [], "patches": {"a-b": {"groups": ["save"]}},
+        "messages": [{"text": "x", "patches": ["a-b"], "in": "figure"}],
+    }  # fmt: skip
+    features.parse(data)
+    change(data)
+    with pytest.raises(ValueError, match=says):
+        features.parse(data)
 
 
 @pytest.mark.parametrize("message", KNOWN.messages, ids=lambda message: message.text[:60])

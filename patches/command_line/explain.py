@@ -14,22 +14,17 @@ from ..engine.report import Result
 from ..features import symptoms
 
 HEADINGS = ("What you see", "Why", "What changes", "Cost", "Safe when")
+NO_COST = "Not measured for this patch alone. What all patches cost together is in"
 _COST = re.compile(r"\bcosts?\b|\bslower\b|\bfaster\b|\bas fast\b|\btakes? (?:no|as|more|less|\d)", re.IGNORECASE)
-_LEAST = 8
-"""Characters of a message that are enough to look for it."""
 
 
 def matching(text: str, patches: dict[str, Patch]) -> list[str]:
     """The patches that ``text`` may mean: an error message, whole or a part of it, a traceback, or some words."""
-    known, wanted = symptoms.read(), " ".join(text.split()).lower()
-    found: list[str] = []
-    for message in known.messages:
-        said = " ".join(message.text.split()).lower()
-        parts = (" ".join(part.split()).lower() for part in message.parts)
-        if all(part in wanted for part in parts) or len(wanted) >= _LEAST and wanted in said:
-            found += message.patches
+    known = symptoms.read()
+    entries: list[symptoms.Message | symptoms.Words] = [*known.messages, *known.words]
+    found = [patch_id for entry in entries if entry.fits(text) for patch_id in entry.patches]
     if not found:
-        words = re.findall(r"[\w.]+", wanted)
+        words = re.findall(r"[\w.]+", text.lower())
         texts = {i: f"{i} {p.summary} {story(p)} {' '.join(known.said(i))}".lower() for i, p in patches.items()}
         found = [i for ids in known.grouped(texts).values() for i in ids if all(word in texts[i] for word in words)]
     return list(dict.fromkeys(patch_id for patch_id in found if patch_id in patches))
@@ -48,13 +43,12 @@ def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
     """The paragraphs under each of :data:`HEADINGS`."""
     told = story(patch)
     why = told.split("\n\n")[1:] or ["The file of the patch tells; it is not here."]
-    cost = [text for text in re.split(r"(?<=[.!])\s+", " ".join(told.split())) if _COST.search(text)]
     edits = [f"{edit.target}" for edit in needs.edits(patch)] or [edit.target for edit in patch.edits]
     return dict(zip(HEADINGS, (
         [*_seen(patch)],
         [*why, *patch.links],
         [*dict.fromkeys(edits), f"The lines: python -m patches diff {patch.id}"],
-        cost or ["None that was measured for it alone; what all patches cost together is in docs/speed.md."],
+        cost(told) or [f"{NO_COST} docs/speed.md."],
         [
             f"For {', '.join(patch.requires)}; tested up to {patch.package} {patch.tested_up_to}. "
             "Where the installed source is not the one it was written for, it is skipped and reported as a conflict.",
@@ -63,6 +57,11 @@ def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
             f"To leave it out: PATCHES_DISABLE={patch.id}, or patches.revert({patch.id!r}).",
         ],
     )))  # fmt: skip
+
+
+def cost(told: str) -> list[str]:
+    """The sentences of a story that say what the repair costs."""
+    return [text for text in re.split(r"(?<=[.!])\s+", " ".join(told.split())) if _COST.search(text)]
 
 
 def _seen(patch: Patch) -> Iterator[str]:

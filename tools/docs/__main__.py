@@ -27,7 +27,8 @@ def files(found: Sequence[reports.Report] = ()) -> dict[Path, str]:
     }
     return {
         **pages,
-        PAGES / "index.md": page.index(REGISTRY.patches.values()),
+        **{PAGES / f"{name}.md": text for name, text in page.groups(REGISTRY.patches, known).items()},
+        PAGES / "index.md": page.index(REGISTRY.patches, known),
         FRAGMENTS / "symptoms.md": symptoms.fragment(),
         FRAGMENTS / "commands.md": commands.fragment(),
         FRAGMENTS / "stacks.md": stacks.fragment(),

@@ -1,11 +1,13 @@
-"""The page of one patch, and the table of all."""
+"""The page of one patch, of each group, and of all groups."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from patches import Patch
+from patches.command_line import explain
+from patches.engine import needs
 
 from . import prose
 from .figures import Figure
@@ -14,46 +16,56 @@ from .symptoms import Symptoms
 from .words import link, releases
 
 NO_DIFF = (
-    "Left out: no release that has this defect was installed where the page was built. "
+    "No diff: no release that has this defect was installed where this page was built. "
     "`python -m patches diff {id}` shows it where one is."
 )
 INTRODUCTION = """\
-{count} defects, by the package that is repaired. Each has a page with its story, the changed lines and its reproducer. To
-find one by what you see, go to [](../which.md).
-
-The end of a range is the last release tested, or, with "below", the one that repaired it upstream."""
+{count} defects in the groups of `python -m patches list`: by what a user does, the most met first. To find one by an error
+message, go to [](../which.md). The end of a range of releases is the last one tested, or, with "below", the one that
+repaired the defect upstream."""
 REPRODUCER = (
-    "This is what `python -m patches verify {id}` runs: the defect must be there without the patch, gone with it, and "
-    "back after it was taken out."
+    "`python -m patches verify {id}` runs this program in fresh processes: the defect must be present without the patch, "
+    "absent with it, and present again after revert."
 )
 
 
 def page(patch: Patch, symptoms: Symptoms, figure: Figure | None, changes: Iterable[Seen]) -> str:
-    """A page in Markdown: what goes wrong, what it says, what was measured, what is changed, the reproducer."""
+    """A page in Markdown, under the headings of ``python -m patches explain``."""
     first, rest = prose.story(patch)
-    parts = [
-        f"# {patch.id}\n\n**{_sentence(patch.summary)}**",
-        _facts(patch),
-        f"## The defect and its repair\n\n{first}\n\n{rest}".rstrip(),
-        *_says(patch, symptoms),
-        *_measured(patch, figure),
-        *_changed(patch, list(changes)),
-        f"## Its reproducer\n\n{REPRODUCER.format(id=patch.id)}\n\n{_block('python', inspect.getsource(patch.defect))}",
-    ]
-    return "\n\n".join(parts) + "\n"
+    upstream = ", ".join(map(link, patch.links))
+    cost = explain.cost(f"{first}\n\n{rest}") or [f"{explain.NO_COST} [](../speed.md)."]
+    parts = (
+        [*_says(patch, symptoms), *_measured(patch, figure)],
+        [first, *([rest] if rest else []), f"Upstream: {upstream}. File: `{prose.file(patch)}`."],
+        [*_changed(patch, list(changes))],
+        cost,
+        [_facts(patch), REPRODUCER.format(id=patch.id), _block("python", inspect.getsource(patch.defect))],
+    )
+    title = f"# {patch.id}\n\n**{_sentence(patch.summary)}**"
+    sections = (f"## {heading}\n\n" + "\n\n".join(part) for heading, part in zip(explain.HEADINGS, parts))
+    return "\n\n".join([title, *sections]) + "\n"
 
 
-def index(patches: Iterable[Patch]) -> str:
-    """The table of all, a part for each package that is repaired, and what Sphinx puts into the navigation."""
-    packages: dict[str, list[Patch]] = {}
-    for patch in patches:
-        packages.setdefault(patch.package, []).append(patch)
-    total = sum(map(len, packages.values()))
-    lines = ["# The patches\n", INTRODUCTION.format(count=total)]
-    for package, own in packages.items():
-        lines += [f"\n## {package}\n", "| patch | without it |", "|---|---|", *map(_row, own)]
-        lines += ["\n```{toctree}\n:hidden:\n", *(p.id for p in own), "```"]
+def index(patches: Mapping[str, Patch], symptoms: Symptoms) -> str:
+    """The groups, each a page of its own, which Sphinx puts into the navigation."""
+    grouped = symptoms.grouped(patches)
+    lines = ["# The patches\n", INTRODUCTION.format(count=len(patches)), "\n| when | patches |", "|---|---|"]
+    lines += [f"| [{symptoms.groups[key]}](group-{key}.md) | {len(ids)} |" for key, ids in grouped.items()]
+    lines += ["\n```{toctree}\n:hidden:\n", *(f"group-{key}" for key in grouped), "```"]
     return "\n".join(lines) + "\n"
+
+
+def groups(patches: Mapping[str, Patch], symptoms: Symptoms) -> dict[str, str]:
+    """The page of each group by its name: a table of its patches, the most met first."""
+    pages = {}
+    for key, ids in symptoms.grouped(patches).items():
+        also = [i for i in symptoms.ranked(patches) if key in symptoms.groups_of[i][1:]]
+        lines = [f"# {symptoms.groups[key]}\n", "| patch | without it |", "|---|---|"]
+        lines += [_row(patches[patch_id]) for patch_id in ids]
+        if also:
+            lines += ["\nListed elsewhere, and met here too: " + ", ".join(f"[{i}]({i}.md)" for i in also) + "."]
+        pages[f"group-{key}"] = "\n".join([*lines, "\n```{toctree}\n:hidden:\n", *ids, "```"]) + "\n"
+    return pages
 
 
 def _row(patch: Patch) -> str:
@@ -63,22 +75,19 @@ def _row(patch: Patch) -> str:
 
 def _facts(patch: Patch) -> str:
     rows = [
-        ("releases", releases(patch)),
-        ("seen on", f"torch {', '.join(patch.seen_on)}"),
-        ("upstream", ", ".join(map(link, patch.links))),
-        ("file", f"`{prose.file(patch)}`"),
-        ("to leave it out", f"`PATCHES_DISABLE={patch.id}`"),
+        ("releases with the defect", releases(patch)),
+        ("shown and repaired on", f"torch {', '.join(patch.seen_on)}"),
+        ("if the installed code is another", "the patch is skipped and reported as `conflict`"),
+        ("to leave it out", f"`PATCHES_DISABLE={patch.id}`, or `patches.revert({patch.id!r})`"),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
 def _says(patch: Patch, symptoms: Symptoms) -> Iterator[str]:
-    if said := symptoms.said(patch.id):
-        blocks = "\n\n".join(_block("text", text) for text in said)
-        also = "\n\nIn other cases nothing is said." if patch.id in symptoms.silent else ""
-        yield f"## What is said without it\n\n{blocks}{also}"
-    elif patch.id in symptoms.silent:
-        yield "## What is said without it\n\nNothing."
+    said = symptoms.said(patch.id)
+    yield from (_block("text", text) for text in said)
+    if patch.id in symptoms.silent:
+        yield "In other cases there is no message." if said else "There is no message."
 
 
 def _measured(patch: Patch, figure: Figure | None) -> Iterator[str]:
@@ -86,14 +95,14 @@ def _measured(patch: Patch, figure: Figure | None) -> Iterator[str]:
         return
     on = ", ".join(f"{name} {version}" for name, version in figure["on"].items())
     rows = [f"| {word} | {_cell(figure[phase])} |" for word, phase in (("without", "unpatched"), ("with", "patched"))]
-    yield "\n".join([f"## Measured\n\n`verify` on {on}:\n", "| the patch | its reproducer says |", "|---|---|", *rows])
+    yield "\n".join([f"The reproducer, run by `verify` on {on}:\n", "| the patch | it says |", "|---|---|", *rows])
 
 
 def _changed(patch: Patch, changes: list[Seen]) -> Iterator[str]:
+    edits = dict.fromkeys(edit.target for edit in needs.edits(patch) or patch.edits)
+    yield "\n".join(f"- `{target}`" for target in edits)
     if not changes:
-        yield f"## What is changed\n\n{NO_DIFF.format(id=patch.id)}"
-        return
-    yield "## What is changed"
+        yield NO_DIFF.format(id=patch.id)
     for change in changes:
         where = f"{change.package} {', '.join(change.releases)}"
         if len(changes) > 1 and change.package != "bitsandbytes" and change.beside:

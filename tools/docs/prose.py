@@ -26,7 +26,7 @@ def file(patch: Patch) -> str:
     """The path of its file from the root of the repository."""
     module = inspect.getmodule(patch.defect)
     assert module is not None
-    return module.__name__.replace(".", "/") + ".py"
+    return module.__name__.removeprefix("bnb_").replace(".", "/") + ".py"  # it lies below `patches`
 
 
 def _markdown(text: str, patch: Patch) -> str:

@@ -87,10 +87,12 @@ def _kept(python: str, release: Path) -> Report:
 
 def _made(python: str, release: Path | None) -> Report:
     path = os.pathsep.join(str(entry) for entry in (release, ROOT) if entry)
-    env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "0"}
+    env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "1"}  # without it a report has no changes
     command = [python, "-m", "patches", "report", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
     if done.returncode not in (0, 1):  # 1: a patch does not fit, which is for the tests to say
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
     report: Report = json.loads(done.stdout)
+    if not any(result["changes"] for result in report["results"]):
+        raise RuntimeError(f"{' '.join(command)}: no patch is applied, so that no page would have a diff")
     return report

@@ -7,18 +7,19 @@ import json
 from collections.abc import Iterable, Iterator
 
 from patches import REGISTRY
-from patches.features.symptoms import Message, Symptoms, read
+from patches.features.symptoms import Symptoms, read
 
-__all__ = ["Message", "Symptoms", "fragment", "read"]
+__all__ = ["Symptoms", "fragment", "read"]
 
 
 def fragment() -> str:
     """The messages as a table that a script can search, then the symptoms by group; for ``docs/which.md``."""
     known = read()
-    lines = ["## By message\n", _search(), "", *_table(known.messages), ""]
+    lines = ["## By message\n", _search(), "", *_table(known), ""]
     for key, title in known.groups.items():
-        rows = [_row(patch_id, known) for patch_id, groups in known.groups_of.items() if key in groups]
-        lines += [f"## {title}\n", "| what goes wrong | patch |", "|---|---|", *sorted(rows), ""]
+        own = [patch_id for patch_id, groups in known.groups_of.items() if key in groups]
+        rows = [_row(patch_id, known) for patch_id in known.ranked(own)]
+        lines += [f"## {title}\n", "| what goes wrong | patch |", "|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
@@ -30,19 +31,24 @@ def _row(patch_id: str, known: Symptoms) -> str:
 def _search() -> str:
     return (
         "```{raw} html\n"
-        '<label class="which-label" for="which">Paste an error message, or a whole traceback:</label>\n'
+        '<label class="which-label" for="which">Paste an error message, a part of it, or a whole traceback; or type a few words:</label>\n'
         '<textarea id="which" rows="3" spellcheck="false"></textarea>\n'
         '<p id="which-said" role="status"></p>\n'
         "```"
     )
 
 
-def _table(messages: Iterable[Message]) -> Iterator[str]:
-    """One row a message; ``data-parts`` is what the script looks for."""
+def _table(known: Symptoms) -> Iterator[str]:
+    """One row a message, and one for words that people search for; what the script looks for is in ``data``."""
     yield '```{raw} html\n<table class="docutils which"><thead><tr><th>message</th><th>patch</th></tr></thead><tbody>'
-    for message in messages:
-        parts = html.escape(json.dumps(message.parts, ensure_ascii=False))
-        links = (f'<a href="patches/{patch_id}.html">{patch_id}</a>' for patch_id in message.patches)
-        text = html.escape(message.text)
-        yield f'<tr data-parts="{parts}"><td><code>{text}</code></td><td>{"<br>".join(links)}</td></tr>'
+    for words in known.words:
+        yield _line("any", (words.text, *words.also), html.escape(words.text), words.patches)
+    for message in known.messages:
+        yield _line("parts", message.parts, f"<code>{html.escape(message.text)}</code>", message.patches)
     yield "</tbody></table>\n```"
+
+
+def _line(key: str, wanted: Iterable[str], shown: str, patches: Iterable[str]) -> str:
+    data = html.escape(json.dumps([*wanted], ensure_ascii=False))
+    links = (f'<a href="patches/{patch_id}.html">{patch_id}</a>' for patch_id in patches)
+    return f'<tr data-{key}="{data}"><td>{shown}</td><td>{"<br>".join(links)}</td></tr>'
