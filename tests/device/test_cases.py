@@ -17,7 +17,7 @@ from tests.device import build
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("device", "moves", "offload", "memory", "faults")
-MODELS = ("models", "adapters", "settled", "loading")
+MODELS = ("models", "adapters", "settled")
 SUITE = (
     "accelerate", "bitsandbytes/both/test_bias_written_in_forward.py",
     *(f"bitsandbytes/four_bit/test_params4bit_{name}.py" for name in ("chunk", "copies", "meta", "pickle")),
@@ -38,6 +38,7 @@ def cases(*names: str) -> tuple[str, ...]:
 GROUPS = {
     "cuda-layers": ("cuda", *cases(*LAYERS)),
     "cuda-models": ("cuda", *cases(*MODELS)),
+    "cuda-loading": ("cuda", *cases("loading")),
     "cuda-suite": (
         "cuda",
         "-k",
@@ -69,9 +70,11 @@ def test_every_case_is_in_a_group():
     [pytest.param(each, marks=[pytest.mark.release("the same cases as cuda-layers")] if each == "sim-layers" else [])
      for each in GROUPS],
 )  # fmt: skip
-def test_on_the_simulated_device(group):
+def test_on_the_simulated_device(group, pytestconfig):
     kind, *arguments = GROUPS[group]
-    options = ("-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider")
+    options = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    if pytestconfig.getoption("markexpr"):
+        options += ["-m", pytestconfig.getoption("markexpr")]
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environ[simulated.VARIABLE] = kind

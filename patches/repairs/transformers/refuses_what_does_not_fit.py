@@ -18,7 +18,7 @@ What it costs: each use of an offloaded layer brings its packed weights over the
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import places, placing
+from ..helpers.loading import places, placing, sizes
 
 
 def defect() -> Finding:
@@ -73,6 +73,30 @@ PATCH = Patch(
                 names={"_patches_refused": places.refused},
             )
             for bits in (4, 8)
+        ),
+        Rewrite(
+            f"{_HOOKS}:_get_device_map",
+            find="""
+                infer_auto_device_map(
+                    model,
+                    max_memory=inferred_max_memory,
+                    no_split_module_classes=no_split_modules,
+                    hf_quantizer=hf_quantizer,
+                    no_placement_params=no_placement_params,
+                )
+            """,
+            replace="""
+                _patches_counted(
+                    infer_auto_device_map, model, max_memory, hf_quantizer,
+                    dict(
+                        max_memory=inferred_max_memory,
+                        no_split_module_classes=no_split_modules,
+                        hf_quantizer=hf_quantizer,
+                        no_placement_params=no_placement_params,
+                    ),
+                )
+            """,
+            names={"_patches_counted": sizes.counted},
         ),
         Rewrite(
             f"{_HOOKS}:_get_device_map",

@@ -145,12 +145,11 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
 
 def _in_memory(model: Module, device_map: Places, index: dict[str, Any]) -> dict[str, Tensor] | None:
     """What the hooks bring from CPU memory."""
-    from accelerate.utils import extract_submodules_state_dict
-
     kept: dict[str, Tensor] = dict(device_map.scales)
     waiting = [name for name, place in device_map.items() if place == "cpu"]
-    if waiting and places.device(device_map.main).type != "cpu":
-        kept.update(extract_submodules_state_dict(model.state_dict(), waiting))
+    if places.device(device_map.main).type != "cpu":
+        for name in waiting:
+            kept.update(model.get_submodule(name).state_dict(prefix=f"{name}."))
     for name, parameter in model.named_parameters():
         if _on_disk(device_map, name) and name not in index and not parameter.is_meta:
             kept[name] = parameter.detach()  # the checkpoint has none: it was initialized

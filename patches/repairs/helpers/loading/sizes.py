@@ -1,0 +1,179 @@
+"""A device map for a quantized model that does not fit, by the bytes that its modules will take.
+
+transformers counts half a byte for a weight of 4 bits and none for its absmax, keeps a tenth free for what quantizing
+needs, and a layer for what computes. Here the true sizes are counted: packed weights, statistics, row scales, what is
+not quantized in its own dtype, buffers. Statistics of 4-bit weights and buffers stay on the device where their layer
+computes, wherever its weights wait, and so they count there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import places
+
+if TYPE_CHECKING:
+    pass
+
+
+class Unit(NamedTuple):
+    """A module that goes to one place."""
+
+    name: str
+    module: Any
+    moves: int
+    """Bytes that wait where the map says."""
+    stays: int
+    """Bytes that stay where it computes."""
+    block: bool
+    """One of the layers that the model repeats."""
+
+
+@dataclass
+class Room:
+    """A place with so many bytes left."""
+
+    place: places.Place
+    left: float
+
+
+Sizes = dict[str, tuple[int, int]]
+"""Of each tensor by its name: the bytes that move, and those that stay."""
+
+Map = dict[str, places.Place]
+
+
+def counted(infer: Callable[..., Any], model: Any, max_memory: Any, quantizer: Any, options: dict[str, Any]) -> Any:
+    """The device map that transformers infers; one by the true sizes if that would offload a quantized model."""
+    device_map = infer(model, **options)
+    if not places.offloads(device_map) or not places.supports(quantizer):
+        return device_map
+    from accelerate.utils.modeling import clean_device_map
+
+    sizes = tensor_sizes(model, quantizer)
+    blocks = set(getattr(model, "_no_split_modules", None) or ())
+    units = list(_units(model, "", sizes, blocks))
+    found = _fitted(units, sizes, *_rooms(max_memory, units))
+    _follow_tied(found, getattr(model, "all_tied_weights_keys", None) or {})
+    return clean_device_map(found)
+
+
+def tensor_sizes(model: Any, quantizer: Any) -> Sizes:
+    """What the parameters and buffers of ``model``, which are on meta, will take once it is loaded."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    sizes: Sizes = {}
+    for name, parameter in model.named_parameters():
+        if name not in tied:
+            quantized = quantizer.param_needs_quantization(model, name)
+            sizes[name] = packed(parameter) if quantized else (parameter.nbytes, 0)
+    sizes.update({name: (0, buffer.nbytes) for name, buffer in model.named_buffers()})
+    return sizes
+
+
+def packed(weight: Any) -> tuple[int, int]:
+    """Bytes of the packed weights of a layer, and of the statistics that stay on its device."""
+    numbers = weight.numel()
+    if type(weight).__name__ == "Int8Params":
+        return numbers + 4 * weight.shape[0], 0
+    blocks = -(-numbers // (getattr(weight, "blocksize", None) or 64))
+    tables = 16 * 4
+    if getattr(weight, "compress_statistics", False):  # absmax in 8 bits, in blocks of 256 with an absmax of their own
+        return -(-numbers // 2), tables + blocks + 4 * -(-blocks // 256) + 256 * 4 + 4
+    return -(-numbers // 2), tables + 4 * blocks
+
+
+def _units(module: Any, path: str, sizes: Sizes, blocks: set[str]) -> Iterator[Unit]:
+    own = {name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]}
+    block = type(module).__name__ in blocks
+    if path and (own or block or not any(True for _ in module.children())):
+        if any(name.startswith(f"{path}.") for name in sizes) or own:
+            yield _unit(path, module, sizes, block)
+        return
+    for name in own:
+        yield Unit(name, None, 0, sum(sizes.get(name, ())), False)
+    for name, child in module.named_children():
+        yield from _units(child, f"{path}.{name}" if path else name, sizes, blocks)
+
+
+def _unit(path: str, module: Any, sizes: Sizes, block: bool) -> Unit:
+    inside = [size for name, size in sizes.items() if name.startswith(f"{path}.")]
+    return Unit(path, module, sum(size[0] for size in inside), sum(size[1] for size in inside), block)
+
+
+def _rooms(max_memory: Any, units: list[Unit]) -> tuple[list[Room], list[Room]]:
+    """Where the model can compute, and where it can wait."""
+    from transformers.integrations.accelerate import get_max_memory
+
+    memory = {place: size for place, size in get_max_memory(max_memory).items() if size > 0}
+    devices = [place for place in memory if place not in places.OFFLOADED] or [p for p in memory if p == "cpu"]
+    resident = [Room(place, memory[place]) for place in devices]
+    if max_memory is None and resident:  # what is free now: activations and the layer in execution need room, too
+        largest = max((unit.moves for unit in units), default=0)
+        for room in resident:
+            room.left = 0.9 * room.left - (largest if room is resident[0] else 0)
+    waiting = [Room("cpu", memory["cpu"])] if "cpu" in memory and "cpu" not in devices else []
+    return resident, [*waiting, Room("disk", float("inf"))]
+
+
+def _fitted(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room]) -> Map:
+    """A place for each unit. First the statistics of all count as those of offloaded layers, then of those that are."""
+    reserved, found = sum(unit.stays for unit in units), Map()
+    for _ in range(3):
+        rooms = [Room(room.place, room.left) for room in resident]
+        if rooms:
+            rooms[0].left -= reserved
+        found, reserved = _fill(units, sizes, rooms, [Room(room.place, room.left) for room in waiting])
+        if not reserved:
+            break
+    return found
+
+
+def _fill(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room]) -> tuple[Map, int]:
+    """The places, and the bytes that what waits leaves on the first device.
+
+    With one device, what the model does not repeat comes first, and the first layer that does not fit is divided.
+    """
+    found, left_behind, full = Map(), 0, not resident
+    alone = len(resident) == 1
+    for unit in sorted(units, key=lambda unit: unit.block) if alone else units:
+        parts = [unit]
+        while not alone and resident and not _fits(unit, resident[0]):
+            resident.pop(0)
+        if alone and unit.block and not full and not _fits(unit, resident[0]):
+            parts, full = list(_units(unit.module, unit.name, sizes, set())), False
+        for part in parts:
+            if resident and not (full and unit.block) and _fits(part, resident[0]):
+                resident[0].left -= part.moves + part.stays
+                found[part.name] = resident[0].place
+            else:
+                left_behind += part.stays
+                found[part.name] = _wait(part, waiting)
+        full = full or parts != [unit]
+    return found, left_behind
+
+
+def _fits(unit: Unit, room: Room) -> bool:
+    return unit.moves + unit.stays <= room.left
+
+
+def _wait(unit: Unit, waiting: list[Room]) -> places.Place:
+    room = next(room for room in waiting if unit.moves <= room.left)
+    room.left -= unit.moves
+    return room.place
+
+
+def _follow_tied(found: Map, tied: dict[str, str]) -> None:
+    """Weights that are tied lie in one place."""
+    for name, source in tied.items():
+        mine, theirs = (_holder(found, each) for each in (name, source))
+        if mine is not None and theirs is not None:
+            found[mine] = found[theirs]
+
+
+def _holder(found: Iterable[str], name: str) -> str | None:
+    known = set(found)
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name or None
