@@ -1,0 +1,74 @@
+"""A name in ``target_parameters`` that no parameter has is not mentioned, if another one is found.
+
+``LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])`` on a mixture whose experts are
+called otherwise in part (``w1``, ``experts.up_proj``), or with a slip of the pen, trains what is found and leaves the
+rest frozen. peft warns only if none of the names is found. Whoever trains experts then sees a loss that falls, and half
+of the adapter is missing. All releases of peft from 0.17 on.
+
+A warning names what was not found, and the parameters of three dimensions that the model has.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+
+
+def defect() -> Finding:
+    """LoRA on two parameters of experts, one of them misspelled: is anything said?"""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.Sequential()
+    experts: Any = torch.nn.Module()
+    experts.gate_up_proj, experts.down_proj = (torch.nn.Parameter(torch.randn(2, 4, 4)) for _ in range(2))
+    model.add_module("experts", experts)
+    names = ["experts.gate_up_proj", "experts.down_projs"]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=names))
+    found = [str(warning.message) for warning in said if "down_projs" in str(warning.message)]
+    return Finding(not found, f"{len(found)} warnings name experts.down_projs, which nothing matches")
+
+
+def looked(targets: Any, model: Any) -> Any:
+    """``targets``; warns of those that ``model`` does not have, if it has others."""
+    parameters = {_name(name): parameter for name, parameter in model.named_parameters()}
+    missing = [t for t in sorted(targets) if not any(name == t or name.endswith(f".{t}") for name in parameters)]
+    if missing and len(missing) < len(targets):
+        ends = {".".join(n.split(".")[-3:]) for n, p in parameters.items() if p.dim() == 3}
+        there = f"Its parameters of three dimensions end in: {', '.join(sorted(ends))}" if ends else "It has no experts"
+        warnings.warn(
+            f"target_parameters: no parameter of this model matches {', '.join(map(repr, missing))}, so nothing is "
+            f"trained there. {there}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return targets
+
+
+def _name(name: str) -> str:
+    """Of a parameter, without what peft and ``torch.nn.utils.parametrize`` put into it."""
+    before, found, after = name.replace(".base_layer", "").partition("parametrizations.")
+    return before + after.rpartition(".")[0] if found else before
+
+
+PATCH = Patch(
+    id="peft-unmatched-target-parameters",
+    summary="a name in target_parameters that nothing matches is left out, silently",
+    links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/tuners_utils.py",),
+    requires=("peft>=0.17",),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "peft.tuners.tuners_utils:BaseTuner._inject_parameters",
+            find="set(peft_config.target_parameters)",
+            replace="_patches_looked(set(peft_config.target_parameters), model)",
+            names={"_patches_looked": looked},
+        ),
+    ),
+    defect=defect,
+)
