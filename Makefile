@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # A thousand processes import the same files: the first one that needs a file compiles it, pip would compile them all.
 export PYTHONDONTWRITEBYTECODE =
-.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked stacks verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
+.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked architectures stacks verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## the same program without the plugin and with it, the difference in figures; two minutes
@@ -34,8 +34,12 @@ matrix: .venv/.dev  ## harm: each change of a layer's state x each reader of it,
 distributed: .venv/.dev  ## training and checkpoints on 1, 2 and 3 ranks, against one process; CELLS="train/fsdp2"
 	$(PY) -m tests.distributed $(CELLS)
 
-asked: .venv/.dev  ## what from_pretrained is asked for x models x checkpoints, judged by the rules of docs/asked.md
-	$(PY) -m tests.asked
+asked: .venv/.dev  ## what from_pretrained is asked for x models x checkpoints, by the rules of docs/asked.md, on five releases of transformers; hours, ASKED="--some 80" minutes
+	$(PY) -m tests.asked $(ASKED)
+	$(PY) -m tests.asked.releases $(ASKED)
+
+architectures: .venv/.dev  ## each architecture of transformers in 4 bits and INT8, into docs/architectures.json; an hour, goes on where it was; ARCHITECTURES="speech"
+	PATCHES_AUTOLOAD=0 $(PY) -m tests.architectures $(ARCHITECTURES)
 
 stacks: .venv/.dev  ## reproducers and main flows on each stack that people are pinned to; TORCH=2.8.0 with that torch, STACKS="newest"
 	$(PY) -m tools.stacks $(STACKS)

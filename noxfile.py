@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nox
 
+from tests.asked.releases import RELEASES as ASKED
 from tests.releases import SHORT, files
 
 ROOT = Path(__file__).parent
@@ -25,7 +26,7 @@ OLDEST = (
 )  # fmt: skip
 """The oldest that work with torch 2.13 on a CPU, found by running, and what transformers 4.53 needs beside it."""
 ANYWHERE = (
-    "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
+    "architectures", "asked/test_releases.py", "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
     "test_drift.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
     "test_imports_one_way.py", "test_new_patch.py", "test_readme.py", "test_report_anywhere.py", "test_shim.py",
@@ -77,6 +78,8 @@ def tests(session: nox.Session, bnb: str) -> None:
     for release in SHORT:
         bitsandbytes(session, release)  # their sources say which release runs what
     newest = bnb == SHORT[-1]
+    for release in ASKED[:3] if newest else ():
+        release.install()
     run_suite(session, bnb, ["-m", BETWEEN_RELEASES, *(["tests"] if newest else files(bnb))])
 
 
@@ -85,6 +88,8 @@ def tests(session: nox.Session, bnb: str) -> None:
 def tests_all(session: nox.Session, bnb: str) -> None:
     """All of the suite, on every release of bitsandbytes that a patch was written for: before a release."""
     without = () if bnb == SHORT[-1] else ANYWHERE
+    for release in ASKED if bnb == SHORT[-1] else ():
+        release.install()
     run_suite(session, bnb, [f"--ignore=tests/{name}" for name in (*without, *(ONCE if bnb != SHORT[1] else ()))])
 
 
