@@ -119,6 +119,28 @@ def test_the_footprint_in_bytes(qwen3):
     assert sum(one.parameter.nbytes for one in experts_in(model)) < 0.3 * before
 
 
+def test_prepared_for_training(qwen3):
+    """peft makes float32 of what is in half precision: of experts another view, which takes no memory."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    prepare = lambda model: peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # noqa: E731
+    expected = step(prepare(rounded(loaded(qwen3, dtype=torch.bfloat16))))
+    model = patches.quantize_experts(loaded(qwen3, dtype=torch.bfloat16))
+    before = {one.full_name: one.parameter.nbytes for one in experts_in(model)}
+    assert gap(expected, step(prepare(model))) == 0
+    assert {one.full_name: one.parameter.nbytes for one in experts_in(model)} == before
+
+
+def test_counted_and_shown(qwen3):
+    model = loaded(qwen3)
+    numbers = model.num_parameters()
+    shown = patches.inspect(patches.quantize_experts(model))
+    assert model.num_parameters() == numbers
+    (layers,) = [each for each in shown.facts.layers if each.kind == "Qwen3MoeExperts"]
+    assert layers.quantized == "nf4 experts" and layers.statistics == "present" and layers.count == 2
+    assert layers.bytes == sum(one.parameter.nbytes for one in experts_in(model))
+    assert not any("expert" in problem.what for problem in shown.problems)
+
+
 def test_skipped_modules_stay(qwen3):
     model = patches.quantize_experts(loaded(qwen3, llm_int8_skip_modules=["lm_head", "model.layers.1"]))
     first, second = (layer.mlp.experts for layer in model.model.layers)

@@ -200,6 +200,17 @@ def test_quantized_here_saved_and_read(tmp_path, patched, kind):
     assert gap(step(model), step(again)) == 0
 
 
+def test_dequantized(tmp_path, patched):
+    from tests.experts.models import loaded
+
+    model = patches.quantize_experts(loaded(saved(tmp_path, "qwen3_moe")))
+    expected = {one.full_name: one.parameter.dequantize() for one in experts_in(model)}
+    plain = model.dequantize()
+    for name, values in expected.items():
+        parameter = plain.get_parameter(name)
+        assert type(parameter) is torch.nn.Parameter and torch.equal(parameter.data, values)
+
+
 def test_llama4_is_not_saved(tmp_path, patched):
     from tests.experts.models import loaded
 

@@ -39,6 +39,8 @@ def read(module: Any, hook: Any) -> Weight:
         return _four_bit(module, weight, hook)
     if of_class(module, BNB, "Linear8bitLt") or of_class(weight, BNB, "Int8Params"):
         return _int8(module, weight, hook)
+    if experts := [p for p in module._parameters.values() if type(p).__name__ == "Experts4bit"]:
+        return _experts(module, experts)
     if (state := _parametrized(module)) is not None:
         return _from_state(state, module._parameters["original"], "", hook)
     if weight is not None and type(weight).__module__.split(".")[0] == "torchao":
@@ -46,6 +48,14 @@ def read(module: Any, hook: Any) -> Weight:
     if "qweight" in module._buffers:
         return Weight("", f"{type(module).__module__.split('.')[0]}'s own", "", "", _elements(module))
     return Weight(parameters=_elements(module))
+
+
+def _experts(module: Any, experts: list[Any]) -> Weight:
+    """Experts in 4 bits, which carry their statistics with them."""
+    packed = experts[0].packed
+    kind = packed.kind.quant_type
+    how = f"{kind} experts, double" if packed.nested_code is not None else f"{kind} experts"
+    return Weight("4", how, "present", dtype(experts[0]), _elements(module))
 
 
 def _elements(module: Any) -> int:

@@ -40,6 +40,20 @@ def reverted(revert: Callable[..., Any], model: Any, state: dict[str, Any]) -> d
     return saving.reverted(revert, model, state)
 
 
+def dequantized(model: Any, dtype: Any) -> Any:
+    """``model``, with its experts in 4 bits made floating point too."""
+    import torch
+
+    new: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if type(parameter).__name__ == "Experts4bit":
+                if id(parameter) not in new:
+                    new[id(parameter)] = torch.nn.Parameter(parameter.dequantize().to(dtype or parameter.dtype))
+                module._parameters[name] = new[id(parameter)]
+    return model
+
+
 def size(parameter: Any) -> int:
     """Bytes of a parameter: of experts in 4 bits what they hold."""
     if type(parameter).__name__ == "Experts4bit":
@@ -103,6 +117,12 @@ PATCH = Patch(
             find="revert_weight_conversion(model_to_save, shard_state_dict)",
             replace="_patches_reverted(revert_weight_conversion, model_to_save, shard_state_dict)",
             names=_REVERTED,
+        ),
+        Rewrite(
+            "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer._dequantize",
+            find="return model",
+            replace="return _patches_dequantized(model, dtype)",
+            names={"_patches_dequantized": dequantized},
         ),
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.get_memory_footprint",
