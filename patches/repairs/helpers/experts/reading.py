@@ -24,12 +24,14 @@ STATISTICS = (
 )  # fmt: skip
 _OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?weight\.absmax$")
 """``experts.3.gate_proj.weight.absmax``, or ``gate_up_proj.3.weight.absmax``."""
+_OF_AN_INT8_EXPERT = re.compile(r"experts\.\d+\.\w+\.SCB$")
 
 
 def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, asked: bool) -> list[Any]:
     """``mapping``, with converters for experts in 4 bits where the checkpoint has them, or where they are asked for."""
     quantizer = load_config.hf_quantizer
     config = getattr(quantizer, "quantization_config", None)
+    _refuse_int8(model, config, keys)
     if not getattr(config, "load_in_4bit", False):
         return mapping
     packed = quantizer.pre_quantized and any(map(_OF_AN_EXPERT.search, keys))
@@ -41,6 +43,16 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     _refuse_disk(found, load_config.device_map)
     how = How.said_by(config) if asked else None
     return _replaced(mapping, found, how)
+
+
+def _refuse_int8(model: Any, config: Any, keys: Any) -> None:
+    """transformers would take the packed weights of INT8 experts for weights."""
+    found = getattr(config, "load_in_8bit", False) and [key for key in keys if _OF_AN_INT8_EXPERT.search(key)]
+    if found and any(experts_in(model)):
+        raise NotImplementedError(
+            f"this checkpoint has experts in INT8 ({found[0]}), which transformers 5 and this plugin cannot read. Load "
+            "it with transformers 4, or load a checkpoint in 4 bits or in floating point."
+        )
 
 
 def _refuse_disk(found: list[Found], device_map: Any) -> None:

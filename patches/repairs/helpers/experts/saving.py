@@ -46,7 +46,8 @@ def names(
     """
     count, parts = experts.packed.count, experts.packed.parts
     rows = torch.cat([torch.full((part.shape[0],), i) for i, part in enumerate(parts)])
-    traced = (torch.arange(count)[:, None] * len(parts) + rows)[:, :, None].contiguous()
+    traced = torch.arange(count)[:, None] * len(parts) + rows
+    traced = traced[:, :, None].repeat(1, 1, 2)  # up to 5.17 a single column is squeezed
     apart = revert(model, {name: traced})
     found = {}
     for key, value in apart.items():
