@@ -77,7 +77,7 @@ pythons: .venv/.dev  ## what needs no torch, on Python 3.10, 3.12 and 3.13, whic
 release-check: .venv/.dev  ## wheel, sdist, README and every Python, on a clean clone of the last commit; CHECKS="build readme"
 	$(PY) -m tools.release_check $(CHECKS)
 
-new-patch: .venv/.dev  ## the skeleton of a patch and of its tests; ID=package-what-goes-wrong, IN=int8 for a folder
+new-patch: .venv/.dev  ## the skeleton of a patch and of its tests; ID=package-what-goes-wrong; IN=int8 if it asks for a folder
 	$(PY) -m tools.new_patch $(ID) $(if $(IN),--inside $(IN))
 
 docs: .venv/.dev  ## the site, in build/docs/html: a page for each patch, warnings are errors

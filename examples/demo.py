@@ -43,7 +43,7 @@ def main() -> int:
     for title, said in TASKS:
         print(title)
         for word, each in (("without", without), ("with", repaired)):
-            text = each[said.__name__].get("error") or said(each[said.__name__])
+            text = each[said.__name__].get("error", "").partition(" If you want")[0] or said(each[said.__name__])
             print(textwrap.fill(text, width(), initial_indent=f"  {word:<9}", subsequent_indent=" " * 11))
         print()
     print(
@@ -66,14 +66,14 @@ def figures(base: Path, plugin: bool) -> Figures:
 
 def does_not_fit(said: dict[str, Any]) -> str:
     return (
-        f"loss {said['first']:.2f} -> {said['last']:.2f} in {said['steps']} steps of {said['seconds']:.2f} s, with "
+        f"loss {said['first']:.2f} -> {said['last']:.2f} in {said['steps']} steps of {said['seconds']:.2f} s of processor time, with "
         f"{said['away']:.1f} of {said['total']:.1f} MB of weights on disk; the saved adapter, loaded again: outputs "
         f"differ from those of the model in memory by {said['difference']}"
     )
 
 
 def compiled(said: dict[str, Any]) -> str:
-    return f"{said['graphs']} graphs, {said['breaks']} graph breaks, first step {said['seconds']:.0f} s".replace(
+    return f"{said['graphs']} graphs, {said['breaks']} graph breaks, first step {said['seconds']:.0f} s of processor time".replace(
         "1 graphs", "1 graph"
     )
 
@@ -83,7 +83,7 @@ def four_bit_t5(said: dict[str, Any]) -> str:
 
 
 TASKS = (
-    ("1. LoRA on a model that does not fit: a device map leaves half of its layers on disk", does_not_fit),
+    ("1. 4-bit LoRA on a model that does not fit: a device map leaves half of its layers on disk", does_not_fit),
     ("2. 4-bit QLoRA with gradient checkpointing under torch.compile", compiled),
     ("3. LongT5 loaded in 4 bits", four_bit_t5),
 )

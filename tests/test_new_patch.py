@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(("patch_id", "inside", "file"), [
     ("peft-adapters-fall-off", "", "peft/{}adapters_fall_off.py"),
     ("bitsandbytes-int8-scale-lost", "int8", "bitsandbytes/int8/{}scale_lost.py"),
+    ("bitsandbytes-int8-scale-lost", "", "bitsandbytes/int8/{}scale_lost.py"),
+    ("bitsandbytes-params4bit-scale-lost", "", "bitsandbytes/four_bit/{}params4bit_scale_lost.py"),
     ("bitsandbytes-linear4bit-scale-lost", "four_bit", "bitsandbytes/four_bit/{}linear4bit_scale_lost.py"),
 ])  # fmt: skip
 def test_the_files_lie_where_patches_are_found(patch_id, inside, file):

@@ -1,6 +1,7 @@
 """``make new-patch ID=package-what-goes-wrong``: the skeleton of a patch and of its tests, which fail until it is written.
 
-The id begins with the package that is repaired; ``IN=int8`` names a folder below that of the package.
+The id begins with the package that is repaired. Its folder is found by the patches whose names begin with the same word;
+otherwise it is asked for, or named by ``IN=int8``.
 """
 
 from __future__ import annotations
@@ -74,6 +75,14 @@ def test_the_healthy_path_stays_bit_identical(device):
 '''
 
 
+NEXT = """\
+Next (docs/add.md):
+  python -m patches verify {id}
+  say what a user sees: patches/features/symptoms.json, "patches" and "messages"; its keys: patches/features/symptoms.py
+  python -m pytest tests/test_contract.py -k {id}
+  make figures readme docs test, and a line in CHANGELOG.md"""
+
+
 def files(patch_id: str, inside: str = "") -> dict[Path, str]:
     """The files of a new patch. Raises ``ValueError`` if the id or the folder cannot be one."""
     packages = sorted(path.name for path in (ROOT / "patches" / "repairs").iterdir() if (path / "__init__.py").exists())
@@ -86,9 +95,11 @@ def files(patch_id: str, inside: str = "") -> dict[Path, str]:
     folders = sorted(
         path.name for path in (ROOT / "patches" / "repairs" / package).iterdir() if (path / "__init__.py").exists()
     )
+    inside = inside or _folder(package, name, folders)
     if inside not in (folders or [""]):
         raise ValueError(
-            f"{package} has the folders {', '.join(folders) or 'none'}: say IN={folders[0] if folders else ''}"
+            f"{package} has the folders {', '.join(folders) or 'none'}: "
+            + (f"make new-patch ID={patch_id} IN={folders[0]}" if folders else "leave IN out")
         )
     place = Path("repairs", package, inside)
     stem = name.removeprefix(f"{inside.replace('_', '')}-").replace("-", "_")
@@ -97,6 +108,18 @@ def files(patch_id: str, inside: str = "") -> dict[Path, str]:
         Path("patches") / place / f"{stem}.py": PATCH.format(**values),
         Path("tests") / place / f"test_{stem}.py": TESTS.format(**values),
     }
+
+
+def _folder(package: str, name: str, folders: Sequence[str]) -> str:
+    """The one folder of ``package`` where ``name`` belongs by its first word; else what is answered; "" without either."""
+    word = name.partition("-")[0]
+    root = ROOT / "patches" / "repairs" / package
+    found = [each for each in folders if each == word or any((root / each).glob(f"{word}_*.py"))]
+    if len(found) == 1:
+        return found[0]
+    if folders and sys.stdin is not None and sys.stdin.isatty():
+        return input(f"folder ({', '.join(folders)}): ").strip()
+    return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,10 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, text in new.items():
         (ROOT / path).write_text(text)
         print(path)
-    print(
-        f"then: what a user sees, in patches/features/symptoms.json; python -m patches verify {options.id}, make figures, make readme,"
-    )
-    print("make test, and a line in CHANGELOG.md")
+    print(NEXT.format(id=options.id))
     return 0
 
 

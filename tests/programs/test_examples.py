@@ -55,7 +55,7 @@ def test_demo():
     said = run("demo.py", new=True)
     assert len(said.splitlines()) <= 40
     assert max(map(len, said.splitlines())) <= 112
-    assert "returned an invalid gradient at index 1 - expected device meta" in " ".join(said.split())
+    assert "Some modules are dispatched on the CPU or the disk." in " ".join(said.split())
     assert re.search(r"with +1 graph, 0 graph breaks", said)
 
 

@@ -55,7 +55,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="accelerate-int8-cpu-round-trip",
-    summary="INT8 weights on their way to the CPU go through device 0: no accelerator, no forward",
+    summary="moving INT8 weights to the CPU needs an accelerator: without one the forward fails",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",

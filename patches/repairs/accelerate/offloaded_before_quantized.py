@@ -77,7 +77,7 @@ _NAMES = {"_patches_moved": _moved}
 
 PATCH = Patch(
     id="accelerate-offloaded-before-quantized",
-    summary="a 4-bit layer that is offloaded before it is quantized dies in its second forward",
+    summary="a 4-bit layer that was offloaded before it was quantized fails in its second forward",
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L345",),
     requires=("accelerate>=0.34", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",

@@ -42,7 +42,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="accelerate-prepare-moves-offloaded",
-    summary="preparing a model that was offloaded without a device map moves it, and dies",
+    summary="accelerator.prepare raises an error for a model that was offloaded without a device map",
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1880",),
     requires=("accelerate>=0.26.1",),
     tested_up_to="1.15.0",

@@ -26,7 +26,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="axolotl-nf4-dequantize",
-    summary="torch.compile breaks at every 4-bit weight that axolotl's LoRA kernels dequantize",
+    summary="torch.compile breaks the graph at every 4-bit weight that axolotl's LoRA kernels dequantize",
     links=("https://github.com/axolotl-ai-cloud/axolotl/pull/3677",),
     requires=("axolotl>=0.16,<0.18", "bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.17.0",

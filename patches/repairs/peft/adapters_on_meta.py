@@ -85,7 +85,7 @@ _HOME: dict[str, Any] = {"find": "weight.device", "names": {"_patches_home": hom
 
 PATCH = Patch(
     id="peft-adapters-on-meta",
-    summary="adapters put on an offloaded model lose their values: training dies, inference ignores them silently",
+    summary="adapters added to an offloaded model lose their values: training fails, inference silently ignores them",
     links=("https://github.com/huggingface/peft/issues/1639",),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",

@@ -58,7 +58,7 @@ _NOT_QUANTIZED = 'if cls_name not in ("Params4bit", "Int8Params"):'
 
 PATCH = Patch(
     id="peft-codes-as-weights",
-    summary="HRA, PEANuT, DEFT and HiRA take INT8 codes for weights: outputs and gradients are those of another model",
+    summary="HRA, PEANuT, DEFT and HiRA use INT8 packed weights as if they were dequantized: outputs and gradients are wrong",
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/hra/layer.py",
         "https://github.com/huggingface/peft/issues/3736",

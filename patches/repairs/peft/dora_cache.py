@@ -33,7 +33,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-dora-cache",
-    summary="torch.compile cannot trace a checkpointed DoRA layer: it clears an empty cache in every call",
+    summary="torch.compile cannot trace a checkpointed DoRA layer",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/dora.py",),
     requires=("peft>=0.19", "torch>=2.6"),
     tested_up_to="0.21.2",

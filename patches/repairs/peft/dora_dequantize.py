@@ -68,7 +68,7 @@ TARGET = "peft.utils.integrations:dequantize_module_weight"
 
 PATCH = Patch(
     id="peft-dora-dequantize",
-    summary="torch.compile breaks at every DoRA layer: what kind of weight it has is asked by name",
+    summary="torch.compile breaks the graph at every DoRA layer",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
     requires=("peft>=0.15", "bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.21.2",

@@ -41,7 +41,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-dora-replaces-weight",
-    summary="DoRA on INT8 crashes on a CPU in the second forward: the first loses the scales of the weight",
+    summary="DoRA on INT8 fails on a CPU in the second forward: the first drops SCB",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
     requires=("peft>=0.15", "bitsandbytes>=0.46.1,!=0.47.0"),
     tested_up_to="0.21.2",

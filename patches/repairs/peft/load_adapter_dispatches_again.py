@@ -60,7 +60,7 @@ _NAMES = {"_patches_stays": stays}
 
 PATCH = Patch(
     id="peft-load-adapter-dispatches-again",
-    summary="loading an adapter dispatches an offloaded model anew: it dies, or is no longer offloaded",
+    summary="loading an adapter dispatches an offloaded model again: it fails, or is no longer offloaded",
     links=("https://github.com/huggingface/peft/issues/2541",),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",

@@ -90,7 +90,7 @@ def _edits() -> Iterator[Rewrite]:
 
 PATCH = Patch(
     id="peft-lora-bias-merge",
-    summary="a merge of lora_bias=True into a quantized layer forgets its scaling; safe_merge crashes half way",
+    summary="merging lora_bias=True into a quantized layer ignores the scaling; safe_merge raises an error",
     links=(
         "https://github.com/huggingface/peft/issues/3741",
         "https://github.com/huggingface/peft/pull/3757",

@@ -90,7 +90,7 @@ _OWN = (  # before 0.18 each kind had a set_adapter of its own
 
 PATCH = Patch(
     id="peft-merge-offloaded",
-    summary="merging into offloaded layers is lost silently, or dies, or brings the whole model to the device",
+    summary="merging into offloaded layers is silently lost, fails, or moves the whole model to the device",
     links=(
         "https://github.com/huggingface/peft/pull/1190",
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py#L77",

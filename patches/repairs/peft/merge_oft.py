@@ -51,7 +51,7 @@ def _product(method: str) -> Rewrite:
 
 PATCH = Patch(
     id="peft-merge-oft",
-    summary="OFT of older peft merges the transposed base weight into quantized layers, silently",
+    summary="OFT of older peft silently merges the transposed base weight into quantized layers",
     links=("https://github.com/huggingface/peft/blob/v0.19.1/src/peft/tuners/oft/bnb.py",),
     requires=("peft>=0.16,<0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.19.1",

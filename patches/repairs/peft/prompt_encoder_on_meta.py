@@ -44,7 +44,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-prompt-encoder-on-meta",
-    summary="prompt tuning of a model whose embedding is offloaded puts the prompt on meta, and dies",
+    summary="prompt tuning fails on a model whose embedding is offloaded",
     links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py",),
     requires=("peft>=0.14", "accelerate>=0.26.1", "transformers>=4.53"),
     tested_up_to="0.21.2",

@@ -51,7 +51,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-trainable-tokens-offloaded",
-    summary="trainable_token_indices on an offloaded embedding dies in the first forward",
+    summary="trainable_token_indices on an offloaded embedding fails in the first forward",
     links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/trainable_tokens/layer.py",),
     requires=("peft>=0.15", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",

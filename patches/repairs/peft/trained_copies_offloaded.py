@@ -58,7 +58,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-trained-copies-offloaded",
-    summary="modules_to_save on an offloaded module trains nothing, without a word",
+    summary="modules_to_save on an offloaded module silently trains nothing",
     links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py#L653",),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",

@@ -60,7 +60,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-unilora-scales",
-    summary="UniLora learns nothing on quantized layers: its scales become zero, silently",
+    summary="UniLora silently learns nothing on quantized layers: its scales become zero",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/unilora/layer.py",),
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

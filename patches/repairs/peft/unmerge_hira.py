@@ -17,7 +17,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-unmerge-hira",
-    summary="merging HiRA and taking it out again changes quantized layers for good, silently",
+    summary="merging HiRA and unmerging it silently changes quantized layers for good",
     links=merging.LINKS,
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

@@ -37,7 +37,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-unmerge-lora",
-    summary="merging LoRA and taking it out again changes quantized layers for good, silently",
+    summary="merging LoRA and unmerging it silently changes quantized layers for good",
     links=merging.LINKS,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

@@ -21,7 +21,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-unmerge-oft",
-    summary="merging OFT and taking it out again changes quantized layers for good, silently",
+    summary="merging OFT and unmerging it silently changes quantized layers for good",
     links=merging.LINKS,
     requires=("peft>=0.16,<0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.19.1",

@@ -21,7 +21,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-unmerge-pvera",
-    summary="merging PVeRA and taking it out again changes quantized layers for good, silently",
+    summary="merging PVeRA and unmerging it silently changes quantized layers for good",
     links=merging.LINKS,
     requires=("peft>=0.19", "bitsandbytes>=0.48"),
     tested_up_to="0.21.2",

@@ -21,7 +21,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-unmerge-randlora",
-    summary="merging RandLoRA and taking it out again changes quantized layers for good, silently",
+    summary="merging RandLoRA and unmerging it silently changes quantized layers for good",
     links=merging.LINKS,
     requires=("peft>=0.16", "bitsandbytes>=0.48"),
     tested_up_to="0.21.2",

@@ -18,7 +18,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-unmerge-road",
-    summary="merging RoAd and taking it out again changes quantized layers for good, silently",
+    summary="merging RoAd and unmerging it silently changes quantized layers for good",
     links=merging.LINKS,
     requires=("peft>=0.18", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

@@ -19,7 +19,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-unmerge-through-backend",
-    summary="merging VeRA, OFT, BOFT, MiSS or SHiRA and taking it out changes quantized layers for good, silently",
+    summary="merging VeRA, OFT, BOFT, MiSS or SHiRA and unmerging it silently changes quantized layers for good",
     links=merging.LINKS,
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

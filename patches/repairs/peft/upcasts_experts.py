@@ -62,7 +62,7 @@ def _loaded_quantized(model: torch.nn.Module) -> bool:
 
 PATCH = Patch(
     id="peft-upcasts-experts",
-    summary="prepare_model_for_kbit_training doubles the experts of a quantized model, without a word",
+    summary="prepare_model_for_kbit_training silently doubles the memory of the experts of a quantized model",
     links=(
         "https://github.com/unslothai/unsloth/issues/4032",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",

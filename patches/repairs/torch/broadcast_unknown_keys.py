@@ -56,7 +56,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="torch-broadcast-unknown-keys",
-    summary="a full state dict cannot be loaded into a quantized model under FSDP2: KeyError for its statistics",
+    summary="under FSDP2 a full state dict cannot be loaded into a quantized model: KeyError for weight.absmax",
     links=("https://github.com/pytorch/pytorch/issues/149516",),
     requires=("torch>=2.7", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",

@@ -81,7 +81,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 PATCH = Patch(
     id="torch-fsdp-casts-codes",
-    summary="FSDP2's MixedPrecisionPolicy casts packed 4-bit weights like numbers; outputs are silently wrong",
+    summary="FSDP2's MixedPrecisionPolicy casts packed 4-bit weights: outputs are silently wrong",
     links=(
         "https://github.com/huggingface/peft/pull/1550",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563",

@@ -96,7 +96,7 @@ _NAMES = {"_patches_dispatched": _dispatched}
 
 PATCH = Patch(
     id="torchao-quantized-activations-gradient",
-    summary="no gradient passes a layer that quantizes its activations to INT8; in fp8 the backward fails",
+    summary="layers with INT8 activations pass no gradient; with fp8 activations backward raises an error",
     links=("https://github.com/pytorch/ao/issues/4376",),
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",

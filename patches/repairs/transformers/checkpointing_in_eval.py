@@ -98,7 +98,7 @@ _CALL = "transformers.modeling_layers:GradientCheckpointingLayer.__call__"
 
 PATCH = Patch(
     id="transformers-checkpointing-in-eval",
-    summary="gradient checkpointing does nothing, without a word, while the base model is in eval",
+    summary="gradient checkpointing silently does nothing while the base model is in eval mode",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("transformers>=4.53", "peft"),
     tested_up_to="5.23.0",

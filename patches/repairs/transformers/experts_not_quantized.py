@@ -61,7 +61,7 @@ def _says(quantizer: str) -> Rewrite:
 
 PATCH = Patch(
     id="transformers-experts-not-quantized",
-    summary="load_in_4bit leaves most of a mixture of experts unquantized, without a word",
+    summary="load_in_4bit silently leaves most of a mixture of experts unquantized",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/unslothai/unsloth/issues/4032",

@@ -59,7 +59,7 @@ def registering(embedding: torch.nn.Module) -> Callable[[Callable[..., Any]], Re
 
 PATCH = Patch(
     id="transformers-input-grads-hooks-pile-up",
-    summary="one more hook on the embedding each time that checkpointing is switched off and on again",
+    summary="each time that checkpointing is switched off and on again, the embedding gets one more hook",
     links=(
         "https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",
         "https://github.com/huggingface/trl/blob/main/trl/models/utils.py",

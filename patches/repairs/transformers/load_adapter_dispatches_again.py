@@ -64,7 +64,7 @@ _LOAD = "transformers.integrations.peft:PeftAdapterMixin.load_adapter"
 
 PATCH = Patch(
     id="transformers-load-adapter-dispatches-again",
-    summary="model.load_adapter of an offloaded model dies, or dispatches the model anew",
+    summary="model.load_adapter on an offloaded model fails, or dispatches the model again",
     links=("https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/integrations/peft.py#L193",),
     requires=("transformers>=4.53,<5", "peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="4.57.6",

@@ -65,7 +65,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="transformers-load-adapter-offloaded",
-    summary="model.load_adapter leaves the adapters of layers on disk at random values, without a word",
+    summary="model.load_adapter silently leaves adapters of layers on disk at random values",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/peft.py#L296",),
     requires=("transformers>=5.4", "peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="5.23.0",

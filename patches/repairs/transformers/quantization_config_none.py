@@ -73,7 +73,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="transformers-quantization-config-none",
-    summary="quantization_config=None loads the codes of an INT8 checkpoint as weights, silently; 4 bits die",
+    summary="quantization_config=None silently loads INT8 packed weights as plain weights; a 4-bit checkpoint raises an error",
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/auto/auto_factory.py#L340",
         "https://github.com/huggingface/trl/blob/main/trl/scripts/sft.py",

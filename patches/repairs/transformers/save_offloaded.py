@@ -72,7 +72,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="transformers-save-offloaded",
-    summary="save_pretrained fails on offloaded INT8 models, and on what is offloaded without a device map",
+    summary="save_pretrained fails on offloaded INT8 models, and on models offloaded without a device map",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3492",),
     requires=("transformers>=4.53", "accelerate>=0.26.1"),
     tested_up_to="5.23.0",

@@ -63,7 +63,7 @@ _SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transfor
 
 PATCH = Patch(
     id="transformers-save-prequantized",
-    summary="a model loaded from a 4-bit or INT8 checkpoint cannot be saved, nor after dequantize()",
+    summary="a model loaded from a 4-bit or INT8 checkpoint cannot be saved, before or after dequantize()",
     links=("https://github.com/huggingface/transformers/pull/45743", f"{_SOURCE}#L1887"),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.23.0",

@@ -89,7 +89,7 @@ def _edit(quantizer: str, kept: str, when: str) -> Rewrite:
 
 PATCH = Patch(
     id="transformers-tied-head-quantized",
-    summary="a tied head is made a quantized layer without a quantization state by any llm_int8_skip_modules",
+    summary="any llm_int8_skip_modules makes a tied head a quantized layer without a quantization state",
     links=(
         "https://github.com/huggingface/transformers/issues/45674",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",

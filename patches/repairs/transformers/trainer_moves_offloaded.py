@@ -45,7 +45,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="transformers-trainer-moves-offloaded",
-    summary="the Trainer moves a model that was offloaded without a device map, and dies",
+    summary="the Trainer raises an error for a model that was offloaded without a device map",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py#L4750",),
     requires=("transformers>=4.53", "accelerate>=1.1"),
     tested_up_to="5.23.0",

@@ -73,7 +73,7 @@ def _own_tile(method: str) -> Rewrite:
 
 PATCH = Patch(
     id="trl-fused-head-tiles",
-    summary="torch.compile splits the train step at TRL's fused head, and leaves peft's frames to eager",
+    summary="torch.compile splits the train step at TRL's fused head, and runs peft's frames in eager",
     links=("https://github.com/huggingface/trl/blob/main/trl/kernels/chunked_logprob.py",),
     requires=("trl>=1.16", "torch>=2.8"),
     tested_up_to="1.16.0",

@@ -35,7 +35,7 @@ REPLACE = """
 
 PATCH = Patch(
     id="unsloth-nf4-dequantize",
-    summary="torch.compile breaks at every 4-bit weight that unsloth's LoRA kernels dequantize",
+    summary="torch.compile breaks the graph at every 4-bit weight that unsloth's LoRA kernels dequantize",
     links=("https://github.com/unslothai/unsloth",),
     requires=("unsloth>=2026.9,<2026.10.1", "bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="2026.9.14",

@@ -53,7 +53,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-bias-written-in-forward",
-    summary="the first forward rounds the stored bias for good, and torch.compile cannot trace it",
+    summary="the first forward rounds the stored bias permanently, and torch.compile cannot trace it",
     links=("https://github.com/pytorch/pytorch/issues/152162",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

@@ -45,7 +45,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-constructor-kwargs",
-    summary="Params4bit and Int8Params refuse attributes set by newer transformers when accelerate moves them",
+    summary="accelerate cannot move weights on which newer transformers set attributes: unexpected keyword argument",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1900",),
     requires=("bitsandbytes>=0.46,<0.50",),
     tested_up_to="0.50.2",

@@ -49,7 +49,7 @@ _VIEW = "bias is not None and (torch.compiler.is_compiling() or output._is_view(
 
 PATCH = Patch(
     id="bitsandbytes-output-is-view",
-    summary="ReLU(inplace=True), += and peft's C3A crash on the output of a quantized layer: a view, says autograd",
+    summary="ReLU(inplace=True), += and peft's C3A raise an error on the output of a quantized layer",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/736",),
     requires=("bitsandbytes>=0.46.1", "torch<2.15"),
     tested_up_to="0.50.2",

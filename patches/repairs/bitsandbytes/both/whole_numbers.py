@@ -63,7 +63,7 @@ _ASKED = "self.compute_dtype is not None"
 
 PATCH = Patch(
     id="bitsandbytes-whole-numbers",
-    summary="4-bit layers take whole numbers for activations: wrong outputs where a model casts to weight.dtype",
+    summary="4-bit layers accept integer activations, and return wrong outputs where a model casts to weight.dtype",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/longt5/modeling_longt5.py#L293",

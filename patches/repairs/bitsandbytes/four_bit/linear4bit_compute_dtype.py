@@ -87,7 +87,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-linear4bit-compute-dtype",
-    summary="the dtype of a 4-bit layer's first input degrades all later ones; fullgraph fails cold",
+    summary="the dtype of a 4-bit layer's first input lowers the precision of later calls; fullgraph fails on the first call",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L623",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

@@ -33,7 +33,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-linear4bit-meta-moves",
-    summary="4-bit layers cannot go to meta, and come back from it as layers that never quantize",
+    summary="4-bit layers cannot be moved to meta, and layers moved back are never quantized",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1525",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

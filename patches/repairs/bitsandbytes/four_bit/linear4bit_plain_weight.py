@@ -70,7 +70,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-linear4bit-plain-weight",
-    summary="4-bit layers crash with a plain 16-bit weight (tied heads, old skip lists): a bare AssertionError",
+    summary="4-bit layers with a plain 16-bit weight (tied heads, old skip lists) raise a bare AssertionError",
     links=(
         "https://github.com/huggingface/transformers/issues/45674",
         "https://github.com/unslothai/unsloth/issues/4208",

@@ -171,7 +171,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-linear4bit-sharded-state-dict",
-    summary="checkpoints of 4-bit models under FSDP2 lack the quantization statistics; loading one is silently wrong",
+    summary="checkpoints of 4-bit models under FSDP2 lack the quantization state; loading one gives wrong weights silently",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946",

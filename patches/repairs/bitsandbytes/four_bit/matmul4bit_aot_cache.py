@@ -86,7 +86,7 @@ EDIT: dict[str, Any] = {
 
 PATCH = Patch(
     id="bitsandbytes-matmul4bit-aot-cache",
-    summary="compiled 4-bit models are compiled anew in every process: the cache on disk refuses their graphs",
+    summary="compiled 4-bit models are recompiled in every process: the cache on disk does not accept their graphs",
     links=("https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
     tested_up_to="0.50.2",

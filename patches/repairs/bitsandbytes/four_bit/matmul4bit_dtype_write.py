@@ -62,7 +62,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-matmul4bit-dtype-write",
-    summary="a CPU forward overwrites the dtype of the 4-bit weight: wrong checkpoints, fullgraph fails cold",
+    summary="a CPU forward overwrites the dtype of the 4-bit weight: checkpoints are wrong, fullgraph fails on the first call",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1917",),
     requires=("bitsandbytes>=0.49,<0.50",),
     tested_up_to="0.50.2",

@@ -94,7 +94,7 @@ _TO = "bitsandbytes.nn.modules:Params4bit.to"
 
 PATCH = Patch(
     id="bitsandbytes-params4bit-meta",
-    summary="4-bit models cannot be offloaded: moving one copy of a weight to meta loses the statistics of all",
+    summary="4-bit models cannot be offloaded: moving one copy of a weight to meta drops the quantization state of all copies",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1525",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

@@ -53,7 +53,7 @@ _EMPTY: dict[str, Any] = {"find": "type(self).__new__(type(self))", "replace": "
 
 PATCH = Patch(
     id="bitsandbytes-params4bit-meta-copies",
-    summary="copy and deepcopy of a 4-bit model die if a part of it is offloaded or on meta",
+    summary="copy and deepcopy of a 4-bit model fail if a part of it is offloaded or on meta",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L341",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

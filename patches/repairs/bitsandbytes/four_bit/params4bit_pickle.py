@@ -52,7 +52,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-params4bit-pickle",
-    summary="pickle and torch.save of a 4-bit layer give back a plain Parameter",
+    summary="pickle and torch.save turn the weight of a 4-bit layer into a plain Parameter",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L244",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

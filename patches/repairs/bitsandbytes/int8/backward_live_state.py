@@ -180,7 +180,7 @@ def _backward(function: str, *attributes: str, when: str = "") -> tuple[Rewrite,
 
 PATCH = Patch(
     id=_ID,
-    summary="INT8 backward reads live layer state: offloaded layers crash, hooks and checkpointing see nothing",
+    summary="backward of an offloaded INT8 layer raises an error; saved-tensor hooks and checkpointing miss its weights",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034",

@@ -91,7 +91,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-int8-codes-without-scales",
-    summary="INT8 codes that arrive without their scales are loaded silently; every output is wrong",
+    summary="INT8 weights that arrive without SCB are loaded silently, and every output is wrong",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

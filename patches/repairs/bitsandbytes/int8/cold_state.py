@@ -63,7 +63,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-int8-cold-state",
-    summary="the first compiled step of an INT8 model falls apart, for its layers write their state in forward",
+    summary="torch.compile splits the first step of an INT8 model at every layer",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",

@@ -48,7 +48,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-int8-fp16-weights-cpu",
-    summary="has_fp16_weights=True does not train on a CPU with 3-D inputs, nor evaluate",
+    summary="on a CPU has_fp16_weights=True neither trains on 3-D inputs nor evaluates",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.48",),
     tested_up_to="0.50.2",

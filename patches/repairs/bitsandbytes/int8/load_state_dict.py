@@ -63,7 +63,7 @@ _CALL = "_patches_scale_to_fill(self)"
 
 PATCH = Patch(
     id="bitsandbytes-int8-load-state-dict",
-    summary="Linear8bitLt refuses its own state_dict after a forward, and any with assign=True",
+    summary="Linear8bitLt cannot load its own state_dict after a forward, or any with assign=True",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

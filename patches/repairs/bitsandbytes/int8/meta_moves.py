@@ -54,7 +54,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-int8-meta-moves",
-    summary="to('meta') and to_empty raise on INT8 modules; codes and scales stay where they were",
+    summary="to('meta') and to_empty raise an error on INT8 modules, and leave packed weights and SCB where they were",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

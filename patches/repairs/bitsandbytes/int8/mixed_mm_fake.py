@@ -63,7 +63,7 @@ TARGET = "bitsandbytes._ops:int8_mixed_scaled_mm.fake"
 
 PATCH = Patch(
     id="bitsandbytes-int8-mixed-mm-fake",
-    summary="the shape function of int8_mixed_scaled_mm says 1-D int64 for the outlier columns",
+    summary="under torch.compile int8_mixed_scaled_mm declares the wrong shape and dtype for the outlier columns",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",

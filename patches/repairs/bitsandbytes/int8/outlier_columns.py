@@ -86,7 +86,7 @@ def _while_tracing(replacement: str, otherwise: str) -> str:
 
 PATCH = Patch(
     id="bitsandbytes-int8-outlier-columns",
-    summary="torch.compile breaks at every INT8 layer with a threshold: the outlier columns depend on the data",
+    summary="torch.compile breaks the graph at every INT8 layer that has a threshold",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",

@@ -61,7 +61,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-int8-requantized-codes",
-    summary="an int8 weight without its scales is quantized again as if it were floating point: outputs 2000x off",
+    summary="an INT8 weight without SCB is quantized a second time: outputs are 2000 times too large",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

@@ -73,7 +73,7 @@ _NAMES = {"_patches_must_quantize": _must_quantize}
 
 PATCH = Patch(
     id="bitsandbytes-int8-stale-codes",
-    summary="has_fp16_weights=True keeps computing with old codes after zero_grad(set_to_none=False)",
+    summary="with has_fp16_weights=True, zero_grad(set_to_none=False) keeps the old quantized weights in use",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

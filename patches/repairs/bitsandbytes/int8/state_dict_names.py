@@ -68,7 +68,7 @@ _LAYER = "bitsandbytes.nn.modules:Linear8bitLt"
 
 PATCH = Patch(
     id="bitsandbytes-int8-state-dict-names",
-    summary="get_model_state_dict (DCP, FSDP) dies on INT8 layers: no attribute 'SCB'",
+    summary="get_model_state_dict (DCP, FSDP) fails on INT8 layers: no attribute 'SCB'",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

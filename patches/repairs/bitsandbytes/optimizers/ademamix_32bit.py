@@ -81,7 +81,7 @@ _CLASS = "bitsandbytes.optim.ademamix:AdEMAMix32bit"
 
 PATCH = Patch(
     id="bitsandbytes-ademamix-32bit",
-    summary="AdEMAMix32bit keeps two averages in a state made for one: an error on a CPU, on a GPU memory of others",
+    summary="AdEMAMix32bit allocates one average and updates two: an error on a CPU, a write out of bounds on a GPU",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2075",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2076",

@@ -116,7 +116,7 @@ _OPTIMIZER = "bitsandbytes.optim.optimizer:Optimizer8bit"
 
 PATCH = Patch(
     id="bitsandbytes-optimizer-copies",
-    summary="a deep copy of an 8-bit optimizer, or one from a file, cannot step: it has lost what it is",
+    summary="a deep-copied or unpickled 8-bit optimizer cannot step",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L189",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

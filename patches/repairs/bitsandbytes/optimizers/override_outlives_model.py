@@ -149,7 +149,7 @@ _MODULE = "bitsandbytes.optim.optimizer"
 
 PATCH = Patch(
     id="bitsandbytes-override-outlives-model",
-    summary="8-bit optimizers keep the embeddings of deleted models, and give their 32-bit override to new parameters",
+    summary="8-bit optimizers keep embeddings of deleted models in memory, and apply their 32-bit override to new parameters",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1269",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L119",

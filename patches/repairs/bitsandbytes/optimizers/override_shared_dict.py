@@ -50,7 +50,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-override-shared-dict",
-    summary="an 8-bit optimizer's override of one parameter changes all that were in a list with it",
+    summary="an 8-bit optimizer's override of one parameter also changes all parameters given in the same list",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2029",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

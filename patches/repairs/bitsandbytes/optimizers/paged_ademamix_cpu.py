@@ -47,7 +47,7 @@ _PAGED = "buff = F.get_paged(*(2, *p.size()), dtype=dtype, device=p.device)"
 
 PATCH = Patch(
     id="bitsandbytes-paged-ademamix-cpu",
-    summary="paged AdEMAMix asks for managed memory on a CPU, where other paged optimizers do without",
+    summary="paged AdEMAMix raises an error on a CPU, where other paged optimizers work",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/ademamix.py#L260",

@@ -183,7 +183,7 @@ def _init_state(target: str, scales_of: int) -> tuple[Rewrite, ...]:
 
 PATCH = Patch(
     id="bitsandbytes-steps-on-shards",
-    summary="no optimizer of bitsandbytes steps under FSDP2: kernels get DTensors, on a GPU illegal memory access",
+    summary="no optimizer of bitsandbytes steps under FSDP2: an error on a CPU, illegal memory access on a GPU",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",),
     requires=("bitsandbytes>=0.50", "torch>=2.6"),
     tested_up_to="0.50.2",
