@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..offload import hooks
-from ..process import live_objects
+from ..process import live_objects, stack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,6 +143,8 @@ def lost(layer: Any) -> RuntimeError:
 
 def name_of(layer: Module) -> str:
     """The dotted name of ``layer`` in the outermost module that holds it. Slow: for error messages."""
+    if found_on_stack := stack.name_of(layer):
+        return found_on_stack
     module = layer
     keys: list[str] = []
     while len(keys) < 100 and (found := _parent(module)):
@@ -153,7 +155,7 @@ def name_of(layer: Module) -> str:
 
 def _parent(module: Module) -> tuple[Module, str] | None:
     """A module that has ``module`` among its children, and under which name."""
-    for parent in live_objects.holders(module, depth=2):
+    for parent in live_objects.holders(module, depth=1):
         for key, child in (vars(parent).get("_modules") or {}).items():
             if child is module:
                 return parent, key

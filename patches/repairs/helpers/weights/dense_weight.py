@@ -40,6 +40,18 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     return weight
 
 
+def dtype_of(layer: Any) -> torch.dtype:
+    """The dtype of what :func:`of` gives, without dequantizing."""
+    import torch
+
+    weight = layer.weight
+    if is_codes(layer) or is_plain_codes(layer, weight):
+        return torch.float32
+    state = four_bit_state.of(weight) if four_bit_state.is_packed(weight) else None
+    dtype: torch.dtype = weight.dtype if state is None else state.dtype
+    return dtype
+
+
 def is_codes(layer: Any) -> bool:
     """Whether the weight of ``layer`` is INT8 codes."""
     import torch
@@ -69,9 +81,20 @@ def weight_or_dense(layer: Any, weight: Tensor) -> Tensor:
     return of_plain_codes(layer, weight) if is_plain_codes(layer, weight) else weight
 
 
+def shape_of(layer: Any) -> torch.Size:
+    """The shape of the weight that ``layer`` stands for, packed or not."""
+    state = four_bit_state.of(layer.weight) if four_bit_state.is_packed(layer.weight) else None
+    shape: torch.Size = layer.weight.shape if state is None else state.shape
+    return shape
+
+
 def unless_codes(layer: Any) -> Any:
-    """``layer``, or an error: what is added to codes as if they were weights is lost or wraps around."""
-    return _refuse(layer) if is_codes(layer) or is_plain_codes(layer, layer.weight) else layer
+    """``layer``, or an error: what is added to codes as if they were weights is lost, wraps around or does not fit."""
+    if is_codes(layer) or is_plain_codes(layer, layer.weight):
+        _refuse(layer, "INT8 codes")
+    if four_bit_state.is_packed(layer.weight):
+        _refuse(layer, "packed 4-bit weights")
+    return layer
 
 
 def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}") -> Rewrite:
@@ -88,9 +111,9 @@ def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}")
     )
 
 
-def _refuse(layer: Any) -> NoReturn:
+def _refuse(layer: Any, what: str) -> NoReturn:
     raise NotImplementedError(
-        f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds INT8 codes, and this tuner of peft merges into "
+        f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds {what}, and this tuner of peft merges into "
         "unquantized weights only: call dequantize() on the base model before the adapter is added, load the adapter "
         "onto that, and merge there"
     )

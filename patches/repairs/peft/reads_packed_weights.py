@@ -1,0 +1,113 @@
+"""DeLoRA, TinyLoRA, FRoD, LoHa and LoKr cannot be put on quantized layers: they read packed weights as weights.
+
+These tuners of peft have no code for quantized layers and take ``base_layer.weight`` for the weight:
+
+- DeLoRA scales its update by the norms of the columns of the weight: ``linalg.vector_norm: Expected a floating point``.
+  Where 4-bit weights are stored as floats (``bnb_4bit_quant_storage=torch.bfloat16``, what FSDP asks for) there is no
+  error: it takes the norm of packed bits, often NaN. Since peft 0.18.
+- TinyLoRA (0.19) and FRoD (0.20) factor the weight and make parameters in its dtype: ``Only Tensors of floating point and
+  complex dtype can require gradients``.
+- LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is that of packed bytes:
+  ``shape '[2048, 1]' is invalid for input of size 4096``. In INT8 they train, which is right.
+
+The repair hands them the weight that the layer stands for, dequantized by bitsandbytes, or its shape. Quantized layers then
+equal the same adapter on the dequantized model. Unquantized layers give the same parameter as before.
+
+None of them can merge into quantized layers; they fail with a dtype or shape. Their ``merge`` is an error now that names the
+layer and says what to do, as for HRA and C3A (``codes_as_weights.py``).
+
+It costs one dequantized weight for each layer while the adapter is made; FRoD with dropout needs one in each forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.weights import dense_weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _stood_for(module: Any, weight: Tensor) -> Tensor:
+    """The dequantized weight of ``module``; ``weight``, what FRoD takes for it, if that is not quantized."""
+    dense = dense_weight.of(module)
+    return weight if dense is module.weight else dense
+
+
+def defect() -> Finding:
+    """LoHa on a 4-bit layer, which starts as the identity."""
+    import bitsandbytes as bnb
+    import torch
+    from peft import LoHaConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = bnb.nn.Linear4bit(64, 48, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    x = torch.randn(4, 64)
+    expected = base(x).detach()
+    model = get_peft_model(torch.nn.Sequential(base), LoHaConfig(r=4, target_modules=["0"]))
+    try:
+        error = ((model(x) - expected).norm() / expected.norm()).item()
+    except RuntimeError as raised:
+        return Finding(True, f"LoHa on a 4-bit layer: {raised}")
+    return Finding(error > 0.05, f"LoHa before its first step: relative error {error:.3f}")
+
+
+_NAMES = {"_patches_dense_weight": dense_weight.of, "_patches_shape_of": dense_weight.shape_of}
+_BASE = "self.get_base_layer().weight"
+_SHAPE = "base_layer.weight.shape"
+
+
+def _dense(function: str, when: str, weight: str = "base_layer.weight", count: int = 1) -> Rewrite:
+    replace = f"_patches_dense_weight({weight.removesuffix('.weight')})"
+    return Rewrite(f"peft.tuners.{function}", weight, replace, count=count, names=_NAMES, when=when)
+
+
+def _shape(function: str, when: str = "") -> Rewrite:
+    return Rewrite(f"peft.tuners.{function}", _SHAPE, "_patches_shape_of(base_layer)", names=_NAMES, when=when)
+
+
+PATCH = Patch(
+    id="peft-reads-packed-weights",
+    summary="DeLoRA, TinyLoRA, FRoD, LoHa and LoKr fail on quantized layers, or take packed bits for weights",
+    links=(
+        "https://github.com/huggingface/peft/blob/main/src/peft/tuners/delora/layer.py",
+        "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lycoris_utils.py",
+    ),
+    requires=("peft>=0.16", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
+    edits=(
+        _shape("loha.layer:LoHaLayer.update_layer"),
+        _shape("loha.layer:LoHaLayer.get_delta_weight"),
+        _shape("lokr.layer:LoKrLayer.get_delta_weight"),
+        dense_weight.refuse_merge("lycoris_utils:LycorisLayer.merge"),
+        _dense("delora.layer:DeloraLayer.reset_delora_parameters", "peft>=0.18", _BASE),
+        dense_weight.refuse_merge("delora.layer:DeloraLinear.merge", "peft>=0.18"),
+        _dense("tinylora.layer:TinyLoraLayer._init_svd", "peft>=0.19"),
+        Rewrite(
+            "peft.tuners.tinylora.model:TinyLoraModel._create_and_replace",
+            "target.weight.dtype",
+            "_patches_dtype_of(target)",
+            names={"_patches_dtype_of": dense_weight.dtype_of},
+            when="peft>=0.19",
+        ),
+        dense_weight.refuse_merge("tinylora.layer:Linear.merge", "peft>=0.19"),
+        Rewrite(
+            "peft.tuners.frod.model:FrodModel._init_frod_projections",
+            "weights[layer_idx][category] = weight",
+            "weights[layer_idx][category] = _patches_stood_for(module, weight)",
+            names={"_patches_stood_for": _stood_for},
+            when="peft>=0.20",
+        ),
+        _dense("frod.layer:FrodLayer.update_layer", "peft>=0.20", count=3),
+        _dense("frod.layer:FrodLayer._get_base_weight_before_merge", "peft>=0.20", _BASE),
+        _dense("frod.layer:Linear.get_delta_weight", "peft>=0.20", _BASE),
+        _dense("frod.layer:Linear.forward", "peft>=0.20"),
+        dense_weight.refuse_merge("frod.layer:Linear.merge", "peft>=0.20"),
+        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+    ),
+    defect=defect,
+)

@@ -1,0 +1,110 @@
+"""DeLoRA, TinyLoRA, FRoD, LoHa and LoKr on quantized layers, against the same adapter on the weights that these stand for."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+import patches
+from patches.engine.gate import satisfied
+from tests.repairs.peft.stood_for import X, gradients, models, relative_error
+
+ID = "peft-reads-packed-weights"
+
+if satisfied("peft<0.16"):
+    pytest.skip("the patch is for peft 0.16 and later", allow_module_level=True)
+
+ON = {"target_modules": ["0", "2"]}
+TUNERS = {"LoHa": lambda: peft.LoHaConfig(r=4, **ON), "LoKr": lambda: peft.LoKrConfig(r=4, **ON)}
+if satisfied("peft>=0.18"):
+    TUNERS["DeLoRA"] = lambda: peft.DeloraConfig(r=4, delora_lambda=1.0, **ON)
+if satisfied("peft>=0.19"):
+    TUNERS["TinyLoRA"] = lambda: peft.TinyLoraConfig(r=4, **ON)
+if satisfied("peft>=0.20"):
+    TUNERS["FRoD"] = lambda: peft.FrodConfig(progressbar=False, **ON)
+    TUNERS["FRoD with dropout"] = lambda: peft.FrodConfig(progressbar=False, frod_dropout=1e-9, **ON)
+
+
+def with_adapter(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, TUNERS[name]()).train()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * 0.05
+    return model
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", TUNERS)
+def test_it_equals_the_same_adapter_on_the_weights_that_are_stood_for(name, bits):
+    model, plain = models(bits)
+    base = plain(X)
+    with patches.applied():
+        model, plain = with_adapter(model, name), with_adapter(plain, name)
+        assert relative_error(plain(X), base) > 0.01, "the adapter does something"
+        assert relative_error(model(X), plain(X)) < 0.02
+        grads, expected = gradients(model), gradients(plain)
+        assert len(grads) == len(expected) > 1
+        for grad, reference in zip(grads, expected, strict=True):
+            assert relative_error(grad, reference) < 0.05
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_weights_stored_as_floats_are_not_taken_for_weights(name):
+    def model(storage: torch.dtype) -> torch.nn.Module:
+        torch.manual_seed(0)
+        options = {"quant_type": "nf4", "compute_dtype": torch.float32, "quant_storage": storage}
+        layers = (bnb.nn.Linear4bit(64, 64, **options), torch.nn.ReLU(), bnb.nn.Linear4bit(64, 64, **options))
+        return torch.nn.Sequential(*layers).to("cpu")
+
+    with patches.applied():
+        stored, plain = with_adapter(model(torch.float32), name), with_adapter(model(torch.uint8), name)
+        assert relative_error(stored(X), plain(X)) < 1e-5
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_unquantized_layers_are_bit_identical(name):
+    _, plain = models(8)
+    before = with_adapter(copy.deepcopy(plain), name)
+    out, grads = before(X), gradients(before)
+    before.merge_adapter()
+    merged = before(X)
+    with patches.applied(ID):
+        after = with_adapter(copy.deepcopy(plain), name)
+        assert torch.equal(after(X), out)
+        assert all(map(torch.equal, gradients(after), grads))
+        after.merge_adapter()
+        assert torch.equal(after(X), merged)
+        after.unmerge_adapter()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", TUNERS)
+def test_a_merge_into_packed_weights_is_an_error_that_changes_nothing(name, bits):
+    model, _ = models(bits)
+    with patches.applied():
+        model = with_adapter(model, name).eval()
+        before = model(X)
+        with pytest.raises(
+            NotImplementedError, match=r"0\.base_layer' holds (INT8 codes|packed 4-bit weights).*dequantize\(\)"
+        ):
+            model.merge_adapter()
+        assert torch.equal(model(X), before)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", TUNERS)
+def test_a_saved_adapter_gives_the_same_outputs(name, bits, tmp_path):
+    with patches.applied():
+        model = with_adapter(models(bits)[0], name).eval()
+        expected = model(X)
+        model.save_pretrained(tmp_path)
+        again = peft.PeftModel.from_pretrained(models(bits)[0], tmp_path).eval()
+        assert relative_error(again(X), expected) < 1e-6
