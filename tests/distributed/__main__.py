@@ -49,7 +49,8 @@ def main(words: list[str]) -> int:
     env = environ()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for names in (chosen(cells.training(), words), chosen(cells.adapters(), words)):
+        for table in (cells.training(), cells.embeddings(), cells.adapters()):
+            names = chosen(table, words)
             if names:
                 said = [launch(folder, names, env, 2, plugin, timeout=14_400) for plugin in (False, True)]
                 harm |= compare("2 ranks", names, *said, counts)

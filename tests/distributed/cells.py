@@ -14,6 +14,7 @@ METHODS = (
 )  # fmt: skip
 """Methods of peft; not PVeRA, whose noise depends on the size of the batch that a rank has."""
 
+EMBEDDINGS = ("nf4-u8", "nf4-bf16", "nf4-f32", "fp4", "int8")
 SAVED = ("nf4-u8", "nf4-f32", "nested", "int8")
 OPTIMIZERS = ("torch", "AdamW8bit", "Lion8bit", "AdEMAMix8bit", "AdamW")
 WORLDS = (0, 1, 2, 3)
@@ -25,6 +26,12 @@ BASES = ("same", "other")
 def training() -> Iterator[str]:
     for wrap, kind, method, variation in product(WRAPS, KINDS, METHODS, VARIATIONS):
         yield f"train/{wrap}/{kind}/{method}/{variation}"
+
+
+def embeddings() -> Iterator[str]:
+    for wrap, kind, policy in product(WRAPS, EMBEDDINGS, ("whole", "mixed")):
+        if policy == "whole" or wrap == "fsdp2":
+            yield f"embedding/{wrap}/{kind}/{policy}"
 
 
 def adapters() -> Iterator[str]:
@@ -55,6 +62,10 @@ def slice_of_training() -> list[str]:
 
 def slice_of_adapters() -> list[str]:
     return [f"adapters/{k}/{m}/{w}" for k, m, w in product(("nested", "int8"), ("lora", "dora"), ("save", "merge"))]
+
+
+def slice_of_embeddings() -> list[str]:
+    return [name for name in embeddings() if "/fsdp2/" in name]
 
 
 SLICE_SAVED = ("save/nf4-u8/torch", "save/nested/torch", "save/nested/AdamW8bit", "save/int8/AdEMAMix8bit")

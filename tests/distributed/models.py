@@ -15,6 +15,8 @@ STORAGE = {"u8": torch.uint8, "bf16": torch.bfloat16, "f16": torch.float16, "f32
 TARGETS = ["up", "down"]
 DATA = torch.Generator().manual_seed(5)
 X, Y = torch.randn(BATCH, 3, WIDTH, generator=DATA), torch.randn(BATCH, 3, WIDTH, generator=DATA)
+ROWS = 34
+IDS = torch.randint(ROWS, (BATCH, 3), generator=DATA)
 
 
 class Block(nn.Module):
@@ -56,6 +58,18 @@ def base(kind: str, seed: int = 0) -> Net:
         for p in net.parameters():
             p.data.mul_(1.37**seed)
     return net.to("cpu")
+
+
+def embedded(kind: str) -> nn.Module:
+    """A quantized embedding, and a layer behind it that is trained."""
+    name, _, storage = kind.partition("-")
+    torch.manual_seed(0)
+    if name == "int8":
+        table: nn.Module = bnb.nn.Embedding8bit(ROWS, WIDTH, dtype=torch.float32)
+    else:
+        options = {"quant_type": name, "quant_storage": STORAGE[storage or "u8"]}
+        table = bnb.nn.Embedding4bit(ROWS, WIDTH, dtype=torch.float32, **options)
+    return nn.Sequential(table.requires_grad_(False).to("cpu"), nn.Linear(WIDTH, WIDTH))
 
 
 def adapted(kind: str, method: str, seed: int = 0, adapter: int = 1) -> nn.Module:

@@ -37,6 +37,8 @@ def run(name: str, folder: Path) -> tuple[str, str]:
     sharded = int(os.environ.get("SHARDS", str(WORLD)))
     if kind == "train":
         return training.cell(*rest)
+    if kind == "embedding":
+        return training.embedding(*rest)
     if kind == "save":
         sign = "+" if os.environ.get("PATCHES_AUTOLOAD", "1") != "0" else "-"
         return checkpoints.save(folder / f"{rest[0]}-{rest[1]}-{sharded}{sign}", sharded, *rest)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.distributed import models
 from tests.distributed.models import X, Y, net_of, off, trained, whole
@@ -49,6 +49,41 @@ def cell(wrap: str, kind: str, method: str, variation: str) -> Outcome:
     wrongs = {what: worst for what, a, b in zip(("losses", "gradients", "weights"), found, reference)
               if not (worst := _worst(a, b)) < TOLERANCE}  # fmt: skip
     return ("wrong", f"{wrongs}") if wrongs else ("right", "")
+
+
+def embedding(wrap: str, kind: str, policy: str) -> Outcome:
+    """A quantized embedding, and one step of the layer behind it."""
+    alone = _embedded_step(models.embedded(kind), 1, 0)
+    model = models.embedded(kind)
+    if wrap == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif wrap == "fsdp1":
+        model = FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
+    else:
+        mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)} if policy == "mixed" else {}
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model[0], mesh=mesh, **mixed)
+        fully_shard(model, mesh=mesh)
+    found = _embedded_step(model, dist.get_world_size(), dist.get_rank())
+    worst = max(off(a, b) for a, b in zip(found, alone))
+    return ("right", "") if worst < TOLERANCE else ("wrong", f"output and loss after a step {worst:.1e}")
+
+
+def _embedded_step(model: nn.Module, world: int, rank: int) -> list[torch.Tensor]:
+    """The loss before and after a step, of all rows."""
+    ids, expected = models.IDS.chunk(world)[rank], Y.chunk(world)[rank]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+    losses = []
+    for _ in range(2):
+        loss = (model(ids) - expected).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(total)
+        losses.append(total / world)
+    return losses
 
 
 def _name(name: str) -> str:

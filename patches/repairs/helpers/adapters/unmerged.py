@@ -33,6 +33,7 @@ def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
         return None
     base = layer.get_base_layer()
     _refuse_plain(base)
+    _refuse_sharded(base)
     if isinstance(getattr(base, "weight", None), Int8Params) and hasattr(base, "state"):
         int8_plain.agree(base)
     if layer.merged:
@@ -55,6 +56,19 @@ def _refuse_plain(base: Any) -> None:
             f"{type(base).__name__} {int8_scales.name_of(base)!r} has a weight that is not quantized ({weight.dtype}, "
             "tied to an embedding or left out of the quantization), so nothing was merged into it. Name the layer in "
             "llm_int8_skip_modules, load the model and the adapter again, and merge then; or do not merge"
+        )
+
+
+def _refuse_sharded(base: Any) -> None:
+    """Raise if FSDP2 holds the weight of the quantized layer ``base``: this rank has a part of it."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    if isinstance(base, (Linear4bit, Linear8bitLt)) and hasattr(base.weight, "_local_tensor"):
+        raise RuntimeError(
+            f"{type(base).__name__} {int8_scales.name_of(base)!r} is sharded by FSDP2 (fully_shard), and a merge needs the "
+            "whole packed weight, so nothing was merged into it. Save the adapter with get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)) and save_pretrained(folder, state_dict=...), load the base "
+            "model and the adapter in one process, and merge there"
         )
 
 

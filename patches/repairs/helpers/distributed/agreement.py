@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
 PATIENCE = timedelta(seconds=30)
-"""How long a rank waits for the others, which come from the same broadcast."""
+"""How long a rank waits for the others, which come from the same broadcast and may be late."""
 SHORT = timedelta(seconds=5)
+_PAUSE = 0.01
 
 
 def say(about: str, word: str = "1") -> None:
@@ -29,17 +31,41 @@ def silent(about: str, patience: timedelta = SHORT) -> list[int]:
     return []
 
 
-def all_agree(mine: bool, about: str) -> bool:
-    """Whether ``mine`` is true on every rank; each rank of the default group calls it. Raises if one does not answer."""
+def all_agree(mine: bool, about: str, here: str) -> bool:
+    """Whether ``mine`` is true on every rank; each rank of the default group calls it. Raises if one does not answer.
+
+    A rank that comes to it has said ``here`` before: one that has not runs without the plugin.
+    """
     import torch.distributed as dist
 
     say(about, "1" if mine else "0")
-    if ranks := silent(about, PATIENCE):
-        raise RuntimeError(
-            f"Ranks {ranks} did not say within {PATIENCE.seconds} s whether packed weights fit their quantization "
-            "state. A rank that runs without bnb-patches cannot: call patches.check_ranks() on every rank."
-        )
-    return all(_store().get(_key(about, rank)) == b"1" for rank in range(dist.get_world_size()))
+    store, began = _store(), time.monotonic()
+    missing = list(range(dist.get_world_size()))
+    while True:
+        missing = [rank for rank in missing if not store.check([_key(about, rank)])]
+        if not missing:
+            return all(store.get(_key(about, rank)) == b"1" for rank in range(dist.get_world_size()))
+        if failed := [rank for rank in missing if store.check([_key(_failed(about), rank)])]:
+            raise RuntimeError(f"Ranks {failed} raised an error while rank 0 sent its state dict: see theirs.")
+        if time.monotonic() - began > PATIENCE.seconds:
+            absent = [rank for rank in missing if not store.check([_key(here, rank)])]
+            why = (
+                "run without bnb-patches: call patches.check_ranks() on every rank" if absent else "have ended, or hang"
+            )
+            raise RuntimeError(
+                f"Ranks {absent or missing} did not say within {PATIENCE.seconds} s whether packed weights fit their "
+                f"quantization state. They {why}."
+            )
+        time.sleep(_PAUSE)
+
+
+def give_up(about: str) -> None:
+    """Tell the ranks that wait in :func:`all_agree` that this one has raised an error and does not come to it."""
+    say(_failed(about))
+
+
+def _failed(about: str) -> str:
+    return f"{about}/failed"
 
 
 def _key(about: str, rank: int) -> str:

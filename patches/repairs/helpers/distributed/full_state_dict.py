@@ -62,7 +62,7 @@ class Watched:
         if not self.kept:
             return
         changed = [layer for layer, old in self.kept if not same_bits(layer.weight.to_local().detach(), old)]
-        if agreement.all_agree(not changed, f"codes/{self.number}"):
+        if agreement.all_agree(not changed, f"codes/{self.number}", f"here/{self.number}"):
             return
         for layer, old in self.kept:
             layer.weight.to_local().detach().copy_(old)
@@ -107,6 +107,9 @@ def watching(model: Module, broadcast: Callable[..., None]) -> Callable[..., Non
         token = _WATCHED.set(watched)
         try:
             broadcast(*args, **options)
+        except BaseException:
+            agreement.give_up(f"codes/{watched.number}")
+            raise
         finally:
             _WATCHED.reset(token)
         watched.judge()
