@@ -22,8 +22,9 @@ lint: .venv/.dev  ## the rules of style and the types that pyproject.toml states
 test: .venv/.dev  ## rules of style, then the suite: the newest bitsandbytes, and what three older ones can change
 	$(PY) -m nox --session lint tests
 
-test-all: .venv/.dev  ## everything, against every release that a patch was written for: before a release
+test-all: .venv/.dev  ## everything, against every release that a patch was written for: before a release; TESTS as for upstream
 	$(PY) -m nox --session tests_all
+	$(foreach folder,$(TESTS),$(PY) -m tools.upstream $(folder) &&) true
 
 oldest: .venv/.dev  ## the oldest transformers, peft and accelerate that are supported
 	$(PY) -m nox --session oldest
@@ -53,7 +54,7 @@ torture: .venv/.dev  ## an error at every step of apply and revert, over the who
 bench: .venv/.bench  ## step times, first calls and memory, side by side; arguments in BENCH="..."
 	$(PY) -m benchmarks $(BENCH)
 
-upstream: .venv/.dev  ## bitsandbytes' own CPU tests without the plugin and with it; TESTS=<the folder tests of a checkout>
+upstream: .venv/.dev  ## bitsandbytes' or peft's own CPU tests without the plugin and with it; TESTS=<the folder tests of a checkout>
 	$(PY) -m tools.upstream $(TESTS)
 
 gpu-wheels: .venv/.dev  ## what a machine with a GPU and no network needs for `make gpu`, in .gpu/wheels; WHEELS="--cuda 128"
