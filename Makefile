@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # A thousand processes import the same files: the first one that needs a file compiles it, pip would compile them all.
 export PYTHONDONTWRITEBYTECODE =
-.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked architectures stacks verify torture bench bench-eager docs figures new-patch upstream gpu gpu-wheels newest pythons release-check soak readme venv clean
+.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked architectures stacks verify torture bench bench-eager docs figures new-patch upstream mutants gpu gpu-wheels newest pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## the same program without the plugin and with it, the difference in figures; two minutes
@@ -56,6 +56,9 @@ bench: .venv/.bench  ## step times, first calls and memory, side by side; argume
 
 upstream: .venv/.dev  ## bitsandbytes' or peft's own CPU tests without the plugin and with it; TESTS=<the folder tests of a checkout>
 	$(PY) -m tools.upstream $(TESTS)
+
+mutants: .venv/.dev  ## a piece out of each patch, one at a time: which its own tests do not see; IDS="ID ...", SAMPLE=5
+	$(PY) -m tools.mutants $(IDS) $(if $(SAMPLE),--sample $(SAMPLE))
 
 gpu-wheels: .venv/.dev  ## what a machine with a GPU and no network needs for `make gpu`, in .gpu/wheels; WHEELS="--cuda 128"
 	$(PY) -m tools.gpu_wheels $(WHEELS)

@@ -1,0 +1,60 @@
+"""What the mutation checker changes, and that it says what lives."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tools import mutants
+
+SOURCE = """
+from patches.engine import Rewrite
+
+def helper(x):
+    alone = x.kind == "one"
+    if alone:
+        return 1
+    return 2 if x else 3
+
+def not_named(x):
+    if x:
+        return 1
+
+PATCH = dict(edits=(
+    Rewrite("a:b", "c", "d(e)", names={"d": helper}),
+    Rewrite("a:f", "g", ""),
+))
+"""
+
+
+def test_each_edit_each_function_and_each_condition_is_changed():
+    found = dict(mutants.mutants_of(SOURCE))
+    assert [what.partition(": ")[2] for what in found] == [
+        "without the edit",
+        "without the edit",
+        "helper does nothing",
+        "`alone = x.kind == 'one'` is true",
+        "`alone` is true",
+        "nothing under `if alone`",
+        "`x` is true",
+    ]
+    assert len({SOURCE, *found.values()}) == 8 and all(ast.parse(source) for source in found.values())
+    assert all("def not_named(x):\n    if x:\n        return 1" in source for source in found.values())
+
+
+def test_every_patch_has_some_and_tests_are_found_by_name():
+    file = mutants.ROOT / "patches/repairs/accelerate/refuses_offloaded_training.py"
+    of_it = [mutant.what for mutant in mutants.of_patch("accelerate-refuses-offloaded-training", file)]
+    assert any("`alone = " in what for what in of_it)
+    tests = mutants.tests_of("accelerate-refuses-offloaded-training", file)
+    assert tests == ["tests/repairs/accelerate/test_refuses_offloaded_training.py"]
+
+
+def test_what_nothing_tests_lives_and_the_copy_is_as_before(tmp_path: Path):
+    patch, test = tmp_path / "patch.py", tmp_path / "test_it.py"
+    (tmp_path / "patches.py").write_text("")  # its verify finds nothing
+    patch.write_text("X = 1\n")
+    test.write_text("import patch\ndef test():\n    assert patch.X\n")
+    one, other = (mutants.Mutant("an-id", "patch.py", "", source) for source in ("X = 0\n", "X = 2\n"))
+    assert not mutants.lives(one, ["test_it.py"], tmp_path) and mutants.lives(other, ["test_it.py"], tmp_path)
+    assert patch.read_text() == "X = 1\n"
