@@ -136,6 +136,7 @@ def test_no_step_makes_a_tensor_of_the_size_of_all_experts(kind):
     assert largest < size / 8, f"{largest} of {size} bytes"
 
 
+@pytest.mark.skipif(satisfied("peft<0.20"), reason="peft before 0.20 has one adapter with target_parameters")
 def test_several_adapters(tmp_path):
     with patches.applied(ID):
         results = []

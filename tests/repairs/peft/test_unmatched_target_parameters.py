@@ -41,7 +41,7 @@ def test_a_name_that_matches_nothing_is_said_with_what_there_is():
     assert "'experts.down_projs'" in message and "experts.down_proj, experts.up_proj" in message
 
 
-@pytest.mark.parametrize("adapters", [1, 2])
+@pytest.mark.parametrize("adapters", [1] if satisfied("peft<0.20") else [1, 2])
 def test_names_that_match_are_not(adapters):
     assert not said("experts.up_proj", "down_proj", adapters=adapters)
 

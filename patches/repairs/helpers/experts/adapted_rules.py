@@ -112,7 +112,7 @@ def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Any:
     if isinstance(input, AdaptedExperts) or not isinstance(weight, AdaptedExperts) or weight.dim() != 2:
         return NotImplemented
     result = functional.linear(input, weight.base, bias)
-    return _with_one(input, weight.swapped(), result)
+    return _with_one(input, _factors(weight, swapped=True), result)
 
 
 @_rule(
@@ -125,7 +125,7 @@ def _matmul(left: Any, right: Any) -> Any:
         result = _matmul(right.transpose(-2, -1), left.swapped())
         return result if result is NotImplemented else result.transpose(-2, -1)
     if right.dim() == 2:
-        return _with_one(left, right, left @ right.base)
+        return _with_one(left, _factors(right), left @ right.base)
     return _bmm(left, right) if left.dim() == 3 and len(left) == len(right) else NotImplemented
 
 
@@ -151,10 +151,15 @@ def _grouped_mm(func: Any, input: Any, weight: Any, offs: Tensor | None = None, 
     return _with_each(input, weight, sizes, func(input, weight.base, offs=offs))
 
 
-def _with_one(x: Tensor, expert: AdaptedExperts, result: Tensor) -> Tensor:
-    """``result`` plus what the adapters of one expert add to ``x @ expert``, ``x`` of any dimensions."""
+def _factors(expert: AdaptedExperts, swapped: bool = False) -> list[Factors]:
+    """What the adapters add to one expert, or to its transpose."""
     assert isinstance(expert.chosen, int)
-    flat = _added(x.reshape(-1, x.shape[-1]), expert.of(expert.chosen), result.reshape(-1, result.shape[-1]))
+    return expert.adapters.of(expert.chosen, expert.is_swapped != swapped)
+
+
+def _with_one(x: Tensor, adapters: list[Factors], result: Tensor) -> Tensor:
+    """``result`` plus what the adapters of one expert add to ``x @ expert``, ``x`` of any dimensions."""
+    flat = _added(x.reshape(-1, x.shape[-1]), adapters, result.reshape(-1, result.shape[-1]))
     return flat.view(result.shape)
 
 

@@ -90,3 +90,30 @@ def with_version(attributes: dict[str, Any]) -> dict[str, Any]:
     if attributes.get("target_parameters") and attributes.get("peft_version") is None:
         return {**attributes, "peft_version": BEFORE_IT_WAS_SAVED}
     return attributes
+
+
+def of_file(
+    model: Module, config: Any, adapter: str, state: dict[str, Tensor] | None, folder: str | None
+) -> dict[str, Tensor] | None:
+    """What ``model.load_adapter`` is to load in the place of ``state``, or of the file in ``folder`` if that is None."""
+    if getattr(config, "target_parameters", None) is None or not _is_old(config):
+        return state
+    tensors = state
+    if tensors is None and folder is not None:
+        from peft.utils.save_and_load import load_peft_weights
+
+        tensors = load_peft_weights(folder, device="cpu")
+    if not tensors:
+        return state
+    names = {_in_model(key, adapter): key for key in tensors}
+    found = read(model, config, adapter, {name: tensors[key] for name, key in names.items()})
+    new = {names[name]: tensor for name, tensor in found.items()}
+    return state if all(new[key] is tensors[key] for key in tensors) else new
+
+
+def _in_model(key: str, adapter: str) -> str:
+    """A name in a file as the model has it: with the adapter's, without the prefix of a ``PeftModel``."""
+    name = key.removeprefix("base_model.model.")
+    for kind in ("lora_A", "lora_B"):
+        name = name.replace(f"{kind}.weight", f"{kind}.{adapter}.weight")
+    return name
