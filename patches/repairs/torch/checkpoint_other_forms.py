@@ -62,10 +62,10 @@ def defect() -> Finding:
     assert live is not None, "digits of one number"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process is no distributed run
-        save(saved.state_dict(), checkpoint_id=folder, no_dist=True)
+        save(saved.state_dict(), checkpoint_id=folder)
         into = live.state_dict()
         try:
-            load(into, checkpoint_id=folder, no_dist=True)
+            load(into, checkpoint_id=folder)
         except (ValueError, CheckpointException) as error:
             return Finding(
                 True, f"dcp.load of a 4-bit layer: {'Size mismatch' if 'Size mismatch' in str(error) else error}"

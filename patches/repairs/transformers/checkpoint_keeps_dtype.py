@@ -65,8 +65,10 @@ def defect() -> Finding:
     for kind, save in ((LlavaForConditionalGeneration, tiny_models.save_llava), (GPTNeoXForCausalLM, save_neox)):
         with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
             save(plain)
-            kind.from_pretrained(plain, quantization_config=how, dtype=torch.bfloat16).save_pretrained(packed)
-            model = kind.from_pretrained(packed, dtype=torch.float16)
+            kind.from_pretrained(
+                plain, quantization_config=how, **tiny_models.in_dtype(torch.bfloat16)
+            ).save_pretrained(packed)
+            model = kind.from_pretrained(packed, **tiny_models.in_dtype(torch.float16))
         others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float16}
         wrong = wrong or bool(others)
         said.append(f"{kind.__name__}: {', '.join(sorted(map(str, others))) or 'no other dtype'}")

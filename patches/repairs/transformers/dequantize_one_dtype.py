@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.reproducers import tiny_models
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,9 @@ def defect() -> Finding:
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-        model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu", dtype="bfloat16")
+        model = LlamaForCausalLM.from_pretrained(
+            folder, quantization_config=how, device_map="cpu", **tiny_models.in_dtype(torch.bfloat16)
+        )
     model = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(target_modules=["q_proj"]))
     plain = model.merge_and_unload().dequantize()
     dtypes = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in plain.parameters()}))

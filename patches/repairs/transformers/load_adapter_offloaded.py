@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Patch, Rewrite
 from ..helpers.offload import offloaded
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ def defect() -> Finding:
         disk_offload(offloaded_model, folder, execution_device=torch.device("cpu"))
         ids = torch.arange(8)[None]
         for loaded in (whole, offloaded_model):
-            loaded.load_adapter(adapter)
+            try:
+                loaded.load_adapter(adapter)
+            except ImportError as why:
+                raise CannotShow(f"load_adapter of this transformers needs another peft: {why.msg}") from why
         error = float((offloaded_model(ids).logits - whole(ids).logits).norm() / whole(ids).logits.norm())
     return Finding(not error < 1e-6, f"relative error of the output {error:.1e}")
 

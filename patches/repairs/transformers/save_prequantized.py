@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.reproducers import tiny_models
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightTransform
@@ -54,7 +55,7 @@ def defect() -> Finding:
             model.save_pretrained(first)
         except NotImplementedError:
             return Finding(True, "save_pretrained after dequantize(): NotImplementedError")
-        again = LlamaForCausalLM.from_pretrained(first, dtype=model.dtype).state_dict()
+        again = LlamaForCausalLM.from_pretrained(first, **tiny_models.in_dtype(model.dtype)).state_dict()
     same = all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
     return Finding(not same, "saved and loaded" if same else "other values were saved")
 

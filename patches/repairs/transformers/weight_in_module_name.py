@@ -3,7 +3,7 @@
 The loader finds the tensors of a quantized layer by the names "weight", "weight.absmax" and so on, wherever they stand
 in a key. Of a layer named ``block_inject_weight`` (Qwen4) the key ``block_inject_weight.weight.absmax`` is taken for the
 weight itself: what was saved in 4 bits loads without a word, and forward ends in ``quant_state is required``. transformers
-5.10 to 5.23.
+5.0 to 5.23.
 
 With the repair these names count as whole components alone. Keys of other layers match as before.
 """
@@ -67,7 +67,7 @@ PATCH = Patch(
     id="transformers-weight-in-module-name",
     summary="a 4-bit layer whose name ends in 'weight' is loaded without its quantization state",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L956",),
-    requires=("transformers>=5.10", "bitsandbytes>=0.46.1"),
+    requires=("transformers>=5.0", "bitsandbytes>=0.46.1"),
     tested_up_to="5.23.0",
     seen_on=("2.13",),
     edits=(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..four_bit import four_bit_state
+from ..reproducers.tiny_models import in_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +88,6 @@ def loaded_in_4bit() -> PreTrainedModel:
         kind.from_config(config).to(torch.bfloat16).save_pretrained(folder)
         nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         model: PreTrainedModel = kind.from_pretrained(
-            folder, quantization_config=nf4, dtype=torch.bfloat16, device_map={"": "cpu"}
+            folder, quantization_config=nf4, **in_dtype(torch.bfloat16), device_map={"": "cpu"}
         )
     return model

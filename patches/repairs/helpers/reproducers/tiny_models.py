@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....engine.gate import satisfied
+
 SIZE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -26,3 +28,8 @@ def save_llava(folder: str) -> None:
     text = LlamaConfig(vocab_size=16, **SIZE)
     model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=15))
     model.save_pretrained(folder)
+
+
+def in_dtype(dtype: Any) -> dict[str, Any]:
+    """The keyword that asks ``from_pretrained`` for ``dtype``, as the installed release calls it."""
+    return {"dtype" if satisfied("transformers>=4.56") else "torch_dtype": dtype}
