@@ -16,15 +16,11 @@ import nox
 
 from tests.asked.releases import RELEASES as ASKED
 from tests.releases import SHORT, files
+from tools import stacks
 
 ROOT = Path(__file__).parent
 RELEASES = ("0.46.1", "0.47.0", "0.48.2", "0.49.0", "0.49.2", "0.50.0", "0.50.2")
 """Every release that the patches were run on."""
-OLDEST = (
-    "transformers==4.53.0", "peft==0.14.0", "accelerate==0.26.1", "tokenizers==0.21.4", "huggingface_hub==0.36.0",
-    "torchao==0.14.1", "requests==2.34.2", "urllib3==2.7.0", "charset_normalizer==3.4.7", "certifi", "idna",
-)  # fmt: skip
-"""The oldest that work with torch 2.13 on a CPU, found by running, and what transformers 4.53 needs beside it."""
 ANYWHERE = (
     "architectures", "asked/test_releases.py", "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
@@ -96,12 +92,9 @@ def tests_all(session: nox.Session, bnb: str) -> None:
 @nox.session(venv_backend="none")
 def oldest(session: nox.Session) -> None:
     """The main path and every reproducer on the oldest transformers, peft and accelerate."""
-    folder = ROOT / ".oldest"
-    if not (folder / "transformers-4.53.0.dist-info").is_dir():
-        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade")
-        session.run(*pip, "--target", str(folder), *OLDEST, external=True)
+    folders = stacks.folders("oldest", stacks.declared()["oldest"])
     for release in (SHORT[0], SHORT[-1]):
-        env = environment(folder, bitsandbytes(session, release), ROOT)
+        env = environment(bitsandbytes(session, release), *folders, ROOT)
         session.run(sys.executable, "-m", "pytest", "-q", "tests/programs/test_stack.py", env=env, external=True)
         session.run(sys.executable, "-m", "patches", "verify", env=env, external=True)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from . import second_name
-from .engine import imports
+from .engine import gate, imports
 from .engine.patch import unknown
 from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Result, Status
@@ -74,6 +74,8 @@ def start() -> None:
     REGISTRY.disabled = settings.disabled
     if started:
         return
+    if old := gate.in_one_look(gate.too_old):
+        _log(logging.WARNING, "%s; nothing is changed", old)
     REGISTRY.on_change = lambda report: _tell(report, settings)
     REGISTRY.follow_imports(untested=settings.untested)
 

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from .engine import catalog, compiler
+from dataclasses import replace
+
+from . import stacks
+from .engine import catalog, compiler, gate
 from .engine.build import Builder
 from .engine.registry import Registry
+from .engine.report import Report
 from .repairs.helpers.process import compiled_code, live_objects
 
-REGISTRY = Registry(catalog.patches(), compiled_code.forget, live_objects.one_walk, Builder(compiler.compiler()))
+
+class _OverStacks(Registry):
+    """Says in the report of all patches which stack that was run is nearest to the installed one."""
+
+    def report(self, *ids: str) -> Report:
+        found = super().report(*ids)
+        return found if ids else replace(found, notes=(*found.notes, *stacks.notes()))
+
+
+gate.floors.update(stacks.floors())
+REGISTRY = _OverStacks(catalog.patches(), compiled_code.forget, live_objects.one_walk, Builder(compiler.compiler()))

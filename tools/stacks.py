@@ -1,7 +1,7 @@
 """``python -m tools.stacks [NAME ...]``: what the plugin does on each stack of ``tests/stacks/stacks.toml``.
 
 Each lies alone in ``.stacks``: on top of the torch that is installed here, so that it costs no gigabytes, or with
-``TORCH=2.8.0`` in an environment of its own with that torch. There every reproducer and the main flows are run, and
+``TORCH=2.8.0`` on top of that torch, with ``TORCH=pinned`` of the one that people have with it. There every reproducer and the main flows are run, and
 what they say goes into ``docs/stacks.json``, which ``docs/releases.md`` is built from.
 """
 
@@ -11,9 +11,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from tools.commands import Failed, run
 
@@ -25,6 +27,13 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "stacks" / "stacks.toml"
 RESULTS = ROOT / "docs" / "stacks.json"
+SHIPPED = ROOT / "patches" / "stacks" / "table.json"
+DATASETS = (
+    "datasets==4.4.2", "pyarrow==22.0.0", "pandas==2.3.3", "multiprocess==0.70.18", "dill==0.4.0", "xxhash==3.6.0",
+    "pytz", "python-dateutil==2.9.0.post0", "six==1.17.0", "tzdata", "httpx==0.28.1", "httpcore==1.0.9", "h11==0.16.0",
+    "anyio==4.11.0", "sniffio==1.3.1", "idna", "certifi", "requests==2.34.2", "urllib3==2.7.0", "charset_normalizer==3.4.7",
+)  # fmt: skip
+"""What TRL imports, of any release."""
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 VERSIONS = """
 import importlib.metadata, json, sys
@@ -49,81 +58,119 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := [name for name in arguments if name not in stacks]:
         print(f"no stack is named {unknown[0]!r}; there are: {', '.join(stacks)}", file=sys.stderr)
         return 2
+    asked = os.environ.get("TORCH", "")
     for name in arguments or stacks:
-        _keep(name, measured(name, stacks[name], os.environ.get("TORCH", "")))
+        measured(name, stacks[name], stacks[name]["torch"] if asked == "pinned" else asked)
         print(f"{name}: done", flush=True)
     return 0
 
 
-def measured(name: str, stack: Stack, torch: str = "") -> dict[str, Any]:
-    """What is installed for ``stack``, what ``verify`` says there, and what its flows say."""
-    python, paths = _whole(name, stack, torch) if torch else _beside(name, stack)
-    environ = {"PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))), "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
-    verified = json.loads(_last(python, environ, "patches", "verify", "--json"))["rows"]
-    flows = json.loads(_last(python, environ, "tests.stacks.flows"))
-    versions = json.loads(run(python, "-c", VERSIONS, *PACKAGES, cwd=ROOT, **environ))
-    names = json.loads(_last(python, environ, "tests.stacks.names"))
-    return {"versions": versions, "verify": list(_said(verified)), "flows": flows, "missing names": names}
+def measured(name: str, stack: Stack, torch: str = "") -> None:
+    """Note what ``verify`` says on ``stack``, what its flows say, and which names of torch are not there."""
+    path = os.pathsep.join(map(str, (*folders(name, stack, torch), ROOT)))
+    environ = {"PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    versions = json.loads(run(sys.executable, "-c", VERSIONS, *PACKAGES, cwd=ROOT, **environ))
+    for part in os.environ.get("ONLY", " ".join(PARTS)).split():
+        _keep(name, versions, part, PARTS[part](environ))
 
 
-def _last(python: str, environ: Mapping[str, str], module: str, *arguments: str) -> str:
-    """The JSON that a module prints; `verify` ends with 1 where a row is wrong, and prints all the same."""
+def _verified(environ: Mapping[str, str]) -> list[dict[str, str]]:
+    return list(_said(_json(environ, "patches", "verify", "--json")["rows"]))
+
+
+PARTS: dict[str, Callable[[Mapping[str, str]], Any]] = {
+    "names": lambda environ: _json(environ, "tests.stacks.names"),
+    "verify": _verified,
+    "flows": lambda environ: _json(environ, "tests.stacks.flows"),
+}
+
+
+def _json(environ: Mapping[str, str], module: str, *arguments: str) -> Any:
+    """What a module prints; `verify` ends with 1 where a row is wrong, and prints all the same."""
     code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode > 1)"
-    said = run(python, "-c", code, python, "-W", "ignore", "-m", module, *arguments, cwd=ROOT, **environ)
-    return said[said.index("{") :]
+    words = (sys.executable, "-W", "ignore", "-m", module, *arguments)
+    said = run(sys.executable, "-c", code, *words, cwd=ROOT, **environ)
+    return json.loads(said[said.index("{") :])
 
 
 def _said(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     for row in rows:
-        yield {
-            "id": row["id"],
-            "verdict": row["verdict"],
-            "reason": "" if row["verdict"] == "ok" else row["reason"][:200],
-        }
+        yield {"id": row["id"], "verdict": row["verdict"], "reason": row["reason"].replace(str(ROOT), "")[:200]}
 
 
-def _keep(name: str, found: Mapping[str, Any]) -> None:
+def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None:
     known = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    known.setdefault(name, {})[found["versions"]["torch"]] = found
-    text = json.dumps({name: known[name] for name in declared() if name in known}, indent=1, sort_keys=False)
+    runs = known.setdefault(name, {})
+    here = runs.setdefault(versions["torch"], {})
+    here.update({"versions": versions, part: found})
+    write(known)
+
+
+def write(known: Mapping[str, Any]) -> None:
+    # A row of `verify` on a line of its own: a diff of this file says what a change of the plugin changes.
+    text = json.dumps({name: known[name] for name in declared() if name in known}, indent=1)
+    text = re.sub(r'\{\n +("id": [^\n]+)\n +("verdict": [^\n]+)\n +("reason": [^\n]+)\n +\}', r"{\1 \2 \3}", text)
     RESULTS.write_text(text + "\n", "utf-8")
+    SHIPPED.write_text(shipped(), "utf-8")
+
+
+def shipped() -> str:
+    """What the package knows of the table: the oldest of each package, and of each stack that was run its releases.
+
+    Of torch all that the stack was run with.
+    """
+    found = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    known = {name: [torch for torch, part in runs.items() if "verify" in part] for name, runs in found.items()}
+    stacks = declared()
+    oldest = {
+        package: min((s[package] for s in stacks.values()), key=Version) for package in PACKAGES if package != "trl"
+    }
+    run = {
+        name: {
+            package: sorted(known[name], key=Version) if package == "torch" else [stack[package]]
+            for package in PACKAGES if package in stack
+        }
+        for name, stack in stacks.items() if known.get(name)
+    }  # fmt: skip
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in run.items())
+    return f'{{"oldest": {json.dumps(oldest)},\n"run": {{\n{rows}\n}}}}\n'
 
 
 # -- environments ------------------------------------------------------------------------------
 
 
 def _pins(stack: Stack) -> list[str]:
-    return [f"{name}=={stack[name]}" for name in PACKAGES if name in stack and name != "torch"]
+    return [f"{name}=={stack[name]}" for name in PACKAGES if name in stack and name not in ("torch", "trl")]
 
 
 def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower())
 
 
-def _beside(name: str, stack: Stack) -> tuple[str, list[Path]]:
-    """A folder with all of ``stack`` but torch, first on the path of the Python that runs this; none if it has it."""
+def folders(name: str, stack: Stack, torch: str = "") -> list[Path]:
+    """What goes first on the path of the Python that runs this: the packages of ``stack`` and, where named, a torch.
+
+    A torch is shared by all stacks that are run with it.
+    """
+    folders = []
     here = json.loads(run(sys.executable, "-c", VERSIONS, *PACKAGES))
-    if all(here.get(pin.partition("==")[0]) == pin.partition("==")[2] for pin in _pins(stack)):
-        return sys.executable, []
-    folder = ROOT / ".stacks" / _slug(name)
+    if any(here.get(pin.partition("==")[0]) != pin.partition("==")[2] for pin in _pins(stack)):
+        folders.append(_installed(_slug(name), "--no-deps", *_pins(stack), *stack.get("beside", ())))
+    if "trl" in stack:
+        folders.append(_installed(f"trl-{stack['trl']}", "--no-deps", f"trl=={stack['trl']}"))
+        folders.append(_installed("datasets", "--no-deps", *DATASETS))
+    if torch and torch != here["torch"]:
+        folders.append(_installed(f"torch-{torch}", f"torch=={torch}"))
+    return folders
+
+
+def _installed(name: str, *what: str) -> Path:
+    folder = ROOT / ".stacks" / name
     done = folder / "complete"
     if not done.exists():
-        pip = ("-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--upgrade", "--target", str(folder))
-        run(sys.executable, *pip, *_pins(stack), *stack.get("beside", ()))
+        run(sys.executable, *"-m pip install --quiet --no-compile --upgrade --target".split(), str(folder), *what)
         done.touch()
-    return sys.executable, [folder]
-
-
-def _whole(name: str, stack: Stack, torch: str) -> tuple[str, list[Path]]:
-    """An environment with ``stack`` on ``torch``."""
-    folder = ROOT / ".stacks" / f"{_slug(name)}-torch{torch}"
-    python, done = folder / "bin" / "python", folder / "complete"
-    if not done.exists():
-        run(sys.executable, "-m", "venv", folder)
-        pins = (f"torch=={torch}", *_pins(stack), *stack.get("beside", ()), "packaging")
-        run(python, "-m", "pip", "install", "--quiet", "--no-compile", *pins)
-        done.touch()
-    return str(python), []
+    return folder
 
 
 if __name__ == "__main__":

@@ -104,6 +104,25 @@ def packages(patch: Patch) -> list[str]:
     return [requirement.parse(text).name for text in patch.requires]
 
 
+floors: dict[str, str] = {}
+"""The oldest release of each package that anything is changed beside, whatever a patch requires; who has a table of
+stacks that were run fills it."""
+
+
+def too_old() -> str:
+    """In words, what of the installed packages is older than any that was run, and what is needed; else empty."""
+    old = []
+    for package, oldest in floors.items():
+        version = installed(package)
+        if (
+            version is not None
+            and requirement.read(version) is not None
+            and not _contains(f"{package}>={oldest}", version)
+        ):
+            old.append(f"{package} {version} is too old: {oldest} or later is needed")
+    return "; ".join(old)
+
+
 def satisfied(requirements: str) -> bool:
     """Whether what is installed meets requirements joined by " and "; absent packages meet none."""
     for text in requirements.split(" and "):
@@ -126,6 +145,8 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
     for name, found in versions.items():
         if found is None:
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
+    if old := too_old():
+        return Verdict(Status.NOT_AFFECTED, old, versions)
     if not untested and (odd := [f"{n} {v}" for n, v in versions.items() if requirement.read(str(v)) is None]):
         why = f"the version of {' and of '.join(odd)} cannot be read; {_TO_TRY}"
         return Verdict(Status.UNTESTED, why, versions)

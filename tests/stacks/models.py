@@ -31,14 +31,30 @@ def load(folder: str, kind: str | None, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, **options)
 
 
-def lora(model: Any, **options: Any) -> Any:
+def dispatched(folder: str, kind: str | None) -> Any:
+    """Loaded by a device map: half of the layers on the disk."""
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
+              "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    return load(folder, kind, device_map=places, offload_folder=tempfile.mkdtemp())
+
+
+def config(**options: Any) -> Any:
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM",
-                        lora_dropout=0.0, **options)  # fmt: skip
-    return get_peft_model(model, config)
+    return LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM",
+                      lora_dropout=0.0, **options)  # fmt: skip
+
+
+def lora(model: Any, **options: Any) -> Any:
+    from peft import get_peft_model
+
+    return get_peft_model(model, config(**options))
+
+
+def trained(model: Any) -> list[Any]:
+    return [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
 
 
 def ids() -> Any:

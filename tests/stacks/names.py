@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,30 +23,55 @@ def main() -> None:
 
 
 def missing() -> dict[str, list[str]]:
-    """Dotted names that cannot be found, each with the files that name it."""
+    """Dotted names that cannot be found, each with the files or patches that name it."""
     found: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if _is_out_of_range(path):
-            continue
-        for name in named(ast.parse(path.read_text("utf-8"))):
+    for where, tree in (*_own(), *_rewritten()):
+        for name in named(tree):
             if not is_there(name):
-                found.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+                found.setdefault(name, []).append(where)
     return found
 
 
+def _own() -> Iterator[tuple[str, ast.AST]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if not _is_out_of_range(path):
+            yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text("utf-8"))
+
+
+def _rewritten() -> Iterator[tuple[str, ast.AST]]:
+    """What code of others is replaced by, where the patch and the edit are for what is installed."""
+    from patches import REGISTRY
+    from patches.engine import gate
+    from patches.engine.edits import Rewrite
+    from patches.engine.report import Status
+
+    for patch in REGISTRY.patches.values():
+        if gate.check(patch).status is Status.AVAILABLE:
+            for edit in patch.edits:
+                if isinstance(edit, Rewrite) and (not edit.when or gate.satisfied(edit.when)):
+                    yield patch.id, ast.parse(textwrap.dedent(edit.replace))
+
+
 def named(tree: ast.AST) -> set[str]:
-    """Chains of attributes that begin with ``torch``, and what is imported from it; the longest of each."""
-    aliases = {
-        node.targets[0].id: chain
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        if (chain := _chain(node.value)).startswith("torch.")
-    }
+    """Chains of attributes that begin with ``torch``, also under another name, and what is imported from it."""
+    aliases = dict(_aliases(tree))
     found = set()
     for name in _chains(tree):
         first, dot, rest = name.partition(".")
         found.add(f"{aliases.get(first, first)}{dot}{rest}")
     return {name for name in found if name.partition(".")[0] == "torch"}
+
+
+def _aliases(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Names that stand for modules and objects of torch, with what they stand for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if (chain := _chain(node.value)).startswith("torch."):
+                yield node.targets[0].id, chain
+        elif isinstance(node, ast.ImportFrom) and not node.level and str(node.module).partition(".")[0] == "torch":
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
 
 
 def _chains(tree: ast.AST) -> Iterator[str]:

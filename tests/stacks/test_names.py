@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
+from dataclasses import replace
 
 import pytest
 
+import patches
+from patches.engine.edits import Rewrite
 from tests.stacks import names
+from tools import stacks as tool
 
 pytest.importorskip("torch")
 pytest.importorskip("bitsandbytes")
@@ -19,12 +24,29 @@ def test_the_installed_torch_has_every_name():
 @pytest.mark.parametrize(
     "source",
     ["torch._C._autograd._no_such_call()", "hooks = torch._C._autograd\nhooks._no_such_call()",
-     "from torch._C._autograd import _no_such_call"],
+     "from torch._C._autograd import _no_such_call", "from torch._C import _autograd as hooks\nhooks._no_such_call()",
+     "import torch._C._autograd as hooks\nhooks._no_such_call()"],
 )  # fmt: skip
 def test_one_that_is_not_there_is_seen(source):
     wanted = names.named(ast.parse(source))
     assert "torch._C._autograd._no_such_call" in wanted
     assert not all(map(names.is_there, wanted))
+
+
+def test_code_that_is_written_into_others_is_walked(monkeypatch):
+    patch = patches.REGISTRY.patches["torch-fsdp-casts-codes"]
+    edit = next(edit for edit in patch.edits if isinstance(edit, Rewrite) and not edit.when)
+    bad = replace(patch, edits=(edit._replace(replace="torch._C._no_such_call()"),))
+    monkeypatch.setattr(patches.REGISTRY, "patches", {**patches.REGISTRY.patches, patch.id: bad})
+    assert names.missing() == {"torch._C._no_such_call": [patch.id]}
+
+
+def test_no_torch_of_the_table_lacked_a_name():
+    known = json.loads(tool.RESULTS.read_text("utf-8"))
+    lacking = {
+        (name, torch): run["names"] for name, runs in known.items() for torch, run in runs.items() if run["names"]
+    }
+    assert lacking == {}, "make stacks measured it"
 
 
 def test_what_is_asked_for_with_getattr_is_not_counted():

@@ -1,0 +1,100 @@
+"""The stacks that the package knows of: the table, which is nearest to the installed one, and one that is too old."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from patches import stacks
+from patches.engine import gate
+from tools import stacks as tool
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(**versions: str) -> None:
+        monkeypatch.setattr(gate, "installed", versions.get)
+
+    return install
+
+
+def test_the_package_knows_what_was_run():
+    assert json.loads(tool.SHIPPED.read_text("utf-8")) == json.loads(tool.shipped()), "python -m tools.stacks writes it"
+    assert set(stacks.known()) <= set(tool.declared())
+
+
+@pytest.mark.parametrize("name", stacks.known())
+def test_each_stack_is_nearest_to_itself(installed, name):
+    stack = {package: releases[-1] for package, releases in stacks.known()[name].items()}
+    installed(**{**stack, "torch": f"{stack['torch']}+cpu"})
+    found = stacks.nearest()
+    assert found is not None and found.name == name and not found.others
+    assert stacks.notes() == (f"this stack was run: {name}",)
+
+
+def test_what_was_not_tried_is_named(installed):
+    installed(torch="2.6.0", transformers="4.53.3", peft="0.17.0", accelerate="1.8.1", bitsandbytes="0.46.1")
+    (said,) = stacks.notes()
+    assert said == "the nearest stack that was run is transformers 4.53; not tried with it: peft 0.17.0 (0.16.0 was)"
+
+
+def test_without_torch_or_with_odd_versions_it_says_nothing(installed):
+    installed(transformers="4.53.3")
+    assert stacks.notes() == ()
+    installed(torch="a build of ours")
+    assert stacks.notes() == ()
+
+
+@pytest.mark.parametrize("package", stacks.floors())
+def test_what_is_too_old_is_named_with_what_is_needed(installed, package):
+    oldest = dict(stacks.floors())
+    installed(**oldest)
+    assert gate.too_old() == ""
+    installed(**{**oldest, package: "0.1"})
+    assert stacks.notes() == (f"{package} 0.1 is too old: {oldest[package]} or later is needed; nothing is changed",)
+
+
+def test_nothing_is_changed_beside_a_stack_that_is_too_old():
+    pytest.importorskip("bitsandbytes")
+    program = """
+import logging, sys
+logging.basicConfig(format="%(levelname)s %(message)s")
+import bnb_patches
+from bnb_patches.engine import gate
+gate.floors["torch"] = "99.0"  # as if this torch were older than any that was run
+import bitsandbytes
+try:
+    import transformers, peft
+except ImportError:
+    pass
+bnb_patches.apply()
+report = bnb_patches.report()
+print({str(result.status) for result in report} - {"not installed"}, repr(report.diff()))
+"""
+    path = os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(ROOT)))
+    env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=300)
+    assert done.stdout == "{'not affected'} ''\n", done.stdout + done.stderr
+    assert done.stderr.count("is too old: 99.0 or later is needed; nothing is changed") == 1, done.stderr
+
+
+def test_the_bounds_of_the_extras_are_the_oldest_of_the_table():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]["demo"]
+    bounds = dict(found.groups() for line in extras if (found := re.fullmatch(r"(\S+?)>=(\S+)", line)))
+    assert {name: Version(bounds[name]) for name in stacks.floors()} == {
+        name: Version(release) for name, release in stacks.floors().items()
+    }
