@@ -33,7 +33,7 @@ def main() -> int:
     quiet()
     print(", ".join(f"{name} {version(name).partition('+')[0]}" for name in PACKAGES))
     print(
-        f"{os.cpu_count()} cores, {DEVICE}, {str(fast_dtype()).removeprefix('torch.')}. Takes about a minute.\n",
+        f"{os.cpu_count()} cores, {DEVICE}, {str(fast_dtype()).removeprefix('torch.')}.\n",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
