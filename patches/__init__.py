@@ -72,7 +72,9 @@ def _ours() -> ModuleType:
     if _NAME not in sys.modules:
         spec = PathFinder.find_spec(_NAME, [_ROOT])
         if spec is None or spec.loader is None:
-            raise ImportError(f"bnb-patches is not whole: there is no {_NAME} in {_ROOT}; install it again")
+            raise ImportError(
+                f"the installation of bnb-patches is incomplete: {_NAME} is missing in {_ROOT}. Run `pip install --force-reinstall bnb-patches`"
+            )
         sys.modules[_NAME] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)

@@ -100,7 +100,9 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
         return value in _YES
     if value:
         allowed = ", ".join((*_YES, *_NO))
-        _log(logging.WARNING, "%s=%r means nothing; it can be %s. Taken as %d.", name, environ[name], allowed, default)
+        _log(
+            logging.WARNING, "%s=%r is not valid; expected one of %s. Using %d.", name, environ[name], allowed, default
+        )
     return default
 
 

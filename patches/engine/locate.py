@@ -95,7 +95,7 @@ def _read(function: FunctionType, code: CodeType) -> Source:
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename, function.__globals__)
     if not lines:
-        raise Conflict(f"{where}: there is no source to read at {code.co_filename}")
+        raise Conflict(f"{where}: no source file at {code.co_filename}")
     problem: Exception | None = None
     for candidate in (_guess, _exact):
         try:
@@ -112,8 +112,8 @@ def _read(function: FunctionType, code: CodeType) -> Source:
     if problem:
         raise Conflict(f"{where}: its source in {code.co_filename} cannot be read: {problem}") from problem
     raise Conflict(
-        f"{where}: the source in {code.co_filename} is not what was imported; "
-        "the file changed since, or someone else replaced the function"
+        f"{where}: the source in {code.co_filename} differs from the imported code: "
+        "the file changed after the import, or another program replaced the function"
     )
 
 

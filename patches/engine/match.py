@@ -191,7 +191,7 @@ def matches(source: Source, function: FunctionNode, edits: Sequence[Rewrite]) ->
             continue  # made already, for another patch
         found = _runs(places, _pattern(edit.find, edit.replace))
         if len(found) != edit.count:
-            raise Conflict(f"{edit.target}: {brief(edit.find)} stands there {len(found)} times, expected {edit.count}")
+            raise Conflict(f"{edit.target}: {brief(edit.find)} occurs {len(found)} times, expected {edit.count}")
         for nodes, holder, field in found:
             inside = {id(n) for node in nodes for n in _below(node) if not isinstance(n, _SHARED)}
             if other := next((claimed[i] for i in inside if i in claimed), None):

@@ -101,7 +101,7 @@ class Draft:
             if known is not None and known.owned_by(owner):
                 continue
             if slot.key in self._shadowed:
-                raise Conflict(f"{slot.name}: someone else changed it after us")
+                raise Conflict(f"{slot.name}: another program changed it after the patch was applied")
             if slot.key in self._refused:
                 raise Refused(self._refused[slot.key])
             fresh.append((slot, edit))
@@ -161,7 +161,7 @@ class Draft:
             if not leaving:
                 continue
             if key in self._shadowed:
-                reason = f"{known.slot.name} was changed by someone else after us; left as it is"
+                reason = f"{known.slot.name} was changed by another program after the patch was applied; left as it is"
                 problems |= {owner: Outcome(Status.SHADOWED, reason) for owner in leaving}
                 continue
             self._leave(key, known, tuple(entry for entry in known.edits if entry[0] not in leaving))

@@ -68,7 +68,11 @@ def left_behind(state: State) -> Iterator[str]:
 
 def _of_active(edits: Iterable[Edit], active: Sequence[Installed], owner: str) -> tuple[Status, str]:
     """The state of an owner that has edits in."""
-    lost = [f"{known.slot.name} was changed by someone else after us" for known in active if known.shadowed]
+    lost = [
+        f"{known.slot.name} was changed by another program after the patch was applied"
+        for known in active
+        if known.shadowed
+    ]
     keys = {known.slot.key for known in active}
     try:
         slots = [slot for edit in edits for slot, _ in slots_of(edit) if not isinstance(slot, NameSlot)]

@@ -148,7 +148,7 @@ class AttributeSlot(_Entry):
         try:
             owner, _ = targets.owner_of(self.name)
         except Conflict:
-            return f"{self.name} was taken out after us"
+            return f"{self.name} was removed by another program after the patch was applied"
         return "" if owner is self.held() else f"{self.name} is an attribute of another class now"
 
 
@@ -197,18 +197,18 @@ def _check_original(value: Any, edit: SetAttribute | DeleteAttribute, compiler: 
     if edit.over and not (value is ABSENT and edit.missing_ok):
         function = targets.unwrapped(value, edit.target)
         if not compiler.holds(function, edit.over):
-            raise Conflict(f"{edit.target}: {match.brief(edit.over)} does not stand in it")
+            raise Conflict(f"{edit.target}: {match.brief(edit.over)} does not occur in it")
     elif value is not ABSENT and not edit.keep:
-        raise Conflict(f"{edit.target} is there already, in the package itself")
+        raise Conflict(f"{edit.target} already exists in the package")
 
 
 def _check_home(value: Any, target: str) -> None:
     """Refuse what someone else has put in the place of ``target``."""
     if not _is_function(value):  # nothing tells where it comes from
-        raise Replaced(f"there is a {type(value).__name__} at {target} already")
+        raise Replaced(f"another program has put a {type(value).__name__} at {target}")
     function = targets.unwrapped(value, target)
     if not targets.is_of(function, target):
-        raise Replaced(f"{target} is a function of {targets.home(function)}")
+        raise Replaced(f"{target} was replaced by a function of {targets.home(function)}")
 
 
 def _is_function(value: Any) -> bool:

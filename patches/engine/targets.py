@@ -39,7 +39,7 @@ def function_of(edit: Rewrite) -> FunctionType:
     """The function that ``edit`` is to rewrite. Raises ``Replaced`` if another package put its own there."""
     function = _found(edit)
     if not is_of(function, edit.target):
-        raise Replaced(f"{edit.target} is a function of {home(function)}")
+        raise Replaced(f"{edit.target} was replaced by a function of {home(function)}")
     return function
 
 
@@ -75,7 +75,7 @@ def module_of(function: FunctionType, target: str) -> ModuleType:
     """The module whose globals ``function`` uses."""
     module = sys.modules.get(home(function))
     if not isinstance(module, ModuleType) or vars(module) is not function.__globals__:
-        raise Conflict(f"{target}: the module that it was defined in is gone")
+        raise Conflict(f"{target}: the module that defined it is no longer in sys.modules")
     return module
 
 
@@ -94,7 +94,7 @@ def displaced(edit: Rewrite, function: FunctionType) -> str:
     try:
         found = _found(edit)
     except Conflict:
-        return f"{edit.target} was taken out after us"
+        return f"{edit.target} was removed by another program after the patch was applied"
     if _reaches(found, function):
         return ""
     return f"{edit.target} is {'another function now' if is_of(found, edit.target) else f'a function of {home(found)} now'}"

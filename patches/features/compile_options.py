@@ -88,9 +88,9 @@ class CompileOptions(Mapping[str, Any]):
         from accelerate.utils import TorchDynamoPlugin
 
         if taken := {"mode", "options"} & fields.keys():
-            raise ValueError(f"{', '.join(sorted(taken))}: say it to compile_options, which merges them")
+            raise ValueError(f"{', '.join(sorted(taken))}: pass it to patches.compile_options, which merges them")
         if str(fields.setdefault("backend", "inductor")).rpartition(".")[2].lower() != "inductor":
-            raise ValueError(f"backend={fields['backend']!r}: these options are Inductor's")
+            raise ValueError(f"backend={fields['backend']!r}: these are options of Inductor: leave backend out")
         fields.setdefault("dynamic", self.dynamic)
         self._warn(fields["dynamic"], fields.get("mode"), {})
         return TorchDynamoPlugin(options=self.merged(), **fields)
@@ -113,7 +113,7 @@ class CompileOptions(Mapping[str, Any]):
         if kind is None and not entry.reached:
             raise RuntimeError(
                 f"{self!r} did nothing: nothing was compiled by Inductor inside the `with`. Call torch.compile "
-                "there, or let what compiles (Trainer.train(), Accelerator.prepare()) run there"
+                "there, or run there what compiles: Trainer.train(), Accelerator.prepare()"
             )
 
     def _warn(self, dynamic: bool | None, mode: str | None, options: Mapping[str, Any]) -> None:

@@ -75,7 +75,7 @@ def test_a_file_that_changed_since_decides_as_if_nothing_were_kept(toy, path):
     file.write_text(file.read_text().replace("y * 2", "y + 2"))  # of the same size
     os.utime(file, ns=(1, 1))
     locate.forget()
-    with pytest.raises(Conflict, match="the file changed since"):
+    with pytest.raises(Conflict, match="the file changed after the import"):
         KeepingCompiler(path).rewritten(toy.plain, toy.plain.__code__, [ONE])
     file.unlink()
     locate.forget()
@@ -89,7 +89,7 @@ def test_a_function_that_someone_else_has_put_there_is_not_taken_for_the_one_it_
     space: dict = {}
     exec(compile(f"{lines}def plain(x, *, k=1):\n    return x", toy.__file__, "exec"), space)
     toy.plain.__code__ = space["plain"].__code__
-    with pytest.raises(Conflict, match="someone else replaced"):
+    with pytest.raises(Conflict, match="another program replaced"):
         KeepingCompiler(path).rewritten(toy.plain, toy.plain.__code__, [ONE])
 
 

@@ -129,8 +129,8 @@ def test_a_name_that_someone_else_put_into_the_module_stays(toy, registry):
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
-        (SetAttribute("toy:Base.who", value=1), "is there already, in the package itself"),
-        (SetAttribute("toy:Base.who", value=1, over="'other'"), "'other'\" does not stand in it"),
+        (SetAttribute("toy:Base.who", value=1), "already exists in the package"),
+        (SetAttribute("toy:Base.who", value=1, over="'other'"), "'other'\" does not occur in it"),
         (SetAttribute("toy:Base.nothing", value=1, over="'base'"), "there is no such function"),
         (DeleteAttribute("toy:Base.nothing"), "there is nothing to delete"),
     ],

@@ -128,7 +128,7 @@ def test_a_function_that_another_package_put_there_before_us_is_left_and_named(t
     r = registry((Rewrite("toy:plain", "y * 2", "y * 3"),))
     result = r.apply(strict=True)["a"]
     assert result.status is Status.SHADOWED
-    assert result.reason == "toy:plain is a function of others.fixes; left as it is"
+    assert result.reason == "toy:plain was replaced by a function of others.fixes; left as it is"
     assert toy.plain is theirs and theirs(1) == 4
     r.revert()
     assert toy.plain is theirs
@@ -145,7 +145,10 @@ def test_a_function_that_is_replaced_after_us_is_reported_and_ours_is_reverted(t
         toy.plain = _of_another_package("def f(x, *, k=1):\n    return -x")
     result = r.report()["a"]
     assert result.status is Status.SHADOWED
-    assert result.reason == f"toy:plain {'was taken out after us' if gone else 'is a function of others.fixes now'}"
+    assert (
+        result.reason
+        == f"toy:plain {'was removed by another program after the patch was applied' if gone else 'is a function of others.fixes now'}"
+    )
     r.revert()
     assert ours.__code__ is code and r.report()["a"].status is Status.REVERTED
 
@@ -155,7 +158,7 @@ def test_a_module_that_is_dropped_after_us_is_reported_and_reverted(toy, registr
     r = registry((Rewrite("toy:plain", "y * 2", "y * 3"),))
     r.apply(strict=True)
     monkeypatch.delitem(sys.modules, "toy")
-    assert r.report()["a"].reason == "toy:plain was taken out after us"
+    assert r.report()["a"].reason == "toy:plain was removed by another program after the patch was applied"
     r.revert()
     assert ours.__code__ is code
 

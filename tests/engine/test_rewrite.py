@@ -97,8 +97,8 @@ def test_names_are_globals_of_the_module_only_while_it_is_active(toy, registry):
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
-        (Rewrite("toy:plain", "x + k", "x", count=2), "stands there 1 times, expected 2"),
-        (Rewrite("toy:plain", "x + z", "x"), "stands there 0 times, expected 1"),
+        (Rewrite("toy:plain", "x + k", "x", count=2), "occurs 1 times, expected 2"),
+        (Rewrite("toy:plain", "x + z", "x"), "occurs 0 times, expected 1"),
         (Rewrite("toy:absent", "x", "y"), "no such function"),
         (Rewrite("toy:Absent.method", "x", "y"), "no class Absent"),
         (Rewrite("toy:Base", "x", "y"), "not a Python function"),
@@ -144,7 +144,7 @@ def test_a_file_that_changed_since_the_import_is_a_conflict(toy, registry, tmp_p
     (tmp_path / "toy.py").write_text(text.replace("y = y * 2", "y = y * 3"))
     result = registry((Rewrite("toy:plain", "x + k", "x"),)).apply()["a"]
     assert result.status is Status.CONFLICT
-    assert "is not what was imported" in result.reason
+    assert "differs from the imported code" in result.reason
     assert toy.plain(5) == 12
 
 
@@ -153,7 +153,7 @@ def test_no_source_to_read_is_a_conflict(toy, registry):
     exec(compile("def made(x):\n    return x", "<no file>", "exec"), namespace)
     toy.made = namespace["made"]
     result = registry((Rewrite("toy:made", "x", "x + 1"),)).apply()["a"]
-    assert result.status is Status.CONFLICT and "no source to read" in result.reason
+    assert result.status is Status.CONFLICT and "no source file at" in result.reason
     assert toy.made(1) == 1
 
 

@@ -179,7 +179,9 @@ def one_rank(tmp_path) -> Iterator[None]:
 
 
 SHARDED = pytest.mark.parametrize(
-    "make, error", [(four_bit, "codes without statistics"), (int8, "no '0.SCB'")], ids=["4-bit", "INT8"]
+    "make, error",
+    [(four_bit, "packed weights without their quantization state"), (int8, "no '0.SCB'")],
+    ids=["4-bit", "INT8"],
 )
 
 

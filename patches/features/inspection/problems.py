@@ -114,7 +114,7 @@ def _of_weights(layers: Iterable[Layer]) -> Iterator[Problem]:
         yield Problem(what, tuple(names), remedy, patch, effect=effect)
     if lost := [layer.name for layer in layers if layer.lost]:
         yield Problem(
-            "layers are on meta, and no hook of accelerate brings their weights: they hold nothing",
+            "layers are on meta, and no hook of accelerate loads their weights: they have no values",
             tuple(lost),
             "Load them (from_pretrained, load_state_dict(assign=True)) or dispatch the model again.",
         )
@@ -172,7 +172,7 @@ def _of_adapters(adapters: Found, training: Training) -> Iterator[Problem]:
             meta.setdefault(patch, []).extend(names)
     for patch, names in meta.items():
         yield Problem(
-            "adapters are on meta, where peft put them beside what is offloaded: they hold nothing, and do not train",
+            "adapters of offloaded layers are on meta: they have no values and do not train",
             tuple(names),
             "Add adapters before the model is dispatched.",
             patch,

@@ -29,8 +29,8 @@ def _bias_is_bad(layer: Any, adapter: str, safe_merge: bool) -> bool:
     bias = layer.get_base_layer().bias
     if bias is None:
         raise RuntimeError(
-            f"adapter {adapter!r} has lora_bias=True, and the layer that it is to be merged into has no bias to add its "
-            "own to: keep the adapter unmerged, or give the layer a bias of zeros"
+            f"adapter {adapter!r} has lora_bias=True, but its base layer has no bias, so it cannot be merged. Keep the "
+            "adapter unmerged, or give the base layer a bias of zeros"
         )
     added = layer.lora_B[adapter].bias * layer.scaling[adapter]
     if safe_merge and not torch.isfinite(bias.data + added).all():

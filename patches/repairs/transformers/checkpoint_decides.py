@@ -66,14 +66,14 @@ def _quantized(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: d
         here = stored.get(weight)
         if weight in weights and here is None:
             raise ValueError(
-                f"The checkpoint has a quantization state for {path!r} and no weight ({weight!r}). A file of it may be "
-                "missing: download it again, or save the model again."
+                f"The checkpoint has a quantization state for {path!r} but no weight ({weight!r}). A file may be "
+                "missing: download the checkpoint again, or save the model again."
             )
         packed = here is not None and (not here.floating or here.shape != paths[path].shape and here.shape[1:] == (1,))
         if packed and weight not in weights:
             raise ValueError(
-                f"The checkpoint has packed weights for {path!r} and no quantization state ({weight!r}): what they "
-                "stand for is lost. A file of it may be missing: download it again, or save the model again."
+                f"The checkpoint has packed weights for {path!r} but no quantization state ({weight!r}), and they "
+                "cannot be read without it. A file may be missing: download the checkpoint again, or save the model again."
             )
         if weight in weights:
             found.add(path)

@@ -33,9 +33,8 @@ def dequantize_offloaded(model: Module, quantized: type[Any], dtype: torch.dtype
     for name, module in away.items():
         if offloaded.hook_of(module) is None:
             raise ValueError(
-                f"{name!r} has its weight on meta and no hook that brings it, so that it cannot be dequantized. If the "
-                "model is offloaded with preload_module_classes, offload it without; or dequantize the whole model "
-                "before it is offloaded."
+                f"{name!r} cannot be dequantized: its weight is on meta, and no hook of accelerate loads it. Offload the model "
+                "without preload_module_classes, or dequantize it before it is offloaded."
             )
     for name, module in away.items():
         model.set_submodule(name, _plain(module, dtype))

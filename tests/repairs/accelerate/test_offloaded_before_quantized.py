@@ -112,5 +112,5 @@ def test_without_it_the_cast_weights_are_refused_by_name():
         first = model(X)
         assert first.isfinite().all()
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="should hold 2048 bytes of codes and holds 4096 bytes of"):
+            with pytest.raises(RuntimeError, match="should hold 2048 bytes of packed weights and holds 4096 bytes of"):
                 model(X)

@@ -122,7 +122,7 @@ def test_a_base_without_a_bias_is_refused_before_the_weight_is_touched(kind, saf
     with patches.applied(ID), torch.no_grad():
         model = model_with_bias(kind, base_bias=False)
         out, before = model(X), contents(model)
-        with pytest.raises(RuntimeError, match="has no bias to add its own to"):
+        with pytest.raises(RuntimeError, match="its base layer has no bias"):
             merge(model, safe)
         assert all(map(torch.equal, contents(model), before)) and torch.equal(model(X), out)
 

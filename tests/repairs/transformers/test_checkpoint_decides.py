@@ -86,8 +86,8 @@ def test_adapters_and_merging_on_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("lost", "message"),
-    [("quant_state", "packed weights for 'model.layers.0.mlp.down_proj' and no quantization state"),
-     ("weight", "a quantization state for 'model.layers.0.mlp.down_proj' and no weight")],
+    [("quant_state", "packed weights for 'model.layers.0.mlp.down_proj' but no quantization state"),
+     ("weight", "a quantization state for 'model.layers.0.mlp.down_proj' but no weight")],
 )  # fmt: skip
 def test_what_contradicts_itself_is_refused(tmp_path, lost, message):
     saved(tmp_path, "nf4")

@@ -36,9 +36,9 @@ def state_of(x: Tensor, state: Any) -> Any:
 def _refuse(layer: Any, x: Tensor) -> None:
     which = "matmul" if layer is None else f"{type(layer).__name__} {int8_scales.name_of(layer)!r}"
     raise TypeError(
-        f"{which} was given an input of {x.dtype}, and computes with floating-point numbers alone. If the model casts its "
-        "activations to the dtype of this layer's weight, which is that of packed weights, leave the layer in floating "
-        "point: add its name to llm_int8_skip_modules."
+        f"{which} expected a floating-point input, got {x.dtype}. If the model casts activations to the dtype of this "
+        "layer's weight, which is the dtype of packed weights, do not quantize the layer: add its name to "
+        "llm_int8_skip_modules."
     )
 
 

@@ -119,14 +119,15 @@ def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.T
             raise ValueError("the state dict lacks 'weight.quant_state.bitsandbytes__...'")
         if own is not None and codes.dtype != layer.weight.dtype:  # torch copies them into those of the layer by value
             raise ValueError(
-                f"its packed bits are in {codes.dtype}, and the layer's quant_storage is {layer.weight.dtype}"
+                f"its packed weights have dtype {codes.dtype}, the layer's quant_storage is {layer.weight.dtype}"
             )
         stand_in = torch.empty(1, dtype=torch.uint8).expand(bytes_of_codes(layer))  # the codes are loaded by torch
         return read(layer, {"": stand_in, **saved}, assign=False)[1]
     if own is None or not are_own(codes, layer.weight):
         raise ValueError(
-            "the state dict has codes without statistics ('weight.absmax' ...), and not the codes of this layer. "
-            "It was saved sharded without bnb-patches: load it into a model that was quantized from the same base weights"
+            "the state dict has packed weights without their quantization state ('weight.absmax' ...), and they differ from "
+            "the packed weights of this layer. A sharded model was saved without bnb-patches: load it into a model that was "
+            "quantized from the same base weights"
         )
     return own
 

@@ -95,7 +95,7 @@ def _read(parameter: str, old: Any, held: torch.Tensor, group: dict[str, torch.T
     codes = group[""]
     if (codes.shape, codes.dtype) != (held.shape, held.dtype):
         found, expected = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (codes, held))
-        raise ValueError(f"its codes are {found}, and must be {expected}")
+        raise ValueError(f"its packed weights are {found}, expected {expected}")
     weight = Quantized(parameter, tuple(old.shape), old.quant_type, held.device)
     refuse_cast(repr(parameter), codes)
     # torch loads the codes themselves, sharded ones as well; here their number and device are enough.

@@ -51,9 +51,9 @@ def _holds_codes(weight: Params4bit) -> bool:
     if weight.is_floating_point():
         return False
     raise RuntimeError(
-        f"a 4-bit weight of shape {tuple(state.shape)} should hold {size} bytes of codes and "
-        f"holds {weight.nbytes} bytes of {weight.dtype}: the layer was offloaded before it was quantized, and its "
-        "weights were cast as if they were codes. Quantize the model first, model.to(device), and then offload it"
+        f"a 4-bit weight of shape {tuple(state.shape)} should hold {size} bytes of packed weights and "
+        f"holds {weight.nbytes} bytes of {weight.dtype}: the layer was offloaded before it was quantized, so its "
+        "values were cast to the storage dtype. Quantize the model first (model.to(device)), then offload it"
     )
 
 

@@ -56,8 +56,8 @@ def cuts_blocks(parameter: Tensor) -> bool:
     if even and len(cuts) == 1 and how.is_shard(0):
         return False
     warnings.warn(
-        f"The shards of a parameter of shape {tuple(parameter.shape)} are not whole blocks of {BLOCK} values: "
-        "its optimizer state has 32 bits.",
+        f"Parameter of shape {tuple(parameter.shape)}: its shard size is not a multiple of {BLOCK}; using 32-bit "
+        "optimizer state.",
         stacklevel=2,
     )
     return True
@@ -67,7 +67,7 @@ def is_unpaged(parameter: Tensor) -> bool:
     """Whether a paged state of ``parameter`` is made as one that is not."""
     if not _is_sharded(parameter):
         return False
-    warnings.warn("Optimizer states of sharded parameters are not paged.", stacklevel=2)
+    warnings.warn("Parameters are sharded: using optimizer states that are not paged.", stacklevel=2)
     return True
 
 

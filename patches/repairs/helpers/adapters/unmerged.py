@@ -55,7 +55,7 @@ def _refuse_plain(base: Any) -> None:
         raise ValueError(
             f"{type(base).__name__} {int8_scales.name_of(base)!r} has a weight that is not quantized ({weight.dtype}, "
             "tied to an embedding or left out of the quantization), so nothing was merged into it. Name the layer in "
-            "llm_int8_skip_modules, load the model and the adapter again, and merge then; or do not merge"
+            "llm_int8_skip_modules, load the model and the adapter again, then merge; or keep the adapter unmerged"
         )
 
 

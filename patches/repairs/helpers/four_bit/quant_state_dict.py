@@ -56,7 +56,9 @@ def read_for(weight: Quantized, group: Tensors, assign: bool) -> tuple[torch.Ten
     from bitsandbytes.utils import unpack_tensor_to_dict
 
     if set(group) == {""} and group[""].shape == weight.shape:
-        raise ValueError("it is not quantized, and the layer is; load it into a layer that is not quantized yet")
+        raise ValueError(
+            "the weight in the state dict is not quantized, and the layer is. Load it before the layer is quantized"
+        )
     packed = [key for key in group if key.startswith("quant_state.")]
     needed = {"", "absmax", "quant_map", *(packed or ["quant_state.bitsandbytes__" + weight.quant_type])}
     try:
@@ -66,10 +68,10 @@ def read_for(weight: Quantized, group: Tensors, assign: bool) -> tuple[torch.Ten
     if "nested_blocksize" in facts:
         needed |= {"nested_absmax", "nested_quant_map"}
     _refuse(weight, "the state dict lacks", needed - set(group))
-    _refuse(weight, "the state dict has, unexpectedly,", (set(group) - needed) | set(packed[1:]))
+    _refuse(weight, "the state dict has unexpected keys:", (set(group) - needed) | set(packed[1:]))
     device = group[""].device if assign else weight.device
     if device.type == "meta":
-        raise ValueError("the layer is on the meta device, where nothing can be copied to; pass assign=True")
+        raise ValueError("the layer is on the meta device: call load_state_dict(..., assign=True)")
     try:
         _check_sizes(weight, group, facts)
         refuse_cast(_name(weight, ""), group[""])
@@ -109,8 +111,8 @@ def refuse_cast(name: str, codes: torch.Tensor) -> None:
             continue  # which would keep all of them
         if float((words.to(other).to(words.dtype) == words).double().mean()) >= enough:
             raise ValueError(
-                f"{name} is packed bits in {codes.dtype} that were cast from or through {other} as if they were numbers, "
-                "and are lost: save it again, and cast nothing of a quantized weight"
+                f"{name} holds packed weights in {codes.dtype} that were cast to or from {other}, which destroyed them. Save "
+                "the model again, without casting its quantized weights"
             )
 
 
@@ -122,9 +124,11 @@ def _as_saved(weight: Quantized, key: str, tensor: torch.Tensor, nested: bool) -
         return tensor
     if key == "absmax" and nested:
         if tensor.dtype != torch.uint8:
-            raise ValueError(f"{_name(weight, key)} is {tensor.dtype}, but doubly quantized it is codes, torch.uint8")
+            raise ValueError(
+                f"{_name(weight, key)} has dtype {tensor.dtype}, expected torch.uint8 (double quantization)"
+            )
     elif not tensor.is_floating_point():
-        raise ValueError(f"{_name(weight, key)} is {tensor.dtype}, and no floating point")
+        raise ValueError(f"{_name(weight, key)} has dtype {tensor.dtype}, expected a floating-point dtype")
     else:
         return tensor.float()
     return tensor
@@ -143,7 +147,7 @@ def _check_sizes(weight: Quantized, group: Tensors, facts: dict[str, Any]) -> No
     """Refuse what was quantized from a weight of another shape, or is not as long as it must be."""
     shape = weight.shape
     if tuple(facts["shape"]) != shape:
-        raise ValueError(f"size mismatch: it was quantized from shape {tuple(facts['shape'])}, the layer's is {shape}")
+        raise ValueError(f"size mismatch: the saved weight has shape {tuple(facts['shape'])}, the layer {shape}")
     blocks = -(-prod(shape) // facts["blocksize"])
     sizes = {"": (group[""].nbytes, weight.nbytes), "absmax": (group["absmax"].numel(), blocks)}
     if "nested_absmax" in group:
@@ -151,5 +155,5 @@ def _check_sizes(weight: Quantized, group: Tensors, facts: dict[str, Any]) -> No
     for key, (found, expected) in sizes.items():
         if found != expected:
             raise ValueError(
-                f"size mismatch: {_name(weight, key)} holds {found} {'values' if key else 'bytes'}, not {expected}"
+                f"size mismatch: {_name(weight, key)} holds {found} {'values' if key else 'bytes'}, expected {expected}"
             )

@@ -61,9 +61,9 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     if any(p.requires_grad and p.grad is None and (p.is_meta or id(p) in old) for p in parameters):
         raise RuntimeError(
-            f"this optimizer holds offloaded adapter weights, of {int8_scales.name_of(layers[0])!r} for one: "
-            "accelerate brings such weights for one forward and drops their gradients with them, so that no step can "
-            "train them. To train, offload the base model first (a device map, cpu_offload), then put the adapters on "
-            "it. To train other parameters alone, give the optimizer those that are not offloaded "
+            f"this optimizer has offloaded adapter weights, such as those of {int8_scales.name_of(layers[0])!r}. "
+            "accelerate loads offloaded weights for one forward and drops their gradients, so no step can train them. "
+            "To train them, offload the base model first (device_map, cpu_offload), then add the adapters. To train "
+            "other parameters only, give the optimizer the parameters that are not offloaded "
             "(p for p in model.parameters() if p.requires_grad and not p.is_meta)"
         )

@@ -93,8 +93,8 @@ class Elsewhere:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(
-            f"the forward of this product ran with {vars(self)['patch']}, its backward after that was reverted, and "
-            "only the patch knows what it saved: run the forward again"
+            f"{vars(self)['patch']} was reverted between the forward and the backward of this product: run the "
+            "forward again"
         )
 
     __iter__ = __getattr__ = _refuse

@@ -27,7 +27,10 @@ def model(kind: str) -> torch.nn.Module:
 def test_an_error_names_the_layer(kind, dtype):
     layers = model(kind).to("cpu")
     x = torch.ones(2, 64, dtype=dtype)
-    with patches.applied(ID, BIAS), pytest.raises(TypeError, match=rf"'block\.1' was given an input of {dtype}"):
+    with (
+        patches.applied(ID, BIAS),
+        pytest.raises(TypeError, match=rf"'block\.1' expected a floating-point input, got {dtype}"),
+    ):
         layers["block"][1](x)
 
 

@@ -130,7 +130,7 @@ def test_from_meta_only_by_assigning():
     with torch.device("meta"):
         live = layer(1, quantized=False)
     with patches.applied(ID):
-        with pytest.raises(RuntimeError, match="pass assign=True"):
+        with pytest.raises(RuntimeError, match="assign=True"):
             live.load_state_dict(saved.state_dict())
         live.load_state_dict(saved.state_dict(), assign=True)
     assert torch.equal(output(live), output(saved))
@@ -200,13 +200,13 @@ def _bias(tensors):
 
 
 WRONG = {
-    _unknown: "unexpectedly, 'weight.SCB'",
+    _unknown: "unexpected keys: 'weight.SCB'",
     _garbled: f"'{PACKED}' cannot be read",
-    _short: "'weight.absmax' holds 95 values, not 96",
-    _other_shape: r"quantized from shape \(32, 64\), the layer's is \(96, 64\)",
+    _short: "'weight.absmax' holds 95 values, expected 96",
+    _other_shape: r"the saved weight has shape \(32, 64\), the layer \(96, 64\)",
     _float: "not quantized, and the layer is",
-    _codes_as_numbers: "'weight.absmax' is torch.float16",
-    _numbers_as_codes: "'weight.quant_map' is torch.int8",
+    _codes_as_numbers: "'weight.absmax' has dtype torch.float16",
+    _numbers_as_codes: "'weight.quant_map' has dtype torch.int8",
     _bias: "size mismatch for bias",
 }
 

@@ -116,7 +116,7 @@ def test_codes_of_another_shape_or_dtype_are_refused():
     before = live.up.clone()
     cast = {key: value.half() if key == "up" else value for key, value in make(0).state_dict().items()}
     for state in (make(0, experts=2).state_dict(), cast):
-        with pytest.raises(RuntimeError, match="'up', which was left as it was: its codes are torch"):
+        with pytest.raises(RuntimeError, match="'up', which was left as it was: its packed weights are torch"):
             live.load_state_dict(state, strict=False)
         assert torch.equal(live.up, before)
 

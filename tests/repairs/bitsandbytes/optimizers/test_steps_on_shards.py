@@ -56,7 +56,7 @@ def test_states_have_8_bits_and_are_sharded(name, ranks):
 def test_a_parameter_whose_shards_cut_blocks_is_named(name, ranks):
     for rank in ranks:
         assert [shape in said for shape, said in zip(("(1, 4100)", "(65, 96)"), rank[name]["warnings"])] == [True, True]
-        assert len(rank[name]["warnings"]) == 2 and all("32 bits" in said for said in rank[name]["warnings"])
+        assert len(rank[name]["warnings"]) == 2 and all("32-bit" in said for said in rank[name]["warnings"])
 
 
 @pytest.mark.parametrize("way", FROM)
