@@ -141,6 +141,24 @@ def test_counted_and_shown(qwen3):
     assert not any("expert" in problem.what for problem in shown.problems)
 
 
+def test_on_the_cpu_between_calls(qwen3):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model, x = patches.quantize_experts(loaded(qwen3)), torch.randn(1, 8, 64)
+    with torch.no_grad():
+        expected = mlp(model)(x)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        experts = mlp(model).experts.down_proj
+        assert isinstance(experts, Experts4bit) and experts.is_meta
+        assert torch.equal(mlp(model)(x), expected)
+    assert not dense.COUNTS
+
+
+def test_the_disk_is_refused(qwen3, tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    with pytest.raises(NotImplementedError, match="they cannot be offloaded to the disk"):
+        accelerate.disk_offload(patches.quantize_experts(loaded(qwen3)), tmp_path, torch.device("cpu"))
+
+
 def test_skipped_modules_stay(qwen3):
     model = patches.quantize_experts(loaded(qwen3, llm_int8_skip_modules=["lm_head", "model.layers.1"]))
     first, second = (layer.mlp.experts for layer in model.model.layers)

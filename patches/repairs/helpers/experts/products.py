@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from . import compiled
 from .tensor import RULES, Experts4bit
 from .views import aten, rule
 
@@ -52,7 +53,15 @@ def _chosen(experts: Experts4bit, other: torch.Tensor, left: bool) -> torch.Tens
     assert isinstance(experts.chosen, torch.Tensor)
     if left:  # (w @ x).T = x.T @ w.T
         return _chosen(experts.like(swapped=not experts.swapped), other.transpose(1, 2), left=False).transpose(1, 2)
-    out = _room(experts, other, left)
+    if compiled.traced(other, experts.chosen):
+        return compiled.product(other, experts.chosen, experts, grouped=False)
+    return by_choice(other, experts)
+
+
+def by_choice(other: torch.Tensor, experts: Experts4bit) -> torch.Tensor:
+    """Each matrix of ``other`` with the expert that ``experts.chosen`` says."""
+    assert isinstance(experts.chosen, torch.Tensor)
+    out = _room(experts, other, left=False)
     for number in experts.chosen.unique().tolist():
         where = (experts.chosen == number).nonzero()[:, 0]
         rows = other[where]
@@ -72,15 +81,21 @@ def grouped_mm(
     fits = isinstance(experts, Experts4bit) and experts.dim() == 3 and rows.dim() == 2
     if not fits or offs is None or bias is not None:
         return NotImplemented
-    return _grouped(rows, experts, offs, out_dtype or rows.dtype)
+    assert isinstance(experts, Experts4bit)
+    if compiled.traced(rows, offs) and experts.chosen is None:
+        out = compiled.product(rows, offs, experts, grouped=True)
+    else:
+        out = by_group(rows, experts, offs)
+    return out if out_dtype is None else out.to(out_dtype)
 
 
 if hasattr(aten, "_grouped_mm"):  # since torch 2.7
     RULES[aten._grouped_mm.default] = grouped_mm
 
 
-def _grouped(rows: torch.Tensor, experts: Any, offs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    out, start = rows.new_zeros(rows.shape[0], experts.shape[2], dtype=dtype), 0
+def by_group(rows: torch.Tensor, experts: Experts4bit, offs: torch.Tensor) -> torch.Tensor:
+    """Rows up to ``offs[0]`` with the first expert, from there to ``offs[1]`` with the next, and so on."""
+    out, start = rows.new_zeros(rows.shape[0], experts.shape[2]), 0
     for number, end in zip(experts.numbers(), offs.tolist()):
         if end > start:
             out[start:end] = torch.mm(rows[start:end], experts.expert(number))

@@ -15,6 +15,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from ..process.messages import LOGGER
 from .found import Found, experts_in, makes, stacked
 from .packed import Packed
+from .products import know_transformers
 from .quantize import How, is_wanted, packed_matrices
 from .tensor import as_parameter
 
@@ -42,6 +43,7 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     found = [one for one in experts_in(model) if packed or is_wanted(one.full_name, skipped)]
     _refuse_disk(found, load_config.device_map)
     how = How.said_by(config) if asked else None
+    know_transformers()
     return _replaced(mapping, found, how)
 
 

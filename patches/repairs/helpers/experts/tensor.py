@@ -36,11 +36,14 @@ class Experts4bit(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        packed: Packed,
+        packed: Packed | Experts4bit,
         chosen: int | torch.Tensor | None = None,
         swapped: bool = False,
         dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
     ) -> Experts4bit:
+        if isinstance(packed, Experts4bit):  # accelerate makes a parameter of the same class on another device
+            return torch.nn.Parameter(packed.like(), requires_grad=requires_grad)  # type: ignore[return-value]
         experts, rows, columns = packed.shape
         first = [] if isinstance(chosen, int) else [experts if chosen is None else len(chosen)]
         shape = [columns, rows] if swapped else [rows, columns]

@@ -143,6 +143,11 @@ def zeros_like(experts: Experts4bit, dtype: Any = None, device: Any = None, **kw
     return torch.zeros(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
 
 
+@rule(aten.new_zeros.default)
+def new_zeros(experts: Experts4bit, size: list[int], dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    return torch.zeros(size, dtype=dtype or experts.dtype, device=device or experts.device)
+
+
 @rule(aten.copy_.default)
 def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
     """From other experts in 4 bits, quantized alike: their packed weights and statistics."""
@@ -170,7 +175,7 @@ def set_(experts: Any, source: Any) -> Any:
     return experts if same else NotImplemented
 
 
-# -- what would make them trainable --------------------------------------------------------------------------------------
+# -- what cannot be --------------------------------------------------------------------------------------
 
 
 def requires_grad_(experts: Experts4bit, requires_grad: bool = True) -> Any:
@@ -182,5 +187,13 @@ def requires_grad_(experts: Experts4bit, requires_grad: bool = True) -> Any:
     return NotImplemented
 
 
+def numpy(experts: Experts4bit, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"experts in 4 bits of shape {tuple(experts.shape)} are no array: they cannot be offloaded to the disk. Keep "
+        "them on an accelerator or the CPU; experts.dequantize().numpy() gives their values."
+    )
+
+
+FUNCTIONS[torch.Tensor.numpy] = numpy
 FUNCTIONS[torch.Tensor.requires_grad_] = requires_grad_
 FUNCTIONS[torch.Tensor.requires_grad.__set__] = requires_grad_  # type: ignore[attr-defined]
