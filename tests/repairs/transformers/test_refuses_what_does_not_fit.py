@@ -60,6 +60,12 @@ def test_the_flag_means_what_it_meant(kind, base, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_that_is_not_quantized_loads_as_before(base, tmp_path):
+    model = load(base, "plain", device_map("cpu"), offload_folder=tmp_path)
+    assert model.model.layers[1].mlp.up_proj.weight.is_meta
+    assert torch.equal(logits(model), logits(load(base, "plain", {"": "cpu"})))
+
+
 def test_a_quantized_checkpoint_needs_no_folder(base, tmp_path):
     whole(base, "nf4").save_pretrained(tmp_path)
     before = sorted(tmp_path.iterdir())

@@ -73,7 +73,7 @@ def put_on_disk(
     name: str, weight: Any, info: Any, to: str, index: dict[str, Any], mapping: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Leave the packed weights of ``weight`` on the disk, and in ``model`` what says how to read them."""
-    there = name in index and _lies_there(quantizer, mapping)
+    there = isinstance(device_map, Places) and name in index and _lies_there(quantizer, mapping)
     if not isinstance(device_map, Places) or not _is_packed(weight) and not there:
         result: dict[str, Any] = upstream(name, weight, info, to, index, mapping)
         return result
