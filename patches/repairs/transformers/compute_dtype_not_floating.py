@@ -54,7 +54,7 @@ def defect() -> Finding:
         outputs = []
         for compute in (torch.float32, torch.int8):
             try:
-                how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute)
+                how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
             except ValueError as error:
                 return Finding(False, f"ValueError: {error}".partition(". It")[0])
             model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, torch_dtype=torch.float32)

@@ -17,7 +17,8 @@ What it costs: each use of an offloaded layer brings its packed weights over the
 
 from __future__ import annotations
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine.gate import satisfied
 from ..helpers.loading import places, placing, sizes
 
 
@@ -28,6 +29,8 @@ def defect() -> Finding:
     import torch
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+    if satisfied("transformers<5.23"):
+        raise CannotShow("before transformers 5.23 a quantized model that does not fit is refused; not repaired there")
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     load = LlamaForCausalLM.from_pretrained
