@@ -39,12 +39,15 @@ def preprocess(
     def run(model: Any, **also: Any) -> Any:
         quantized = _quantized(model, stored, mapping)
         plain = {path: model.get_submodule(path) for path in skipped.linears(model)}
+        stacked = _stacked(model, stored, mapping)
         result = quantizer.preprocess_model(model=model, **also)
         for path, module in plain.items():
             if path in quantized and not _is_quantized(model.get_submodule(path)):
                 model.set_submodule(path, _quantized_layer(module, config))
             elif path not in quantized and _is_quantized(model.get_submodule(path)):
                 model.set_submodule(path, module)
+        for path, module in stacked.items():
+            model.set_submodule(path, module)
         quantizer.modules_to_not_convert = [path for path in plain if not _is_quantized(model.get_submodule(path))]
         return result
 
@@ -78,6 +81,17 @@ def _quantized(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: d
         if weight in weights:
             found.add(path)
     return found
+
+
+def _stacked(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: dict[str, str] | None) -> dict[str, Any]:
+    """Experts in parameters of three dimensions, by path, that the checkpoint holds so; transformers parts some of them."""
+    paths = {f"{path}.{name}": path for path, module in model.named_modules()
+             for name, parameter in module._parameters.items() if parameter is not None and parameter.dim() == 3}  # fmt: skip
+    ends = tuple({name.rpartition(".")[2] for name in paths})
+    keys = [key for key in stored if ends and key.endswith(ends)]
+    names = checkpoint_keys.in_model(model, list(stored), keys, mapping) if keys else {}
+    found = {paths[name] for key, name in names.items() if name in paths and len(stored[key].shape) == 3}
+    return {path: model.get_submodule(path) for path in sorted(found)}
 
 
 def _is_quantized(module: Any) -> bool:

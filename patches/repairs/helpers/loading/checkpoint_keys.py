@@ -71,7 +71,7 @@ def in_model(
     ``asked`` is the ``key_mapping`` of ``from_pretrained``.
     """
     names = _renamed_by_4 if hasattr(model, "_get_key_renaming_mapping") else _renamed_by_5
-    return names(model, keys, list(weights), asked)
+    return names(model, keys, sorted(weights), asked)  # some renamings of transformers 5 depend on the order
 
 
 def _renamed_by_5(model: Any, keys: list[str], weights: list[str], asked: dict[str, str] | None) -> dict[str, str]:
