@@ -12,7 +12,7 @@ from pathlib import Path
 
 from patches import REGISTRY
 
-from . import DOCS, commands, figures, page, reports, stacks, symptoms
+from . import DOCS, architectures, commands, figures, page, reports, stacks, symptoms
 
 PAGES, FRAGMENTS = DOCS / "patches", DOCS / "generated"
 
@@ -32,6 +32,7 @@ def files(found: Sequence[reports.Report] = ()) -> dict[Path, str]:
         FRAGMENTS / "symptoms.md": symptoms.fragment(),
         FRAGMENTS / "commands.md": commands.fragment(),
         FRAGMENTS / "stacks.md": stacks.fragment(),
+        FRAGMENTS / "architectures.md": architectures.fragment(),
     }
 
 

@@ -12,6 +12,7 @@ import patches
 
 pytest.importorskip("bitsandbytes")
 safetensors = pytest.importorskip("safetensors.torch")
+transformers = pytest.importorskip("transformers")
 
 from . import asking  # noqa: E402
 
@@ -99,3 +100,21 @@ def test_what_contradicts_itself_is_refused(tmp_path, lost, message):
     safetensors.save_file(kept, file, metadata={"format": "pt"})
     with patches.applied(ID), pytest.raises(ValueError, match=message):
         asking.load(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("how", asking.HOW)
+def test_stacked_experts_that_a_checkpoint_holds_stay_stacked(tmp_path, how):
+    """transformers parts the experts of a Llama 4 that is quantized already, whatever its file holds."""
+    size = {"hidden_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(vocab_size=32, num_local_experts=2, pad_token_id=0, **size)
+    transformers.Llama4ForCausalLM(config).save_pretrained(tmp_path / "plain")
+    with patches.applied():
+        model = asking.load(tmp_path / "plain", asking.HOW[how], "Llama4ForCausalLM", torch_dtype=torch.float32)
+        model.save_pretrained(tmp_path / "packed")
+        again = asking.load(tmp_path / "packed", kind="Llama4ForCausalLM", torch_dtype=torch.float32)
+        assert torch.equal(asking.logits(again), asking.logits(model))
+    assert asking.quantized(again) == asking.quantized(model) != []
+    stacked = {name for name, parameter in again.named_parameters() if parameter.dim() == 3}
+    assert stacked == {name for name, parameter in model.named_parameters() if parameter.dim() == 3} != set()
