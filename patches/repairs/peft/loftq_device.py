@@ -1,0 +1,98 @@
+"""``replace_lora_weights_loftq`` works on CUDA and XPU only, and for 4-bit layers only.
+
+It moves the original weight to ``"cuda"``, wherever the quantized layer is: ``Torch not compiled with CUDA enabled`` on a
+CPU, and on the second GPU of a model that is spread over two, or for a layer on the CPU, tensors on two devices. For an
+INT8 model it says ``No bnb LoRA module found on the model``. All releases of peft that have it.
+
+The repair computes where the quantized weight is, and starts LoRA on INT8 layers in the same way: by the leading singular
+vectors of what quantization took away, which peft's own function computes. On CUDA the 4-bit result is what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.weights import dense_weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _kinds(four_bits: type) -> tuple[type, ...]:
+    """The LoRA layers of peft around layers of bitsandbytes."""
+    from peft.tuners.lora import Linear8bitLt
+
+    return four_bits, Linear8bitLt
+
+
+def _initial(init: Callable[..., Any], layer: Any, weight: Tensor, num_bits: int, reduced_rank: int) -> Any:
+    """``lora_A`` and ``lora_B`` for ``layer``, whose base stood for ``weight`` before it was quantized."""
+    import torch
+    from peft.utils.loftq_utils import _low_rank_decomposition
+
+    base = layer.get_base_layer()
+    if not dense_weight.is_codes(base):
+        return init(base.weight, weight, num_bits=num_bits, reduced_rank=reduced_rank)
+    dense = dense_weight.of(base, torch.float32)
+    parts = _low_rank_decomposition(weight.to(dense.device, torch.float32) - dense, reduced_rank=reduced_rank)
+    return parts["R"], parts["L"]
+
+
+def defect() -> Finding:
+    """Start LoRA by what the quantization of a layer on the CPU took away."""
+    import tempfile
+
+    import bitsandbytes as bnb
+    import torch
+    from peft import LoraConfig, get_peft_model, replace_lora_weights_loftq
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    plain, x = torch.nn.Linear(64, 64, bias=False), torch.randn(4, 64)
+    expected = plain(x).detach()
+    base: Any = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    base.load_state_dict(plain.state_dict())
+    model: Any = torch.nn.Sequential(base).to("cpu")
+    model.is_loaded_in_4bit = True
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({"0.weight": plain.weight.detach()}, f"{folder}/model.safetensors")
+        before = float((model(x) - expected).norm())
+        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=["0"]))
+        try:
+            replace_lora_weights_loftq(model, model_path=folder)
+        except (AssertionError, RuntimeError) as error:
+            return Finding(True, f"replace_lora_weights_loftq of a layer on the CPU: {error}")
+    after = float((model(x) - expected).norm())
+    return Finding(after >= before, f"the error of quantization is {after / before:.2f} of what it was")
+
+
+_TARGET = "peft.utils.loftq_utils:{}"
+
+PATCH = Patch(
+    id="peft-loftq-device",
+    summary="replace_lora_weights_loftq fails without CUDA, on a second GPU, and for INT8 layers",
+    links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/loftq_utils.py",),
+    requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13", "2.15"),
+    edits=(
+        Rewrite(_TARGET.format("_loftq_init_new"), '"xpu" if is_xpu_available() else "cuda"', "qweight.device"),
+        Rewrite(
+            _TARGET.format("replace_lora_weights_loftq"),
+            "isinstance(module, Linear4bit)",
+            "isinstance(module, _patches_kinds(Linear4bit))",
+            names={"_patches_kinds": _kinds},
+        ),
+        Rewrite(
+            _TARGET.format("replace_lora_weights_loftq"),
+            "_loftq_init_new(module.weight, tensor, num_bits=4, reduced_rank=reduced_rank)",
+            "_patches_initial(_loftq_init_new, module, tensor, num_bits=4, reduced_rank=reduced_rank)",
+            names={"_patches_initial": _initial},
+        ),
+        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+    ),
+    defect=defect,
+)

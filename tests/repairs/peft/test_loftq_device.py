@@ -1,0 +1,76 @@
+"""replace_lora_weights_loftq on the device of the layer, in 4 bits and INT8."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+from safetensors.torch import save_file
+
+import patches
+from tests.repairs.peft.stood_for import X, layer
+
+ID = "peft-loftq-device"
+
+
+def quantized(bits: int, folder, ran: bool = False):
+    """A model of one layer with LoRA, and the weight that it had, which a file in ``folder`` holds."""
+    torch.manual_seed(0)
+    base = layer(bits, bias=False)
+    weight = base.weight.detach().clone()
+    save_file({"0.weight": weight}, folder / "model.safetensors")
+    model = torch.nn.Sequential(base).to("cpu")
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = bits == 4, bits == 8
+    if ran:
+        model(X)
+    return peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=16, target_modules=["0"])), weight
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA another error")
+def test_without_the_patch_it_asks_for_cuda(tmp_path):
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+        peft.replace_lora_weights_loftq(quantized(4, tmp_path)[0], model_path=str(tmp_path))
+
+
+@pytest.mark.parametrize("ran", [False, True], ids=["cold", "ran"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_lora_is_the_best_of_its_rank_for_what_quantization_took_away(bits, ran, tmp_path):
+    with patches.applied():
+        model, weight = quantized(bits, tmp_path, ran)
+        with model.disable_adapter():
+            rounded = model(torch.eye(64)).detach().T
+        peft.replace_lora_weights_loftq(model, model_path=str(tmp_path))
+        lora = model.base_model.model[0]
+        found = (lora.lora_B["default"].weight @ lora.lora_A["default"].weight).detach()
+        left, sizes, right = torch.linalg.svd(weight - lora_free(model))
+        assert torch.dist(found, left[:, :16] * sizes[:16] @ right[:16]) < 1e-3 * found.norm()
+        assert torch.dist(rounded + found, weight) < 0.85 * torch.dist(rounded, weight)
+
+
+def lora_free(model) -> torch.Tensor:
+    """The weight that the base of ``model`` stands for, by the arithmetic of bitsandbytes."""
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+
+    base = model.base_model.model[0].get_base_layer()
+    if base.weight.dtype == torch.int8:
+        scale = base.state.SCB if base.state.SCB is not None else base.weight.SCB
+        return int8_vectorwise_dequant(base.weight.data, scale).float()
+    return dequantize_4bit(base.weight.data, base.weight.quant_state).float()
+
+
+def test_a_callback_that_refuses_keeps_what_was_there(tmp_path):
+    with patches.applied(ID):
+        model, _ = quantized(8, tmp_path)
+        before = {name: p.clone() for name, p in model.named_parameters() if "lora_" in name}
+        peft.replace_lora_weights_loftq(model, model_path=str(tmp_path), callback=lambda model, name: False)
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if "lora_" in name)
+
+
+def test_a_model_without_quantized_layers_is_still_refused(tmp_path):
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), peft.LoraConfig(r=2, target_modules=["0"]))
+    save_file({"0.weight": torch.ones(8, 8)}, tmp_path / "model.safetensors")
+    with patches.applied(ID), pytest.raises(ValueError, match="No bnb LoRA module"):
+        peft.replace_lora_weights_loftq(model, model_path=str(tmp_path))
