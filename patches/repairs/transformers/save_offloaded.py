@@ -28,13 +28,12 @@ def state_dict_of(model: Any) -> dict[str, Tensor]:
     """The state dict of ``model``; with values where transformers would not find them."""
     state: dict[str, Tensor] = model.state_dict()
     away = {name for name, tensor in state.items() if tensor.is_meta}
-    int8 = any(int8_scales.is_int8(state[name]) for name in away)
-    if not away or (_is_looked_up(model) and not int8):
-        return state
+    int8 = {name for name in away if int8_scales.is_int8(state[name])}
+    wanted = int8 if _is_looked_up(model) else away  # what transformers looks up itself it knows to be tied
     for name, module in model.named_modules():
-        if offloaded.hook_of(module) is None:
-            continue
         prefix = f"{name}." if name else ""
+        if offloaded.hook_of(module) is None or not any(each.startswith(prefix) for each in wanted):
+            continue
         with offloaded.visited(module):
             brought = module.state_dict(prefix=prefix)
             # Scales that are away are in no state dict once the layer has run.

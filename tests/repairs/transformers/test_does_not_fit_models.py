@@ -1,0 +1,123 @@
+"""Models of other shapes with layers on the CPU and the disk: ties, Conv1D, encoder-decoders, vision, converted weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import patches
+from patches.repairs.helpers.reproducers import tiny_models
+
+pytest.importorskip("bitsandbytes")
+transformers = pytest.importorskip("transformers")
+
+SIZE = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+IDS = torch.arange(8)[None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unpatched():
+    """All patches, once for this file."""
+    with patches.applied():
+        yield
+
+
+def tied():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, tie_word_embeddings=True, **SIZE))
+
+
+def conv1d():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=16, n_embd=64, n_layer=2, n_head=2))
+
+
+def encoder_decoder():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=16, d_model=64, d_kv=32, d_ff=64, num_layers=2, num_heads=2)
+    )
+
+
+def fused():
+    """Its checkpoint has one matrix for what the model has as two, or the other way round."""
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(vocab_size=16, pad_token_id=0, **SIZE))
+
+
+def experts():
+    sizes = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_key_value_heads=1)
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=16, **SIZE, **sizes))
+
+
+MODELS = {
+    "tied": (tied, {"": "cpu", "model.layers.1": "disk"}),
+    "tied on disk": (tied, {"": "cpu", "model.embed_tokens": "disk", "lm_head": "disk", "model.layers.0": "disk"}),
+    "conv1d": (conv1d, {"": "cpu", "transformer.h.1": "disk"}),
+    "encoder-decoder": (encoder_decoder, {"": "cpu", "encoder.block.1": "disk", "decoder.block.0": "disk"}),
+    "fused": (fused, {"": "cpu", "model.layers.0": "disk"}),
+    "experts": (experts, {"": "cpu", "model.layers.1": "disk"}),
+}
+HOW = {"nf4": dict(load_in_4bit=True, bnb_4bit_quant_type="nf4"), "int8": dict(load_in_8bit=True)}
+
+
+def outputs(model):
+    also = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(input_ids=IDS, **also).logits
+
+
+@pytest.mark.parametrize("kind", HOW)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_that_is_loaded_whole(name, kind, tmp_path):
+    make, places = MODELS[name]
+    torch.manual_seed(0)
+    made = make()
+    made.save_pretrained(tmp_path / "plain")
+    same(type(made).from_pretrained, places, HOW[kind], tmp_path)
+
+
+def same(from_pretrained, places, how, tmp_path, compute=outputs):
+    """Loaded whole and offloaded afterwards, loaded so, saved, and loaded so from what was saved."""
+    how = transformers.BitsAndBytesConfig(**how)
+    load = lambda folder, places, **also: from_pretrained(  # noqa: E731
+        folder, device_map=places, offload_folder=tmp_path / "off", dtype=torch.float32, **also
+    )
+    whole = load(tmp_path / "plain", {"": "cpu"}, quantization_config=how)
+    whole.save_pretrained(tmp_path / "whole")
+    one = load(tmp_path / "plain", places, quantization_config=how)
+    two = load(tmp_path / "whole", places)
+    one.save_pretrained(tmp_path / "one")
+    two.save_pretrained(tmp_path / "two")
+    saved, *others = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "one", "two"))
+    for other in others:
+        assert other.keys() == saved.keys()
+        assert all(torch.equal(other[key], saved[key]) and other[key].dtype == saved[key].dtype for key in saved)
+    expected = compute(one)
+    assert torch.equal(compute(two), expected)
+    reference = compute(whole)
+    assert (expected - reference).norm() < 0.01 * reference.norm()
+    return whole, one
+
+
+def test_vision_language_with_a_list_of_skipped_modules(tmp_path):
+    tiny_models.save_llava(str(tmp_path / "plain"))
+    how = {**HOW["nf4"], "llm_int8_skip_modules": ["multi_modal_projector", "lm_head"]}
+    places = {"": "cpu", "model.vision_tower": "disk", "model.language_model.layers": "disk"}
+
+    def compute(model):
+        pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([[1, 15, 15, 15, 15, 2]]), pixel_values=pixels).logits
+
+    same(transformers.LlavaForConditionalGeneration.from_pretrained, places, how, tmp_path, compute)
+
+
+def test_a_head_that_is_not_in_the_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    tied().save_pretrained(tmp_path / "plain")
+    how = transformers.BitsAndBytesConfig(**HOW["nf4"])
+    load = transformers.LlamaForSequenceClassification.from_pretrained
+    places = {"": "cpu", "model.layers.1": "disk", "score": "disk"}
+    model = load(
+        tmp_path / "plain", quantization_config=how, device_map=places, offload_folder=tmp_path / "off", pad_token_id=0
+    )
+    with torch.no_grad():
+        assert torch.isfinite(model(input_ids=IDS).logits).all()
