@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine.gate import satisfied
 from ..helpers.reproducers import tiny_models
 
 _CAN_BE = ("float16", "bfloat16", "float32", "float64")
@@ -49,6 +50,8 @@ def defect() -> Finding:
     import torch
     from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
+    if satisfied("bitsandbytes<0.47"):
+        raise CannotShow("before bitsandbytes 0.47 an input in float32 decides in which dtype a 4-bit layer computes")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         tiny_models.save_llama(folder)
         outputs = []
