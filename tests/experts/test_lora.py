@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from patches.repairs.helpers.experts.dense import COUNTS
 from patches.repairs.helpers.experts.quantize import How, packed
 from patches.repairs.helpers.experts.tensor import Experts4bit, as_parameter
+from tests.experts.models import loaded, rounded, saved
 
 ID = "peft-lora-quantized-experts"
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -162,8 +163,8 @@ def test_several_adapters(tmp_path):
         assert gap(got, expected) < 2e-6
         assert off(got["both"], got["other"]) > 1e-3 < off(got["first"], got["none"])
         assert torch.equal(got["deleted"], got["other"])
-        loaded = [logits(peft.PeftModel.from_pretrained(pair()[1], tmp_path / f"{i}" / "other")) for i in range(2)]
-        assert torch.equal(*loaded) and torch.equal(loaded[0], got["other"]), "saved by either model, loaded in 4 bits"
+        read = [logits(peft.PeftModel.from_pretrained(pair()[1], tmp_path / f"{i}" / "other")) for i in range(2)]
+        assert torch.equal(*read) and torch.equal(read[0], got["other"]), "saved by either model, loaded in 4 bits"
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -209,3 +210,19 @@ def test_experts_in_floating_point_are_as_before():
     with patches.applied(ID):
         got = step(with_lora(pair()[0]))
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "llama4"])
+def test_it_trains_other_architectures(kind, tmp_path):
+    """gpt-oss: transposed, with biases. Llama 4: one product of all experts."""
+    saved(tmp_path, kind)
+    ends = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    results = []
+    with patches.applied(ID):
+        for prepare in (rounded, patches.quantize_experts):
+            torch.manual_seed(1)
+            options = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False}
+            config = peft.LoraConfig(target_parameters=ends, **options)
+            results.append(step(peft.get_peft_model(prepare(loaded(tmp_path)), config).train()))
+    assert gap(results[1], results[0]) < 5e-6
+    assert sum("experts" in name for name in results[0]) == 2 * 2 * 2
