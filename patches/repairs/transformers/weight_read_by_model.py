@@ -4,7 +4,8 @@ A quantized layer is called; its ``weight`` holds packed bytes. Some model files
 
 - they cast activations to its dtype (``hidden_states.to(self.wo.weight.dtype)``), which is ``torch.uint8`` in 4 bits. LongT5
   and Switch are off by 1.5 of the norm of their outputs, silently; udop, pix2struct, kosmos2_5, blip_2 and the indexers of
-  DeepSeek V3.2 and its kin have the same line. T5 itself keeps these layers in float32;
+  DeepSeek V3.2 and its kin have the same line. Swin v2 makes its table of positions in such a dtype. T5 itself keeps
+  these layers in float32;
 - they take it for a matrix (``self.dt_proj.weight @ x``): Mamba ends in an error about shapes. WavLM and the heads of
   wav2vec2 for speakers read weights likewise.
 
@@ -54,6 +55,8 @@ READ = {
     "Pix2StructVisionMlp": ("wo",),
     "Pop2PianoDenseActDense": ("wo",),
     "Pop2PianoDenseGatedActDense": ("wo",),
+    "Swin2SRSelfAttention": ("continuous_position_bias_mlp.0",),
+    "Swinv2SelfAttention": ("continuous_position_bias_mlp.0",),
     "SwitchTransformersDenseActDense": ("wo",),
     "UdopDenseActDense": ("wo",),
     "UdopDenseGatedActDense": ("wo",),
@@ -116,7 +119,9 @@ def _lost_for(kind: Any, name: str) -> frozenset[str]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
         return frozenset()
-    lost: set[str] = set()
+    # Swin v2 makes its table of positions in the dtype of the first parameter of a part.
+    first = f"next(self.{name.rpartition('.')[0]}.parameters()).dtype"
+    lost = {"uint8", "int8"} if name.endswith(".0") and first in ast.unparse(tree) else set()
     for method in tree.body[0].body:  # type: ignore[attr-defined]
         if isinstance(method, ast.FunctionDef) and "init" not in method.name:
             lost |= _lost_in(method, ast.unparse(method), f"self.{name}.weight")

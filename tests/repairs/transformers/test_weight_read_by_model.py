@@ -78,3 +78,18 @@ def test_another_model_is_the_same(tmp_path, how):
         model = asking.load(tmp_path, asking.HOW[how])
     assert model.config.to_dict() == expected.config.to_dict()
     assert torch.equal(asking.logits(model), asking.logits(expected))
+
+
+@pytest.mark.parametrize("how", asking.HOW)
+def test_a_table_that_is_made_in_the_dtype_of_a_weight(tmp_path, how):
+    """Swin v2: the first layer of what its table of positions goes through stays in floating point."""
+    config = transformers.Swinv2Config(
+        image_size=16, patch_size=4, embed_dim=32, depths=[1], num_heads=[2], window_size=4, num_labels=4
+    )
+    transformers.Swinv2ForImageClassification(config).save_pretrained(tmp_path)
+    load = {"kind": "Swinv2ForImageClassification", "torch_dtype": torch.float32}
+    with patches.applied(ID):
+        model = asking.load(tmp_path, asking.HOW[how], **load)
+    assert asking.quantized(model)
+    tables = {name: table for name, table in asking.load(tmp_path, **load).named_buffers() if "coords_table" in name}
+    assert tables and all(torch.equal(model.get_buffer(name), table) for name, table in tables.items())
