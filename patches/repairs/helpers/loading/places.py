@@ -35,6 +35,8 @@ class Places(dict[str, Place]):
         """What was written to the disk while loading."""
         self.scales: dict[str, Tensor] = {}
         """Row scales of INT8 weights on the disk, by the names of a state dict."""
+        self.quantized = 0
+        """Bytes of packed weights since memory was last given back."""
 
 
 def offloads(device_map: Any) -> bool:

@@ -6,6 +6,8 @@ weights go to the CPU or the disk, and the layer is what it would be had it been
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,9 @@ from .places import Places
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+
+_OFTEN = 4 * 2**20
+"""Packed weights in bytes after which freed memory is returned: some milliseconds each time."""
 
 
 def device_of(get_device: Callable[..., Any], device_map: Any, name: str, model: Any, quantizer: Any) -> Any:
@@ -63,6 +68,7 @@ def _on_disk(device_map: Places, name: str) -> bool:
 def put(put_upstream: Callable[..., None], device_map: Any, model: Any, name: str, weight: Any, *also: Any) -> None:
     """Give ``model`` the ``weight`` that was made, on the CPU if it is to wait there."""
     if isinstance(device_map, Places) and _is_packed(weight):
+        _give_back(device_map, weight)
         if places.is_offloaded(device_map, name.rpartition(".")[0]):
             weight = weight.to("cpu")
     put_upstream(model, name, weight, *also)
@@ -88,6 +94,7 @@ def put_on_disk(
     else:
         index[name] = _written(device_map, name, weight)
     set_module_tensor_to_device(model, name, "meta")
+    _give_back(device_map, weight)
     return index
 
 
@@ -106,6 +113,18 @@ def _lies_there(quantizer: Any, mapping: Any) -> bool:
     """Whether the checkpoint has the weight as it is: packed, or one that is not quantized."""
     operations = [type(operation).__name__ for operation in getattr(mapping, "operations", ())]
     return bool(quantizer.pre_quantized) and operations in (["Bnb4bitDeserialize"], ["Bnb8bitDeserialize"])
+
+
+def _give_back(device_map: Places, weight: Tensor) -> None:
+    """Return to the system what was freed while weights were quantized to 4 bits on the CPU.
+
+    The C library keeps it: statistics, which stay, lie between what was freed, and it would add up to the whole model.
+    """
+    device_map.quantized += weight.nbytes if type(weight).__name__ == "Params4bit" else 0
+    if device_map.quantized >= _OFTEN:
+        device_map.quantized = 0
+        with contextlib.suppress(OSError, AttributeError):  # not the C library of GNU
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_packed(weight: Any) -> bool:
