@@ -49,6 +49,18 @@ def test_offload_lora(kind, error, checkpointing):
     assert "patches are applied in this process" in with_plugin
 
 
+@pytest.mark.skipif(Version(version("transformers")) < Version("5.23"), reason="such a model is refused before 5.23")
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.release("nf4 runs the same program"))])
+def test_does_not_fit(kind):
+    small = ("--steps", "12", "--layers", "4")
+    said = run("does_not_fit.py", "--device", "cpu", "--kind", kind, *small)
+    size, away = map(float, re.search(r"takes ([\d.]+) MB.* ([\d.]+) MB lie on the disk", said).groups())
+    assert 0 < away < size
+    first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", said).groups())
+    assert last < first
+    assert "loaded again" in said and "merged" in said  # both within rounding, or it had not ended with 0
+
+
 @pytest.mark.release("test_offload_lora is its first part, and test_compile_matrix.py compiles the same step")
 @pytest.mark.skipif(BNB < Version("0.50"), reason="constraints.txt gives `make demo` the newest bitsandbytes")
 def test_demo():

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from . import places
-
-if TYPE_CHECKING:
-    pass
 
 
 class Unit(NamedTuple):
