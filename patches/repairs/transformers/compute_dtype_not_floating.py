@@ -61,7 +61,10 @@ def defect() -> Finding:
             except ValueError as error:
                 return Finding(False, f"ValueError: {error}".partition(". It")[0])
             model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, torch_dtype=torch.float32)
-            outputs.append(model(torch.arange(8)[None]).logits)
+            try:
+                outputs.append(model(torch.arange(8)[None]).logits)
+            except RuntimeError as error:  # some kernels refuse it, in their own words
+                return Finding(True, f"RuntimeError: {str(error)[:70]}")
     off = ((outputs[1] - outputs[0]).norm() / outputs[0].norm()).item()
     return Finding(not off < 0.1, f"computes in torch.int8, logits off by {off:.1e} of their norm")
 
