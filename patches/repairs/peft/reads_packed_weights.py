@@ -103,7 +103,7 @@ PATCH = Patch(
             when="peft>=0.20",
         ),
         _dense("frod.layer:FrodLayer.update_layer", "peft>=0.20", count=3),
-        _dense("frod.layer:FrodLayer._get_base_weight_before_merge", "peft>=0.20", _BASE),
+        _dense("frod.layer:FrodLayer._get_base_weight_before_merge", "peft>=0.21", _BASE),
         _dense("frod.layer:Linear.get_delta_weight", "peft>=0.20", _BASE),
         _dense("frod.layer:Linear.forward", "peft>=0.20"),
         dense_weight.refuse_merge("frod.layer:Linear.merge", "peft>=0.20"),
