@@ -80,9 +80,9 @@ def loaded_in_4bit() -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
 
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
-    config = Qwen3MoeConfig(vocab_size=16, num_key_value_heads=1, **sizes, **experts)
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=32)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)
+    config = Qwen3MoeConfig(vocab_size=32, num_key_value_heads=2, **sizes, **experts)
     kind = AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
         kind.from_config(config).to(torch.bfloat16).save_pretrained(folder)
