@@ -20,7 +20,7 @@ _FOR_4 = (
     "certifi",
     "idna",
 )
-_FOR_5 = ("huggingface_hub==1.33.0", "tokenizers==0.22.2", "httpx==0.28.1", "httpcore==1.0.9", "h11==0.16.0",
+_FOR_5 = ("huggingface_hub==1.33.0", "httpx==0.28.1", "httpcore==1.0.9", "h11==0.16.0",
           "anyio==4.11.0", "sniffio==1.3.1", "certifi", "idna")  # fmt: skip
 
 
@@ -67,8 +67,8 @@ class Release(NamedTuple):
 RELEASES = (
     Release("4.53.3", "0.46.1", ("peft==0.16.0", "accelerate==1.8.1", "tokenizers==0.21.4", *_FOR_4)),
     Release("4.57.6", "0.48.2", ("peft==0.18.1", "accelerate==1.11.0", "tokenizers==0.22.2", *_FOR_4)),
-    Release("5.10.4", "0.49.2", ("peft==0.19.1", "accelerate==1.13.0", *_FOR_5)),
-    Release("5.17.0", "0.50.2", ("peft==0.20.0", "accelerate==1.13.0", *_FOR_5)),
+    Release("5.10.4", "0.49.2", ("peft==0.19.1", "accelerate==1.13.0", "tokenizers==0.22.2", *_FOR_5)),
+    Release("5.17.0", "0.50.2", ("peft==0.20.0", "accelerate==1.13.0", "tokenizers==0.23.3", *_FOR_5)),
 )
 """The oldest that is supported, the last of transformers 4, and two between this and the newest."""
 
