@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine.gate import satisfied
 
 
 def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str]) -> list[Any]:
@@ -69,6 +70,10 @@ def defect() -> Finding:
 
     from ..helpers.reproducers import mixtures
 
+    if satisfied("transformers<5"):
+        raise CannotShow("transformers 4 keeps each expert as linear layers, and loads them as it saved them")
+    if satisfied("transformers<5.17"):
+        raise CannotShow("from transformers 5.0 to 5.16 such a mixture is refused; not repaired there")
     with tempfile.TemporaryDirectory() as packed:
         values = mixtures.save_as_transformers_4(packed)
         try:
@@ -76,6 +81,8 @@ def defect() -> Finding:
         except RuntimeError as error:
             return Finding(True, f"while loading: {str(error).partition('.')[0]}")
         got = model.model.layers[0].mlp.experts.gate_up_proj
+    if got.shape != values.shape:
+        return Finding(True, f"loaded, experts of shape {tuple(got.shape)}, which are {tuple(values.shape)}")
     off = float((got.dequantize() - values).abs().max())
     return Finding(off > 0, f"loaded, experts off by {off:.1e}")
 
