@@ -56,9 +56,7 @@ def test_it_equals_the_same_adapter_on_the_weights_that_are_stood_for(name, bits
             assert relative_error(grad, reference) < 0.05
 
 
-@pytest.mark.skipif(
-    not satisfied("bitsandbytes>=0.47"), reason="before 0.47 a CPU dequantizes from uint8 storage only"
-)
+@pytest.mark.skipif(not satisfied("bitsandbytes>=0.47"), reason="before 0.47 a CPU dequantizes from uint8 storage only")
 @pytest.mark.parametrize("name", TUNERS)
 def test_weights_stored_as_floats_are_not_taken_for_weights(name):
     def model(storage: torch.dtype) -> torch.nn.Module:
