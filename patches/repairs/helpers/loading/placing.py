@@ -50,10 +50,10 @@ def folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | 
     ]
     if written:
         raise ValueError(
-            f"The device_map sends {len(written)} weights to the disk that are not there as they are needed, "
-            f"{written[0]!r} for one: they are {'read' if quantizer.pre_quantized else 'quantized'} while the model is "
-            "loaded, and written again. Say where: from_pretrained(..., offload_folder=...), a folder on a disk that "
-            "can hold them. What is written there is removed with the model."
+            f"The device_map sends {len(written)} weights to the disk ({written[0]!r} is the first), and they cannot be "
+            f"read from the checkpoint as they are: they are {'copied' if quantizer.pre_quantized else 'quantized'} while "
+            "the model is loaded. Name a folder for them: from_pretrained(..., offload_folder=...), on a disk that can "
+            "hold them. They are removed with the model."
         )
     return None
 
