@@ -30,7 +30,7 @@ import importlib, pkgutil
 import bnb_patches_autoload, patches
 names = [info.name for info in pkgutil.walk_packages(patches.__path__, "patches.")]
 for name in names:
-    if "operators" not in name:  # those are the only ones that import torch
+    if not {"operators", "experts"} & set(name.split(".")[:-1]):  # those are the only ones that import torch
         importlib.import_module(name)
 bnb_patches_autoload.start()
 print(patches.report(), len(names))

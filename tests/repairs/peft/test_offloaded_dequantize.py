@@ -98,7 +98,7 @@ def test_preloaded_submodules_are_refused_and_nothing_is_changed(base, device):
     with patches.applied():
         model = whole(base, "nf4", device)
         accelerate.cpu_offload(model, torch.device(device), preload_module_classes=["LlamaMLP"])
-        with pytest.raises(ValueError, match="without; or dequantize the whole model before it is offloaded"):
+        with pytest.raises(ValueError, match="without preload_module_classes, or dequantize it before it is offloaded"):
             model.dequantize()
         assert sum(type(m).__name__ == "Linear4bit" for m in model.modules()) == 14
 
