@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,10 @@ pytest.importorskip("transformers", minversion="5.23", reason="the mappings of t
 if sys.platform != "linux":
     pytest.skip("each runs in a fork", allow_module_level=True)
 
-import patches  # noqa: E402
+from tests import forks  # noqa: E402
 from tools.docs.architectures import is_judged, wrong_steps  # noqa: E402
 
-from .__main__ import apart, read  # noqa: E402
+from .__main__ import read  # noqa: E402
 from .found import MAPPINGS, Architecture, everything, some  # noqa: E402
 
 KNOWN = read()
@@ -28,21 +30,29 @@ FIXED = some(JUDGED, 20, seed=0)
 DRAWN = some([each for each in JUDGED if each not in FIXED], 5, seed=int(os.environ.get("ARCHITECTURES_SEED", "1")))
 
 
+def found_now(*arguments: str) -> dict[str, Any]:
+    """What these architectures do; without the plugin where "unpatched" is among the arguments."""
+    source = "from tests.architectures.worker import main; main()"
+    (done,) = forks.run(forks.Program(["-c", source, *arguments], dict(os.environ)), timeout=500)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert {*results, "unpatched"} == {*arguments, "unpatched"}
+    return results
+
+
 def test_the_judge_can_say_no():
-    longt5 = next(each for each in everything() if each.class_name == "LongT5ForConditionalGeneration")
-    assert ("4 bits", "forward") in wrong_steps(apart(longt5))
+    longt5 = next(str(each) for each in everything() if each.class_name == "LongT5ForConditionalGeneration")
+    assert ("4 bits", "forward") in wrong_steps(found_now("unpatched", longt5)[longt5])
 
 
 @pytest.mark.parametrize("chosen", [FIXED, DRAWN], ids=["fixed", "drawn"])
 def test_as_right_as_known(chosen: list[Architecture]):
-    with patches.applied():  # once: each runs in a fork
-        results = {architecture: apart(architecture) for architecture in chosen}
     worse = {}
-    for architecture, found in results.items():
-        known = wrong_steps(KNOWN[str(architecture)]["patched"])
+    for name, found in found_now(*map(str, chosen)).items():
+        known = wrong_steps(KNOWN[name]["patched"])
         wrong = {place: text for place, text in wrong_steps(found).items() if place not in known}
         if wrong or not is_judged(found):
-            worse[str(architecture)] = wrong or found
+            worse[name] = wrong or found
     assert worse == {}
 
 
