@@ -159,7 +159,8 @@ def lives(mutant: Mutant, tests: Sequence[str], copied: Path) -> bool:
     file = copied / mutant.file
     original = file.read_bytes()
     path = [*(os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p not in ("", "."))]
-    environ = {**os.environ, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1",
+    # No bytecode: two mutants of one size, written within a second, would be taken for each other.
+    environ = {**os.environ, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
                "PYTHONPATH": os.pathsep.join([str(copied), *path])}  # fmt: skip
     commands = [["patches", "verify", mutant.patch]]
     if tests:
