@@ -27,6 +27,7 @@ STEPS = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def one_process() -> Iterator[None]:
+    bnb.optim.GlobalOptimManager.get_instance().initialize()  # overrides by place hold for the process
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
