@@ -114,11 +114,7 @@ def too_old() -> str:
     old = []
     for package, oldest in floors.items():
         version = installed(package)
-        if (
-            version is not None
-            and requirement.read(version) is not None
-            and not _contains(f"{package}>={oldest}", version)
-        ):
+        if version is not None and _is_older(package, version, oldest):
             old.append(f"{package} {version} is too old: {oldest} or later is needed")
     return "; ".join(old)
 
@@ -164,6 +160,12 @@ def check(patch: Patch, *, untested: bool = False) -> Verdict:
             versions,
         )
     return Verdict(Status.AVAILABLE, "", versions)
+
+
+@functools.cache
+def _is_older(package: str, version: str, oldest: str) -> bool:
+    """Whether it is known to be: a version that cannot be read is not."""
+    return requirement.read(version) is not None and not _contains(f"{package}>={oldest}", version)
 
 
 @functools.cache
