@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from ..engine import gate
 from ..engine.report import Status
 from ..registry import REGISTRY
 from ..repairs.helpers.experts import asked_for
@@ -11,26 +12,22 @@ from ..repairs.helpers.experts import asked_for
 Model = TypeVar("Model")
 
 READER = "transformers-experts-of-linear-layers"
-OLDEST = "5"
-"""Older releases of transformers keep each expert as linear layers, which ``load_in_4bit`` quantizes by itself."""
+NEEDS = ("transformers>=5", "bitsandbytes>=0.46.1", "torch>=2.6")
+WHY = {
+    "transformers": " transformers 4 keeps each expert as linear layers, which load_in_4bit quantizes by itself: nothing "
+    "is to be done there."
+}
 
 
 def check_stack() -> None:
     """An error if the installed libraries are too old for experts in 4 bits."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from packaging.version import Version
-
-    for package, oldest in (("transformers", OLDEST), ("bitsandbytes", "0.46.1"), ("torch", "2.6")):
-        try:
-            installed = version(package)
-        except PackageNotFoundError:
-            raise RuntimeError(f"quantize_experts needs {package}>={oldest}, which is not installed") from None
-        if Version(installed) < Version(oldest):
-            raise RuntimeError(
-                f"quantize_experts needs {package}>={oldest}, installed is {installed}. transformers 4 keeps each "
-                "expert as linear layers, which load_in_4bit quantizes by itself: nothing is to be done there."
-            )
+    for needed in NEEDS:
+        package = needed.partition(">")[0]
+        installed = gate.installed(package)
+        if installed is None:
+            raise RuntimeError(f"quantize_experts needs {needed}, which is not installed")
+        if not gate.satisfied(needed):
+            raise RuntimeError(f"quantize_experts needs {needed}, installed is {installed}.{WHY.get(package, '')}")
 
 
 def quantize(model: Model) -> Model:
@@ -70,4 +67,4 @@ def _reads() -> bool:
     import transformers.core_model_loading
     import transformers.modeling_utils  # noqa: F401 - what the patch edits
 
-    return any(result.id == READER for result in REGISTRY.report().with_status(Status.APPLIED))
+    return bool(REGISTRY.report(READER).with_status(Status.APPLIED))
