@@ -65,6 +65,13 @@ def test_skipped_modules_stay(tmp_path):
     assert isinstance(second.gate_up_proj, torch.nn.Parameter) and not isinstance(second.gate_up_proj, Experts4bit)
 
 
+def test_a_part_of_a_path_skips(tmp_path):
+    saved(tmp_path, "qwen3_moe")
+    with patches.quantize_experts():
+        model = loaded(tmp_path, llm_int8_skip_modules=["experts"])
+    assert not any(isinstance(parameter, Experts4bit) for parameter in model.parameters())
+
+
 def test_saved_and_read_again(tmp_path):
     saved(tmp_path / "dense", "mixtral")
     with patches.quantize_experts():

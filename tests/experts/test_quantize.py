@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 
@@ -14,6 +15,7 @@ import patches  # noqa: E402
 from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
+from patches.repairs.helpers.process.messages import heard  # noqa: E402
 from tests.experts.models import CONFIGS, SOME, gap, loaded, rounded, saved, step  # noqa: E402
 
 REST = [
@@ -196,9 +198,22 @@ def test_all_or_none(qwen3, break_it):
 
 
 def test_transformers_4(qwen3, monkeypatch):
-    import importlib.metadata
-
-    model, version = loaded(qwen3), importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda n: "4.57.6" if n == "transformers" else version(n))
+    model = loaded(qwen3)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")  # a lazy module replaces itself
     with pytest.raises(RuntimeError, match="needs transformers>=5, installed is 4.57.6"):
         patches.quantize_experts(model)
+
+
+@pytest.mark.parametrize("name", ["experts", "layers.0.mlp", "experts.down_proj", "layers.1"])
+def test_a_name_skips_the_experts_whose_path_contains_it(qwen3, name):
+    with patches.applied("transformers-skip-list-ignored"), heard() as said:
+        model = loaded(qwen3, llm_int8_skip_modules=[name])
+    assert not any("no module of that name" in record.getMessage() for record in said)
+    parameters = [one.full_name for one in experts_in(model)]
+    expected = {path for path in parameters if f".{name}." not in f".{path}."}
+    if expected:
+        patches.quantize_experts(model)
+    else:
+        with pytest.raises(ValueError, match="llm_int8_skip_modules names them all"):
+            patches.quantize_experts(model)
+    assert {one.full_name for one in experts_in(model) if isinstance(one.parameter, Experts4bit)} == expected

@@ -67,6 +67,7 @@ def _next_number(name: str, path: str) -> bool:
 def _tell_unknown(names: list[str], model: Module, paths: list[str]) -> None:
     """Say which of ``names`` is about no module of ``model``."""
     modules = [path for path, _ in model.named_modules() if path]
+    modules += [path for path, parameter in model.named_parameters() if parameter.dim() == 3]  # experts
     parts = {".".join(path.split(".")[at:]) for path in modules for at in range(path.count(".") + 1)}
     for name in names:
         if any(skipped.root(path, name) for path in modules) or any(skipped.skips(name, path) for path in paths):

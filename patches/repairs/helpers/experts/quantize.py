@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..loading import skipped
 from .found import Found, converters, experts_in, matrices_of
 from .packed import Packed
 
@@ -64,8 +65,7 @@ def wanted(model: Any) -> tuple[list[Found], How]:
             "quantization_config=BitsAndBytesConfig(load_in_4bit=True), which says how its experts are to be quantized"
         )
     how = How.said_by(quantizer.quantization_config)
-    skipped = getattr(quantizer, "modules_to_not_convert", None)
-    found = [one for one in experts_in(model) if is_wanted(one.full_name, skipped)]
+    found = [one for one in experts_in(model) if is_wanted(one.full_name, quantizer)]
     if not found:
         raise ValueError(
             f"this {type(model).__name__} has no experts to quantize: no parameter of three dimensions in a module of "
@@ -76,11 +76,17 @@ def wanted(model: Any) -> tuple[list[Found], How]:
     return found, how
 
 
-def is_wanted(name: str, skipped: list[str] | None) -> bool:
-    """Whether ``llm_int8_skip_modules``, or what transformers has instead, leaves the parameter ``name`` to us."""
+def is_wanted(name: str, quantizer: Any) -> bool:
+    """Whether ``llm_int8_skip_modules``, or what transformers has instead, leaves the parameter ``name`` to us.
+
+    A name skips what its components stand in, as for linear layers (docs/asked.md); transformers asks for a beginning or
+    an end of the path.
+    """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    return bool(should_convert_module(name, skipped))
+    asked = quantizer.quantization_config.llm_int8_skip_modules or ()
+    known = getattr(quantizer, "modules_to_not_convert", None)
+    return bool(should_convert_module(name, known)) and not any(skipped.root(name, each) for each in asked)
 
 
 def _check(one: Found) -> None:

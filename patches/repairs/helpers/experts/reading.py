@@ -39,8 +39,7 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     asked = asked and not quantizer.pre_quantized
     if not packed and not asked:
         return mapping
-    skipped = getattr(quantizer, "modules_to_not_convert", None)
-    found = [one for one in experts_in(model) if packed or is_wanted(one.full_name, skipped)]
+    found = [one for one in experts_in(model) if packed or is_wanted(one.full_name, quantizer)]
     _refuse_disk(found, load_config.device_map)
     how = How.said_by(config) if asked else None
     know_transformers()
