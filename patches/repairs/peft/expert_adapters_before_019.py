@@ -77,12 +77,7 @@ PATCH = Patch(
             """,
             names={"_patches_read": old_layout.read},
         ),
-        Rewrite(
-            "peft.config:PeftConfigMixin.from_pretrained",
-            find="{**class_kwargs, **loaded_attributes}",
-            replace="{**class_kwargs, **_patches_with_version(loaded_attributes)}",
-            names={"_patches_with_version": old_layout.with_version},
-        ),
+        old_layout.VERSION,
     ),
     defect=defect,
 )

@@ -70,12 +70,7 @@ PATCH = Patch(
             """,
             names={"_patches_of_file": old_layout.of_file},
         ),
-        Rewrite(
-            "peft.config:PeftConfigMixin.from_pretrained",
-            find="{**class_kwargs, **loaded_attributes}",
-            replace="{**class_kwargs, **_patches_with_version(loaded_attributes)}",
-            names={"_patches_with_version": old_layout.with_version},
-        ),
+        old_layout.VERSION,
     ),
     defect=defect,
 )

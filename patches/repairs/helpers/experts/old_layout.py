@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ....engine import Rewrite
 from ..process.messages import LOGGER
 
 if TYPE_CHECKING:
@@ -90,6 +91,15 @@ def with_version(attributes: dict[str, Any]) -> dict[str, Any]:
     if attributes.get("target_parameters") and attributes.get("peft_version") is None:
         return {**attributes, "peft_version": BEFORE_IT_WAS_SAVED}
     return attributes
+
+
+VERSION = Rewrite(
+    "peft.config:PeftConfigMixin.from_pretrained",
+    find="{**class_kwargs, **loaded_attributes}",
+    replace="{**class_kwargs, **_patches_with_version(loaded_attributes)}",
+    names={"_patches_with_version": with_version},
+)
+"""The edit that tells which release wrote a file: of each patch that asks."""
 
 
 def of_file(
