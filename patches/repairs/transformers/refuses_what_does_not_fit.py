@@ -142,7 +142,8 @@ PATCH = Patch(
             _LOADING,
             find="if thread_pool is not None: thread_pool.shutdown(wait=False, cancel_futures=True)",
             replace="""
-                if _patches_ended(device_map) or thread_pool is not None:
+                _patches_ended(device_map)
+                if thread_pool is not None:
                     thread_pool.shutdown(wait=False, cancel_futures=True)
             """,
             names={"_patches_ended": placing.ended},

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import patches
+from patches.repairs.helpers.loading import placing
+from patches.repairs.helpers.loading.places import Places
 from patches.repairs.helpers.reproducers import tiny_models
 
-pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
 
 SIZE = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -125,3 +129,41 @@ def test_a_head_that_is_not_in_the_checkpoint(tmp_path):
     )
     with torch.no_grad():
         assert torch.isfinite(model(input_ids=IDS).logits).all()
+
+
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.release("nf4 is the same program"))])
+def test_generation_and_a_trainer(kind, tmp_path):
+    """As whole: the same tokens, the same losses with gradient checkpointing."""
+    peft = pytest.importorskip("peft")
+    tied().save_pretrained(tmp_path / "plain")
+    found = []
+    for places in ({"": "cpu"}, {"": "cpu", "model.layers.1": "disk"}):
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path / "plain", device_map=places, offload_folder=tmp_path / "off", dtype=torch.float32,
+            quantization_config=transformers.BitsAndBytesConfig(**HOW[kind]),
+        )  # fmt: skip
+        tokens = model.generate(IDS, max_new_tokens=8, do_sample=False).tolist()
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        options = transformers.TrainingArguments(
+            str(tmp_path / "trainer"), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[],
+            save_strategy="no", use_cpu=True, gradient_checkpointing=True, learning_rate=1e-2,
+        )  # fmt: skip
+        data = [{"input_ids": IDS[0].roll(i), "labels": IDS[0].roll(i)} for i in range(8)]
+        trainer = transformers.Trainer(model, options, train_dataset=data)
+        trainer.train()
+        found.append((tokens, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    (whole, losses), (one, other) = found
+    assert one == whole and len(losses) == 3
+    assert other == pytest.approx(losses, rel=1e-3)  # AVX512-BF16 multiplies what is not offloaded by another kernel
+
+
+def test_freed_memory_is_returned_where_the_cpu_quantizes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(placing.ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=asked.append))
+    weight = bitsandbytes.nn.Params4bit(torch.empty(placing._OFTEN, 1, dtype=torch.uint8), requires_grad=False)
+    places = Places({}, {})
+    placing._give_back(places, weight.to("meta"))
+    assert not asked, "what an accelerator quantized was never in this memory"
+    placing._give_back(places, weight)
+    assert asked == [0]

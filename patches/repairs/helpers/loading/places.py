@@ -7,7 +7,7 @@ each module is named once, none inside another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,13 +38,29 @@ class Places(dict[str, Place]):
         self.quantized = 0
         """Bytes of packed weights since memory was last given back."""
 
+    def at(self, name: str) -> Place:
+        """Where the module or tensor ``name`` waits; None if nothing says so."""
+        found = around(self, name)
+        return None if found is None else self[found]
+
+
+def around(names: Container[str], name: str) -> str | None:
+    """The longest of ``names`` that is ``name`` or a module that has it; "" has all."""
+    while name not in names:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
 
 def offloads(device_map: Any) -> bool:
     """Whether ``device_map`` sends something to the CPU or the disk beside what it keeps where it computes."""
-    if not isinstance(device_map, Mapping):
-        return False
-    values = set(device_map.values())
-    return values != {"cpu"} and not values.isdisjoint(OFFLOADED)
+    return isinstance(device_map, Mapping) and _any_offloaded(device_map.values())
+
+
+def _any_offloaded(values: Iterable[Place]) -> bool:
+    places = set(values)
+    return places != {"cpu"} and not places.isdisjoint(OFFLOADED)
 
 
 def supports(quantizer: Any) -> bool:
@@ -62,7 +78,7 @@ def supports(quantizer: Any) -> bool:
 
 def refused(quantizer: Any, values: set[Place]) -> bool:
     """What ``validate_environment`` asks: whether a model with such ``values`` in its device map cannot be had."""
-    return not supports(quantizer) and offloads({repr(value): value for value in values})
+    return not supports(quantizer) and _any_offloaded(values)
 
 
 def execution_device(device_map: Mapping[str, Place]) -> Place:
@@ -157,13 +173,9 @@ def _tensors(module: Module, path: str) -> Iterator[tuple[str, bool]]:
 
 
 def _find(name: str, given: Mapping[str, Place], main: Place, required: bool = True) -> Place:
-    around = name
-    while around:
-        if around in given:
-            return given[around]
-        around = around.rpartition(".")[0]
-    if "" in given:
-        return given[""]
+    found = around(given, name)
+    if found is not None:
+        return given[found]
     if required:
         raise ValueError(
             f"The device_map has no place for {name!r}. Give it one for {name.rpartition('.')[0] or name!r} or a "
@@ -178,10 +190,7 @@ def _join(path: str, name: str) -> str:
 
 def is_offloaded(places: Places, module: str) -> bool:
     """Whether ``places`` brings ``module`` for each use."""
-    around = module
-    while around not in places and around:
-        around = around.rpartition(".")[0]
-    return _is_offloaded(places.get(around))
+    return _is_offloaded(places.at(module))
 
 
 def device(place: Place) -> torch.device:

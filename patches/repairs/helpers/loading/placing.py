@@ -59,10 +59,7 @@ def folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | 
 
 
 def _on_disk(device_map: Places, name: str) -> bool:
-    around = name
-    while around not in device_map and around:
-        around = around.rpartition(".")[0]
-    return bool(device_map.get(around) == "disk")
+    return bool(device_map.at(name) == "disk")
 
 
 def put(put_upstream: Callable[..., None], device_map: Any, model: Any, name: str, weight: Any, *also: Any) -> None:
@@ -120,7 +117,8 @@ def _give_back(device_map: Places, weight: Tensor) -> None:
 
     The C library keeps it: statistics, which stay, lie between what was freed, and it would add up to the whole model.
     """
-    device_map.quantized += weight.nbytes if type(weight).__name__ == "Params4bit" else 0
+    if type(weight).__name__ == "Params4bit" and weight.device.type == "cpu":
+        device_map.quantized += weight.nbytes
     if device_map.quantized >= _OFTEN:
         device_map.quantized = 0
         with contextlib.suppress(OSError, AttributeError):  # not the C library of GNU
@@ -136,11 +134,10 @@ def _scales_of(name: str) -> str:
     return f"{name.rpartition('.')[0]}.SCB"
 
 
-def ended(device_map: Any) -> bool:
-    """Called when all weights are read, or something has gone wrong. False."""
+def ended(device_map: Any) -> None:
+    """Called when all weights are read, or something has gone wrong: then what was written is removed."""
     if isinstance(device_map, Places) and device_map.folder is not None and sys.exc_info()[0] is not None:
         device_map.folder.remove()
-    return False
 
 
 def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, Any]) -> Any:

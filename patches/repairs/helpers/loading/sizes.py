@@ -8,7 +8,7 @@ computes, wherever its weights wait, and so they count there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -164,13 +164,6 @@ def _wait(unit: Unit, waiting: list[Room]) -> places.Place:
 def _follow_tied(found: Map, tied: dict[str, str]) -> None:
     """Weights that are tied lie in one place."""
     for name, source in tied.items():
-        mine, theirs = (_holder(found, each) for each in (name, source))
+        mine, theirs = (places.around(found, each) for each in (name, source))
         if mine is not None and theirs is not None:
             found[mine] = found[theirs]
-
-
-def _holder(found: Iterable[str], name: str) -> str | None:
-    known = set(found)
-    while name and name not in known:
-        name = name.rpartition(".")[0]
-    return name or None
