@@ -51,7 +51,7 @@ def linear(
     if nested_blocksize:
         _, offset, nested_absmax, nested_code = statistics
         absmax = offset + torch.ops.bitsandbytes.dequantize_blockwise.default(
-            absmax, nested_absmax, nested_code, nested_blocksize, torch.float32
+            absmax, nested_absmax.float(), nested_code.float(), nested_blocksize, torch.float32
         )
     weight = dequantize(codes, absmax, blocksize, quant_type, shape, x.dtype)
     return torch.nn.functional.linear(x, weight, bias)
