@@ -146,12 +146,13 @@ def quantize_experts(model: Model) -> Model: ...
 
 
 def quantize_experts(model: Any = None) -> Any:
-    """Quantize the experts of a mixture in 4 bits, as its ``BitsAndBytesConfig`` says.
+    """Quantize the experts of a mixture to 4 bits or INT8, as its ``BitsAndBytesConfig`` says.
 
-    ``load_in_4bit`` quantizes linear layers. transformers 5 keeps the experts of a layer in parameters of three
+    ``load_in_4bit`` and ``load_in_8bit`` quantize linear layers. transformers 5 keeps the experts of a layer in parameters of three
     dimensions (experts, rows, columns), which stay in floating point: most of the model. This replaces each of them by
-    an ``Experts4bit``: a parameter of the same shape and dtype that holds packed weights, quantized matrix by matrix as
-    ``Linear4bit`` does. Products dequantize one expert at a time, in the forward pass and again in the backward pass.
+    an ``Experts4bit`` or ``Experts8bit``: a parameter of the same shape and dtype that holds packed weights, quantized
+    matrix by matrix as ``Linear4bit`` and ``Linear8bitLt`` do. Products take one expert at a time, in the forward pass and
+    again in the backward pass.
 
     Three ways to ask for it::
 
@@ -160,7 +161,7 @@ def quantize_experts(model: Any = None) -> Any:
 
         patches.quantize_experts(model)         # of a model that is loaded; returns it
 
-        PATCHES_QUANTIZE_EXPERTS=1 python train.py      # of every model that the program loads in 4 bits
+        PATCHES_QUANTIZE_EXPERTS=1 python train.py      # of every model that the program loads quantized
 
     NF4 or FP4, double quantization, the storage dtype and ``llm_int8_skip_modules`` are those of the configuration.
     Of a loaded model all experts are quantized, or none; experts that are quantized already stay as they are.
@@ -168,13 +169,13 @@ def quantize_experts(model: Any = None) -> Any:
     Parameters
     ----------
     model:
-        A ``PreTrainedModel`` of transformers 5, loaded with ``BitsAndBytesConfig(load_in_4bit=True)``. Without it,
+        A ``PreTrainedModel`` of transformers 5, loaded with ``BitsAndBytesConfig(load_in_4bit=True)`` or ``load_in_8bit=True``. Without it,
         the call gives a context manager for models that are loaded inside of it, in the same thread.
 
     Raises
     ------
     ValueError
-        The model is not quantized, is INT8, has no such experts, or has experts on the meta device or in another
+        The model is not quantized, has no such experts, or has experts on the meta device or in another
         dtype; the message names the parameter. Nothing was changed.
     RuntimeError
         transformers, bitsandbytes or torch are too old; or, from the `with`, the patch that reads experts is not

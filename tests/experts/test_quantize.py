@@ -182,9 +182,10 @@ def test_a_model_that_is_not_quantized(qwen3):
         patches.quantize_experts(model)
 
 
-def test_int8(qwen3):
-    with pytest.raises(ValueError, match="INT8 experts are not supported"):
-        patches.quantize_experts(loaded(qwen3, load_in_4bit=False, load_in_8bit=True))
+def test_int8_that_keeps_floating_point(qwen3):
+    config = dict(load_in_4bit=False, load_in_8bit=True, llm_int8_has_fp16_weight=True)
+    with pytest.raises(ValueError, match="llm_int8_has_fp16_weight=True keeps weights in floating point"):
+        patches.quantize_experts(loaded(qwen3, **config))
 
 
 @pytest.mark.parametrize("break_it", [lambda p: p.to("meta"), lambda p: p.double()], ids=["meta", "float64"])

@@ -220,20 +220,3 @@ def test_llama4_is_not_saved(tmp_path, patched):
     model = patches.quantize_experts(loaded(saved(tmp_path / "dense", "llama4")))
     with pytest.raises(NotImplementedError, match="gate_up_proj: transformers loads a quantized checkpoint of Llama4"):
         model.save_pretrained(tmp_path / "packed")
-
-
-def test_int8_experts_are_refused(tmp_path, patched):
-    """One INT8 matrix for each expert, as transformers 4 saved them: no weights of three dimensions."""
-    saved(tmp_path, "qwen3_moe")
-
-    def to_int8(tensors):
-        for name in [name for name in tensors if ".experts." in name]:
-            tensors[name.replace("weight", "SCB")] = scales = tensors[name].abs().amax(1)
-            tensors[name] = (tensors[name] / scales[:, None] * 127).round().to(torch.int8)
-
-    rewrite(tmp_path, to_int8)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    stored["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    with pytest.raises(NotImplementedError, match=r"experts in INT8 \(model.layers.0.mlp.experts.0.\w+.SCB\)"):
-        read(tmp_path)

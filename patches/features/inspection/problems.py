@@ -130,7 +130,7 @@ def _of_experts(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
         f"{share:.0%} of the parameters are 3-D expert parameters and not quantized: "
         f"{readable(sum(layer.bytes for layer in left))} of {' and '.join(kept)}",
         tuple(layer.name for layer in left),
-        "patches.quantize_experts(model) quantizes those of a model in 4 bits. peft's "
+        "patches.quantize_experts(model) quantizes them. peft's "
         "prepare_model_for_kbit_training makes what is left float32: cast it back with module.to(torch.bfloat16) and "
         "train under autocast (bf16=True).",
         "peft-upcasts-experts" if "float32" in kept else "transformers-experts-not-quantized",

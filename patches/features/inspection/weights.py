@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...repairs.helpers.experts.found import is_quantized
 from ...repairs.helpers.four_bit import four_bit_state
 from ...repairs.helpers.int8 import int8_scales
 from .tensors import devices, dtype, home, of_class
@@ -39,7 +40,7 @@ def read(module: Any, hook: Any) -> Weight:
         return _four_bit(module, weight, hook)
     if of_class(module, BNB, "Linear8bitLt") or of_class(weight, BNB, "Int8Params"):
         return _int8(module, weight, hook)
-    if experts := [p for p in module._parameters.values() if type(p).__name__ == "Experts4bit"]:
+    if experts := [p for p in module._parameters.values() if is_quantized(p)]:
         return _experts(module, experts)
     if (state := _parametrized(module)) is not None:
         return _from_state(state, module._parameters["original"], "", hook)
@@ -51,11 +52,11 @@ def read(module: Any, hook: Any) -> Weight:
 
 
 def _experts(module: Any, experts: list[Any]) -> Weight:
-    """Experts in 4 bits, which carry their statistics with them."""
+    """Quantized experts, which carry their statistics with them."""
     packed = experts[0].packed
     kind = packed.kind.quant_type
     how = f"{kind} experts, double" if packed.nested_code is not None else f"{kind} experts"
-    return Weight("4", how, "present", dtype(experts[0]), _elements(module))
+    return Weight("8" if packed.kind.int8 else "4", how, "present", dtype(experts[0]), _elements(module))
 
 
 def _elements(module: Any) -> int:

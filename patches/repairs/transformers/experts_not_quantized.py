@@ -37,7 +37,7 @@ def tell(model: PreTrainedModel) -> None:
     if left is None:
         return
     remedy = ""
-    if getattr(model, "is_loaded_in_4bit", False):
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         remedy = " patches.quantize_experts(model) quantizes them."
     LOGGER.warning(
         "%.0f %% of the parameters of this %s are not quantized, %s of its %s: bitsandbytes quantizes linear layers, "

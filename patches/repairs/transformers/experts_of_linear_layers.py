@@ -1,14 +1,14 @@
-"""A 4-bit mixture of experts that transformers 4 saved cannot be loaded with transformers 5, nor saved again.
+"""A quantized mixture of experts that transformers 4 saved cannot be loaded with transformers 5, nor saved again.
 
-transformers 4 kept each expert as linear layers, which ``load_in_4bit`` quantized: the 4-bit mixtures of the Hub have
-packed weights and a quantization state for each matrix of each expert. transformers 5 keeps all experts of a layer in one
-parameter of three dimensions. It stacks the packed weights as if they were matrices and finds no place for the quantization
-states: loading ends in a mismatch of shapes (5.17 to 5.23).
+transformers 4 kept each expert as linear layers, which ``load_in_4bit`` and ``load_in_8bit`` quantized: the 4-bit mixtures
+of the Hub have packed weights and a quantization state for each matrix of each expert, the INT8 ones scales (``SCB``).
+transformers 5 keeps all experts of a layer in one parameter of three dimensions. It stacks the packed weights as if they
+were matrices and finds no place for the statistics: loading ends in a mismatch of shapes (5.17 to 5.23).
 
-With the repair such a parameter is an ``Experts4bit``: it has the shape and dtype of the experts in floating point, and
-holds packed weights and quantization states as they are in the file. Nothing is dequantized while loading, and products
-dequantize one expert at a time. ``save_pretrained`` writes the same names and bytes again. A layer whose experts the file has
-in floating point is loaded as before.
+With the repair such a parameter is an ``Experts4bit`` or ``Experts8bit``: it has the shape and dtype of the experts in
+floating point, and holds packed weights and statistics as they are in the file. Nothing is dequantized while loading, and
+products take one expert at a time. ``save_pretrained`` writes the same names and bytes again. A layer whose experts the
+file has in floating point is loaded as before.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
+from ..helpers.experts.found import is_quantized
 
 
 def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str]) -> list[Any]:
-    """What a model is loaded by, with converters for experts in 4 bits where they are needed."""
+    """What a model is loaded by, with converters for quantized experts where they are needed."""
     if getattr(load_config.hf_quantizer, "quantization_config", None) is None:
         return mapping
     from ..helpers.experts import asked_for, reading
@@ -42,13 +43,13 @@ def reverted(revert: Callable[..., Any], model: Any, state: dict[str, Any]) -> d
 
 
 def dequantized(model: Any, dtype: Any) -> Any:
-    """``model``, with its experts in 4 bits made floating point too."""
+    """``model``, with its quantized experts made floating point too."""
     import torch
 
     new: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if type(parameter).__name__ == "Experts4bit":
+            if is_quantized(parameter):
                 if id(parameter) not in new:
                     new[id(parameter)] = torch.nn.Parameter(parameter.dequantize().to(dtype or parameter.dtype))
                 module._parameters[name] = new[id(parameter)]
@@ -56,8 +57,8 @@ def dequantized(model: Any, dtype: Any) -> Any:
 
 
 def size(parameter: Any) -> int:
-    """Bytes of a parameter: of experts in 4 bits what they hold."""
-    if type(parameter).__name__ == "Experts4bit":
+    """Bytes of a parameter: of quantized experts what they hold."""
+    if is_quantized(parameter):
         return int(parameter.nbytes)
     return int(parameter.nelement() * parameter.element_size())
 
@@ -90,9 +91,19 @@ def defect() -> Finding:
 _SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"
 _REVERTED = {"_patches_reverted": reverted}
 
+
+def _dequantize(quantizer: str) -> Rewrite:
+    return Rewrite(
+        f"transformers.quantizers.{quantizer}._dequantize",
+        find="return model",
+        replace="return _patches_dequantized(model, dtype)",
+        names={"_patches_dequantized": dequantized},
+    )
+
+
 PATCH = Patch(
     id="transformers-experts-of-linear-layers",
-    summary="a 4-bit mixture of experts that transformers 4 saved cannot be loaded with transformers 5",
+    summary="a quantized mixture of experts that transformers 4 saved cannot be loaded with transformers 5",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/huggingface/transformers/issues/39859",
@@ -125,12 +136,8 @@ PATCH = Patch(
             replace="_patches_reverted(revert_weight_conversion, model_to_save, shard_state_dict)",
             names=_REVERTED,
         ),
-        Rewrite(
-            "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer._dequantize",
-            find="return model",
-            replace="return _patches_dequantized(model, dtype)",
-            names={"_patches_dequantized": dequantized},
-        ),
+        _dequantize("quantizer_bnb_4bit:Bnb4BitHfQuantizer"),
+        _dequantize("quantizer_bnb_8bit:Bnb8BitHfQuantizer"),
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.get_memory_footprint",
             find="param.nelement() * param.element_size()",

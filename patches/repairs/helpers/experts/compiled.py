@@ -24,15 +24,16 @@ def traced(*tensors: torch.Tensor) -> bool:
 def written(layout: Layout, names: list[str]) -> str:
     """``layout`` and the names of the tensors as a string."""
     shapes, kind = layout
-    return json.dumps([shapes, [str(value).removeprefix("torch.") for value in kind], names])
+    return json.dumps([shapes, [str(value) if isinstance(value, torch.dtype) else value for value in kind], names])
 
 
 @functools.lru_cache
 def read(text: str) -> tuple[Layout, tuple[str, ...]]:
     """What :func:`written` was given."""
-    shapes, (quant_type, blocksize, dtype, nested), names = json.loads(text)
+    shapes, kind, names = json.loads(text)
+    kind = tuple(getattr(torch, v[6:]) if str(v).startswith("torch.") else v for v in kind)
     parts = tuple(((part[0][0], part[0][1]), tuple(part[1])) for part in shapes)
-    return (parts, (quant_type, int(blocksize), getattr(torch, dtype), int(nested))), tuple(names)
+    return (parts, kind), tuple(names)
 
 
 def _experts_product(
@@ -46,13 +47,13 @@ def _experts_product(
 ) -> torch.Tensor:
     """``rows`` sorted by expert, ``where`` those of each end; or a matrix of rows for each of the experts in ``where``."""
     from . import products
-    from .tensor import Experts4bit
+    from .tensor import of_packed
 
     parts, names = read(layout)
     packed = Packed.laid_out(parts, dict(zip(names, tensors)))
     if grouped:
-        return products.by_group(rows, Experts4bit(packed, None, swapped, dtype), where)
-    return products.by_choice(rows, Experts4bit(packed, where, swapped, dtype))
+        return products.by_group(rows, of_packed(packed, None, swapped, dtype), where)
+    return products.by_choice(rows, of_packed(packed, where, swapped, dtype))
 
 
 def _shape_of(

@@ -9,6 +9,14 @@ if TYPE_CHECKING:
     import torch
 
 
+NAMES = ("Experts4bit", "Experts8bit")
+
+
+def is_quantized(parameter: Any) -> bool:
+    """Whether ``parameter`` is quantized experts; asks by name, for those that have not imported torch."""
+    return type(parameter).__name__ in NAMES
+
+
 class Found(NamedTuple):
     """A parameter that holds the experts of one layer."""
 

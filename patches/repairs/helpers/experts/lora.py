@@ -1,4 +1,4 @@
-"""What peft's wrapper of a parameter does where the parameter is experts in 4 bits: adding, merging, unmerging.
+"""What peft's wrapper of a parameter does where the parameter is quantized experts: adding, merging, unmerging.
 
 ``lora_A`` of experts is (experts * rank, in), expert by expert; ``lora_B`` is (out, rank * experts), the expert fastest.
 """
@@ -9,20 +9,21 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.unmerged import digest
+from . import int8
 
 if TYPE_CHECKING:
     from .adapted import Factors
     from .packed import Packed
-    from .tensor import Experts4bit
+    from .tensor import QuantizedExperts
 
 _KEPT = "_patches_before_merge"
 
 
 def is_quantized(layer: Any) -> bool:
-    """Whether the parameter that ``layer`` adapts is experts in 4 bits."""
-    from .tensor import Experts4bit
+    """Whether the parameter that ``layer`` adapts is quantized experts."""
+    from .tensor import QuantizedExperts
 
-    return isinstance(layer.get_param(), Experts4bit)
+    return isinstance(layer.get_param(), QuantizedExperts)
 
 
 def delta(layer: Any, adapter: str) -> Any:
@@ -48,10 +49,10 @@ def factors(layer: Any, adapter: str) -> Factors:
 
 def merged(layer: Any, adapter: str, safe: bool) -> bool:
     """Merge ``adapter`` into quantized experts, one expert at a time; False if they are not quantized."""
-    from .tensor import Experts4bit
+    from .tensor import QuantizedExperts
 
     parameter = layer.get_param()
-    if not isinstance(parameter, Experts4bit):
+    if not isinstance(parameter, QuantizedExperts):
         return False
     _warn()
     new = _requantized(parameter, factors(layer, adapter), 1.0, adapter if safe else None)
@@ -68,10 +69,10 @@ def merged(layer: Any, adapter: str, safe: bool) -> bool:
 
 def unmerged(layer: Any) -> bool:
     """Take all merged adapters out of quantized experts; False if they are not quantized."""
-    from .tensor import Experts4bit
+    from .tensor import QuantizedExperts
 
     parameter = layer.get_param()
-    if not isinstance(parameter, Experts4bit):
+    if not isinstance(parameter, QuantizedExperts):
         return False
     there = [adapter for adapter in layer.merged_adapters if adapter in layer.lora_A]
     if len(there) == len(layer.merged_adapters) and _is_what_was_merged(layer, parameter.packed):
@@ -97,13 +98,13 @@ def _contents(packed: Packed) -> list[int]:
 
 def _warn() -> None:
     warnings.warn(
-        "Merging LoRA into experts in 4 bits quantizes the sum: the merged model rounds otherwise than the adapter on "
+        "Merging LoRA into quantized experts quantizes the sum: the merged model rounds otherwise than the adapter on "
         "top of it, and what it generates may differ.",
         stacklevel=4,
     )
 
 
-def _requantized(experts: Experts4bit, adapter: Factors, sign: float, checked: str | None = None) -> Packed:
+def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, checked: str | None = None) -> Packed:
     """Experts plus ``adapter``, quantized as they are. ``checked``: the name of an adapter that may be broken."""
     import torch
 
@@ -119,6 +120,8 @@ def _requantized(experts: Experts4bit, adapter: Factors, sign: float, checked: s
             raise ValueError(f"NaNs detected in the merged weights. The adapter {checked} seems to be broken")
         for found, matrix in zip(matrices, dense.to(packed.kind.dtype).split(rows)):
             found.append(_quantized(matrix.contiguous(), packed))
+    if packed.kind.int8:
+        return Packed.of_scales(matrices, packed.kind.dtype, packed.kind.threshold)
     return Packed.of_states(matrices)
 
 
@@ -126,6 +129,8 @@ def _quantized(matrix: Any, packed: Packed) -> Any:
     from bitsandbytes.functional import quantize_4bit
 
     kind = packed.kind
+    if kind.int8:
+        return int8.quantized(matrix)
     return quantize_4bit(
         matrix,
         quant_type=kind.quant_type,

@@ -1,4 +1,4 @@
-"""The packed weights and quantization states of all experts of one parameter.
+"""The packed weights and quantization states of all experts of one parameter, in 4 bits or INT8.
 
 An expert is one matrix, or several that are concatenated by rows after dequantizing (``gate_proj`` and ``up_proj`` of
 ``gate_up_proj``): each was quantized by itself, as one ``Linear4bit`` would be, so that what is saved can be named and
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from . import int8
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +28,9 @@ class Part:
     shape: tuple[int, int]
     """Of the matrix of one expert."""
     codes: torch.Tensor
-    """(experts, packed elements)"""
+    """(experts, packed elements); in INT8 (experts, rows, columns)."""
     absmax: torch.Tensor
-    """(experts, blocks): float32, or uint8 with double quantization."""
+    """(experts, blocks): float32, or uint8 with double quantization; in INT8 (experts, rows), float32."""
     nested_absmax: torch.Tensor | None = None
     """(experts, blocks of blocks), with double quantization."""
     offset: torch.Tensor | None = None
@@ -45,20 +47,27 @@ class Kind:
     """How the experts of one parameter are quantized: the same for each of them."""
 
     quant_type: str
-    """``"nf4"`` or ``"fp4"``"""
+    """``"nf4"``, ``"fp4"`` or ``"int8"``"""
     blocksize: int
+    """Of 4 bits."""
     dtype: torch.dtype
     """What they dequantize to, before they become the dtype of the parameter."""
     nested_blocksize: int = 256
+    threshold: float | None = None
+    """Of INT8: from which input on a column is multiplied in floating point. None: products dequantize."""
+
+    @property
+    def int8(self) -> bool:
+        return self.quant_type == "int8"
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The experts of one parameter. ``code`` and ``nested_code`` are the tables that packed values are read by."""
+    """The experts of one parameter. ``code`` and ``nested_code`` are the tables that packed values in 4 bits are read by."""
 
     parts: tuple[Part, ...]
     kind: Kind
-    code: torch.Tensor
+    code: torch.Tensor | None = None
     nested_code: torch.Tensor | None = None
 
     @classmethod
@@ -69,6 +78,22 @@ class Packed:
         double = state.state2
         kind = Kind(state.quant_type, state.blocksize, state.dtype, double.blocksize if state.nested else 256)
         return cls(parts, kind, state.code, double.code if state.nested else None)
+
+    @classmethod
+    def of_scales(
+        cls,
+        matrices: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
+        dtype: torch.dtype,
+        threshold: float | None,
+    ) -> Packed:
+        """From INT8 matrices and the scales of their rows: for each part a list over the experts."""
+        import torch
+
+        parts = []
+        for group in matrices:
+            codes, scales = (torch.stack(tensors) for tensors in zip(*group))
+            parts.append(Part((codes.shape[1], codes.shape[2]), codes, scales))
+        return cls(tuple(parts), Kind("int8", 0, dtype, threshold=threshold))
 
     @property
     def count(self) -> int:
@@ -111,7 +136,7 @@ class Packed:
         parts = tuple(
             Part(shape, **{name: tensors[f"{name}_{i}"] for name in names}) for i, (shape, names) in enumerate(shapes)
         )
-        return cls(parts, Kind(*kind), tensors["code"], tensors.get("nested_code"))
+        return cls(parts, Kind(*kind), tensors.get("code"), tensors.get("nested_code"))
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """With ``change`` made to each tensor."""
@@ -123,7 +148,7 @@ class Packed:
         return self.with_tensors({n: t if n in tables else t[experts] for n, t in self.tensors().items()})
 
     def state(self, part: Part, expert: int) -> QuantState:
-        """The quantization state of one matrix, as ``Linear4bit`` has it."""
+        """The quantization state of one matrix in 4 bits, as ``Linear4bit`` has it."""
         import torch
         from bitsandbytes.functional import QuantState
 
@@ -147,16 +172,20 @@ class Packed:
         )
 
     def matrices(self, expert: int) -> Iterator[tuple[torch.Tensor, QuantState]]:
-        """Packed weights, as a column, and quantization state of each matrix of one expert."""
+        """Packed weights in 4 bits, as a column, and quantization state of each matrix of one expert."""
         for part in self.parts:
             yield part.codes[expert].unsqueeze(-1), self.state(part, expert)
 
-    def dequantize(self, expert: int) -> torch.Tensor:
+    def dequantize(self, expert: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One expert in floating point: (rows, columns)."""
         import torch
         from bitsandbytes.functional import dequantize_4bit
 
-        matrices = [dequantize_4bit(codes, state) for codes, state in self.matrices(expert)]
+        dtype = dtype or self.kind.dtype
+        if self.kind.int8:
+            matrices = [int8.dequantized(part.codes[expert], part.absmax[expert], dtype) for part in self.parts]
+        else:
+            matrices = [dequantize_4bit(codes, state).to(dtype) for codes, state in self.matrices(expert)]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 

@@ -1,54 +1,83 @@
-"""Products with experts in 4 bits: one expert is dequantized at a time, and only if rows chose it."""
+"""Products with quantized experts: one expert at a time, and only if rows chose it.
+
+In 4 bits it is dequantized. In INT8 the product with an expert is that of ``Linear8bitLt``, and the product of the
+backward dequantizes, as there. Which one it is says the orientation: the rows of an expert are what it puts out.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
-from . import compiled
-from .tensor import RULES, Experts4bit
-from .views import aten, rule
+from . import compiled, int8
+from .tensor import RULES, QuantizedExperts
+from .views import aten, rule, transposed
 
 
 @rule(aten.mm.default)
 def mm(left: torch.Tensor, right: torch.Tensor) -> Any:
+    if _is_one(right) and not isinstance(left, QuantizedExperts):
+        return times(left, right, right.chosen)
+    if _is_one(left) and not isinstance(right, QuantizedExperts) and left.packed.kind.int8:
+        return mm(right.t(), transposed(left)).t()
     return torch.mm(_dense(left), _dense(right))
+
+
+def times(rows: torch.Tensor, experts: QuantizedExperts, number: Any) -> torch.Tensor:
+    """``rows`` times expert ``number`` of all, as this view shows it."""
+    kind = experts.packed.kind
+    if kind.threshold is None or not experts.swapped:
+        return torch.mm(rows, experts.expert(number))
+    rows = rows.to(experts.dtype)
+    out = [int8.product(rows, p.codes[number], p.absmax[number], kind.threshold) for p in experts.packed.parts]
+    return out[0] if len(out) == 1 else torch.cat(out, -1)
+
+
+def _is_one(tensor: torch.Tensor) -> TypeGuard[QuantizedExperts]:
+    return isinstance(tensor, QuantizedExperts) and isinstance(tensor.chosen, int)
 
 
 @rule(aten.addmm.default)
 def addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **scales: Any) -> Any:
-    if isinstance(bias, Experts4bit):
+    if isinstance(bias, QuantizedExperts):
         return NotImplemented
+    if _is_one(right) and right.packed.kind.int8 and not scales:
+        return bias + mm(left, right)
     return torch.addmm(bias, _dense(left), _dense(right), **scales)
 
 
 def _dense(matrix: torch.Tensor) -> torch.Tensor:
     """One expert, or what is no expert."""
-    return matrix.dequantize() if isinstance(matrix, Experts4bit) else matrix
+    return matrix.dequantize() if isinstance(matrix, QuantizedExperts) else matrix
 
 
 @rule(aten.bmm.default)
 def bmm(left: torch.Tensor, right: torch.Tensor) -> Any:
     """(n, rows, in) @ (n, in, out), either side the experts."""
-    if isinstance(left, Experts4bit) and isinstance(right, Experts4bit):
+    if isinstance(left, QuantizedExperts) and isinstance(right, QuantizedExperts):
         return NotImplemented
-    if isinstance(left, Experts4bit):
+    if isinstance(left, QuantizedExperts):
         return _chosen(left, right, left=True) if left.chosen is not None else _each(left, right, left=True)
-    assert isinstance(right, Experts4bit)
+    assert isinstance(right, QuantizedExperts)
     return _chosen(right, left, left=False) if right.chosen is not None else _each(right, left, left=False)
 
 
-def _each(experts: Experts4bit, other: torch.Tensor, left: bool) -> torch.Tensor:
+def _each(experts: QuantizedExperts, other: torch.Tensor, left: bool) -> torch.Tensor:
     """Every expert with its own matrix of ``other``."""
+    if left and experts.packed.kind.int8:
+        return _each(transposed(experts), other.transpose(1, 2), left=False).transpose(1, 2)
     out = _room(experts, other, left)
     for number in range(experts.shape[0]):
+        if experts.packed.kind.int8:
+            out[number] = times(other[number], experts, number)
+            continue
         dense, matrix = experts.expert(number).unsqueeze(0), other[number : number + 1]
         out[number : number + 1] = torch.bmm(dense, matrix) if left else torch.bmm(matrix, dense)
     return out
 
 
-def _chosen(experts: Experts4bit, other: torch.Tensor, left: bool) -> torch.Tensor:
+def _chosen(experts: QuantizedExperts, other: torch.Tensor, left: bool) -> torch.Tensor:
     """Every matrix of ``other`` with the expert that was chosen for it: all of one expert in one product."""
     assert isinstance(experts.chosen, torch.Tensor)
     if left:  # (w @ x).T = x.T @ w.T
@@ -58,18 +87,18 @@ def _chosen(experts: Experts4bit, other: torch.Tensor, left: bool) -> torch.Tens
     return by_choice(other, experts)
 
 
-def by_choice(other: torch.Tensor, experts: Experts4bit) -> torch.Tensor:
+def by_choice(other: torch.Tensor, experts: QuantizedExperts) -> torch.Tensor:
     """Each matrix of ``other`` with the expert that ``experts.chosen`` says."""
     assert isinstance(experts.chosen, torch.Tensor)
     out = _room(experts, other, left=False)
     for number in experts.chosen.unique().tolist():
         where = (experts.chosen == number).nonzero()[:, 0]
         rows = other[where]
-        out[where] = torch.mm(rows.flatten(0, 1), experts.expert(number)).view(*rows.shape[:2], -1)
+        out[where] = times(rows.flatten(0, 1), experts, number).view(*rows.shape[:2], -1)
     return out
 
 
-def _room(experts: Experts4bit, other: torch.Tensor, left: bool) -> torch.Tensor:
+def _room(experts: QuantizedExperts, other: torch.Tensor, left: bool) -> torch.Tensor:
     sides = (experts.shape[1], other.shape[2]) if left else (other.shape[1], experts.shape[2])
     return other.new_empty(other.shape[0], *sides)
 
@@ -78,10 +107,10 @@ def grouped_mm(
     rows: torch.Tensor, experts: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
     """Rows sorted by expert; ``offs`` says where those of each expert end. Rows of no expert give zeros."""
-    fits = isinstance(experts, Experts4bit) and experts.dim() == 3 and rows.dim() == 2
+    fits = isinstance(experts, QuantizedExperts) and experts.dim() == 3 and rows.dim() == 2
     if not fits or offs is None or bias is not None:
         return NotImplemented
-    assert isinstance(experts, Experts4bit)
+    assert isinstance(experts, QuantizedExperts)
     if compiled.traced(rows, offs) and experts.chosen is None:
         out = compiled.product(rows, offs, experts, grouped=True)
     else:
@@ -93,12 +122,12 @@ if hasattr(aten, "_grouped_mm"):  # since torch 2.7
     RULES[aten._grouped_mm.default] = grouped_mm
 
 
-def by_group(rows: torch.Tensor, experts: Experts4bit, offs: torch.Tensor) -> torch.Tensor:
+def by_group(rows: torch.Tensor, experts: QuantizedExperts, offs: torch.Tensor) -> torch.Tensor:
     """Rows up to ``offs[0]`` with the first expert, from there to ``offs[1]`` with the next, and so on."""
     out, start = rows.new_zeros(rows.shape[0], experts.shape[2]), 0
     for number, end in zip(experts.numbers(), offs.tolist()):
         if end > start:
-            out[start:end] = torch.mm(rows[start:end], experts.expert(number))
+            out[start:end] = times(rows[start:end], experts, number)
         start = end
     return out
 
@@ -117,7 +146,7 @@ def fallback(rows: torch.Tensor, experts: Any, offs: torch.Tensor) -> Any:
 
 def fallback_backward(rows: torch.Tensor, experts: Any, offs: torch.Tensor, gradient: torch.Tensor) -> Any:
     """The gradient of the rows; that of packed weights, which nobody asks for, takes no memory."""
-    if not isinstance(experts, Experts4bit):
+    if not isinstance(experts, QuantizedExperts):
         return NotImplemented
     of_rows = grouped_mm(gradient, experts.like(swapped=not experts.swapped), offs)
     return of_rows, gradient.new_zeros(()).expand(experts.shape)

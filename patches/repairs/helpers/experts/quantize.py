@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..loading import skipped
+from . import int8
 from .found import Found, converters, experts_in, matrices_of
 from .packed import Packed
 
@@ -14,21 +15,39 @@ if TYPE_CHECKING:
 
 
 class How(NamedTuple):
-    """What a ``BitsAndBytesConfig`` says of 4-bit weights."""
+    """What a ``BitsAndBytesConfig`` says of quantized weights."""
 
     quant_type: str
     double: bool
     storage: torch.dtype
+    threshold: float | None = None
+    """Of INT8."""
 
     @classmethod
     def said_by(cls, config: Any) -> How:
-        """As ``config`` says; an error if it does not ask for 4 bits."""
+        """As ``config`` says; an error if it asks for neither 4 bits nor INT8."""
+        import torch
+
+        if getattr(config, "load_in_8bit", False):
+            if config.llm_int8_has_fp16_weight:
+                raise ValueError(
+                    "llm_int8_has_fp16_weight=True keeps weights in floating point and quantizes them in each forward: "
+                    "experts cannot be quantized so. Leave it out, or load the model in 4 bits."
+                )
+            return cls("int8", False, torch.int8, float(config.llm_int8_threshold))
         if not getattr(config, "load_in_4bit", False):
             raise ValueError(
-                "experts can be quantized to 4 bits only: load the model with "
-                "BitsAndBytesConfig(load_in_4bit=True). INT8 experts are not supported."
+                "experts are quantized to 4 bits or INT8: load the model with BitsAndBytesConfig(load_in_4bit=True) or "
+                "BitsAndBytesConfig(load_in_8bit=True)"
             )
         return cls(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_storage)
+
+    def of(self, module: Any) -> How:
+        """Of the experts in ``module``.
+
+        LLM.int8 multiplies by matrices whose rows are what comes out: transformers says of which experts they are.
+        """
+        return self if getattr(module, "is_transposed", True) is False else self._replace(threshold=None)
 
 
 def packed(experts: Iterable[torch.Tensor], count: int, how: How) -> Packed:
@@ -39,21 +58,23 @@ def packed(experts: Iterable[torch.Tensor], count: int, how: How) -> Packed:
 
 def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: How) -> Packed:
     """Each expert as its matrices."""
-    from bitsandbytes.functional import quantize_4bit
-
     found: list[list[Any]] = []
     for matrices in experts:
         found = found or [[] for _ in matrices]
         for states, matrix in zip(found, matrices):
-            states.append(
-                quantize_4bit(
-                    matrix.detach().contiguous(),
-                    quant_type=how.quant_type,
-                    compress_statistics=how.double,
-                    quant_storage=how.storage,
-                )
-            )
-    return Packed.of_states(found)
+            states.append(_packed_matrix(matrix.detach(), how))
+            dtype = matrix.dtype
+    return Packed.of_scales(found, dtype, how.threshold) if how.quant_type == "int8" else Packed.of_states(found)
+
+
+def _packed_matrix(matrix: torch.Tensor, how: How) -> Any:
+    """Packed weights, and their quantization state or scales."""
+    from bitsandbytes.functional import quantize_4bit
+
+    if how.quant_type == "int8":
+        return int8.quantized(matrix)
+    options = {"quant_type": how.quant_type, "compress_statistics": how.double, "quant_storage": how.storage}
+    return quantize_4bit(matrix.contiguous(), **options)
 
 
 def wanted(model: Any) -> tuple[list[Found], How]:
@@ -62,7 +83,7 @@ def wanted(model: Any) -> tuple[list[Found], How]:
     if quantizer is None:
         raise ValueError(
             f"this {type(model).__name__} is not quantized: load it with "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True), which says how its experts are to be quantized"
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), which says how"
         )
     how = How.said_by(quantizer.quantization_config)
     found = [one for one in experts_in(model) if is_wanted(one.full_name, quantizer)]
@@ -104,15 +125,15 @@ def _check(one: Found) -> None:
 
 def quantize_model(model: Any) -> list[str]:
     """Quantize the experts of a loaded model, all or none; the names of those that were."""
-    from .tensor import Experts4bit, as_parameter
+    from .tensor import QuantizedExperts, as_parameter
 
     found, how = wanted(model)
     known = converters(model)
     new: dict[int, Any] = {}
     for one in found:
         parameter = one.parameter
-        if id(parameter) not in new and not isinstance(parameter, Experts4bit):
-            experts = packed(parameter.unbind(0), matrices_of(one.full_name, known), how)
+        if id(parameter) not in new and not isinstance(parameter, QuantizedExperts):
+            experts = packed(parameter.unbind(0), matrices_of(one.full_name, known), how.of(one.module))
             new[id(parameter)] = as_parameter(experts, parameter.dtype)
     for one in found:
         if id(one.parameter) in new:

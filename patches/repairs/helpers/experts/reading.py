@@ -2,38 +2,33 @@
 
 transformers 4 kept each expert as linear layers, so its 4-bit checkpoints name each matrix:
 ``experts.3.gate_proj.weight``, ``experts.3.gate_proj.weight.absmax`` and so on. transformers 5 says by a ``WeightConverter``
-which of them make up one parameter. The converters here take their place and make an ``Experts4bit`` of what is packed.
+which of them make up one parameter. The converters here take their place and make an ``QuantizedExperts`` of what is packed.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..process.messages import LOGGER
 from .found import Found, experts_in, makes, stacked
-from .packed import Packed
+from .matrices import INT8, STATISTICS, beside, dense, matrices_of, parameter_of
 from .products import know_transformers
 from .quantize import How, is_wanted, packed_matrices
 from .tensor import as_parameter
 
-STATISTICS = (
-    "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4",
-    "quant_state.bitsandbytes__fp4",
-)  # fmt: skip
-_OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?weight\.absmax$")
+_OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?(weight\.absmax|SCB)$")
 """``experts.3.gate_proj.weight.absmax``, or ``gate_up_proj.3.weight.absmax``."""
-_OF_AN_INT8_EXPERT = re.compile(r"experts\.\d+\.\w+\.SCB$")
 
 
 def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, asked: bool) -> list[Any]:
-    """``mapping``, with converters for experts in 4 bits where the checkpoint has them, or where they are asked for."""
+    """``mapping``, with converters for quantized experts where the checkpoint has them, or where they are asked for."""
     quantizer = load_config.hf_quantizer
     config = getattr(quantizer, "quantization_config", None)
-    _refuse_int8(model, config, keys)
-    if not getattr(config, "load_in_4bit", False):
+    if not (getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False)):
         return mapping
     packed = quantizer.pre_quantized and any(map(_OF_AN_EXPERT.search, keys))
     asked = asked and not quantizer.pre_quantized
@@ -41,19 +36,25 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
         return mapping
     found = [one for one in experts_in(model) if packed or is_wanted(one.full_name, quantizer)]
     _refuse_disk(found, load_config.device_map)
-    how = How.said_by(config) if asked else None
+    if not found:
+        return mapping
+    how = How.said_by(config)
     know_transformers()
-    return _replaced(mapping, found, how)
+    return _replaced(mapping, found, Reading(how, asked))
 
 
-def _refuse_int8(model: Any, config: Any, keys: Any) -> None:
-    """transformers would take the packed weights of INT8 experts for weights."""
-    found = getattr(config, "load_in_8bit", False) and [key for key in keys if _OF_AN_INT8_EXPERT.search(key)]
-    if found and any(experts_in(model)):
-        raise NotImplementedError(
-            f"this checkpoint has experts in INT8 ({found[0]}), which transformers 5 and this plugin cannot read. Load "
-            "it with transformers 4, or load a checkpoint in 4 bits or in floating point."
-        )
+class Reading(NamedTuple):
+    """How experts are read: as ``how`` says, and in floating point only if that is not ``asked`` to be quantized."""
+
+    how: How
+    asked: bool
+
+    def quantized(self, experts: Any, name: str, model: Any, dtype: Any) -> Any:
+        """The parameter ``name``, of its matrices."""
+        return as_parameter(packed_matrices(experts, self.of(name, model)), dtype)
+
+    def of(self, name: str, model: Any) -> How:
+        return self.how.of(model.get_submodule(name.rpartition(".")[0]))
 
 
 def _refuse_disk(found: list[Found], device_map: Any) -> None:
@@ -62,12 +63,12 @@ def _refuse_disk(found: list[Found], device_map: Any) -> None:
     for one in found:
         if device_map and get_device(device_map, one.full_name) == "disk":
             raise NotImplementedError(
-                f"the device map sends {one.full_name} to the disk: experts in 4 bits can lie on an accelerator or the "
+                f"the device map sends {one.full_name} to the disk: quantized experts can lie on an accelerator or the "
                 "CPU, not on the disk. Give that layer another device."
             )
 
 
-def _replaced(mapping: list[Any], found: list[Found], how: How | None) -> list[Any]:
+def _replaced(mapping: list[Any], found: list[Found], how: Reading) -> list[Any]:
     left = {one.full_name for one in found}
     result = []
     for each in mapping:
@@ -95,7 +96,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     """The converter whose place it has taken; None if there was none."""
 
     @classmethod
-    def of(cls, before: Any, names: set[str], how: How | None) -> ExpertsConverter:
+    def of(cls, before: Any, names: set[str], how: Reading) -> ExpertsConverter:
         """In place of ``before``, which makes the parameters ``names``."""
         sources = list(before._original_source_patterns)
         self = cls(_with_statistics(sources), list(before._original_target_patterns), [MakeExperts(names, how, before)])
@@ -104,7 +105,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         return self
 
     @classmethod
-    def of_one(cls, suffix: str, names: set[str], how: How | None) -> ExpertsConverter:
+    def of_one(cls, suffix: str, names: set[str], how: Reading) -> ExpertsConverter:
         """For parameters that a checkpoint has whole, or one expert after the other as we write them."""
         self = cls([*_with_statistics([f"{suffix}.*.weight"]), f"{suffix}$"], suffix, [MakeExperts(names, how, None)])
         self.before = None
@@ -124,7 +125,8 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
 
 
 def _with_statistics(sources: list[str]) -> list[str]:
-    return [*(f"{source}.{name}$" for source in sources for name in STATISTICS), *(f"{source}$" for source in sources)]
+    statistics = [f"{beside(source, name)}$" for source in sources for name in (*STATISTICS, *INT8)]
+    return [*statistics, *(f"{source}$" for source in sources)]
 
 
 class _AsItIs(ConversionOps):  # type: ignore[misc]
@@ -139,7 +141,7 @@ class _AsItIs(ConversionOps):  # type: ignore[misc]
 class MakeExperts(ConversionOps):  # type: ignore[misc]
     """What an :class:`ExpertsConverter` does with the tensors of one parameter."""
 
-    def __init__(self, names: set[str], how: How | None, before: Any) -> None:
+    def __init__(self, names: set[str], how: Reading, before: Any) -> None:
         self.names, self.how, self.before, self.keys = names, how, before, list[str]()
 
     @property
@@ -154,13 +156,14 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         tensors = {key.removesuffix("$"): value for key, value in input_dict.items()}
         whole = [key for key in tensors if "*" not in key]
         if whole:
-            return {full_layer_name: self._whole(tensors[whole[0]], target)}
+            return {full_layer_name: self._whole(tensors[whole[0]], full_layer_name, target, model)}
         sources = [key for key in tensors if key.endswith(".weight")]
-        matrices = {source: _matrices(source, tensors, target) for source in self._ordered(sources, full_layer_name)}
+        matrices = {source: matrices_of(source, tensors, target) for source in self._ordered(sources, full_layer_name)}
         self._check_counts(full_layer_name, matrices, target)
         packed = [isinstance(one, tuple) for group in matrices.values() for one in group]
         if all(packed):
-            return {full_layer_name: _packed(full_layer_name, list(matrices.values()), target)}
+            how = self.how.of(full_layer_name, model)
+            return {full_layer_name: parameter_of(full_layer_name, list(matrices.values()), target, how)}
         if any(packed):
             LOGGER.warning(
                 "%s: %d of %d matrices are packed in the checkpoint and the others are not; the parameter is kept in "
@@ -188,20 +191,18 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
                     f"missing: {missing}"
                 )
 
-    def _whole(self, tensors: list[Any], target: Any) -> Any:
+    def _whole(self, tensors: list[Any], name: str, target: Any, model: Any) -> Any:
         """A parameter that the checkpoint has in one piece."""
         whole = tensors[0].to(target.dtype)
-        if self.how is None:
+        if not self.how.asked:
             return whole
-        return as_parameter(packed_matrices(((expert,) for expert in whole.unbind(0)), self.how), target.dtype)
+        return self.how.quantized(((expert,) for expert in whole.unbind(0)), name, model, target.dtype)
 
     def _floating(self, matrices: dict[str, list[Any]], name: str, target: Any, model: Any, kwargs: Any) -> Any:
-        floating = {source: [_dense(one, target.dtype) for one in group] for source, group in matrices.items()}
-        if self.how is not None and name in self.names:
-            return as_parameter(packed_matrices(zip(*floating.values()), self.how), target.dtype)
+        floating = {source: [dense(one, target.dtype) for one in group] for source, group in matrices.items()}
+        if self.how.asked and name in self.names:
+            return self.how.quantized(zip(*floating.values()), name, model, target.dtype)
         if self.before is None:
-            import torch
-
             return torch.stack(next(iter(floating.values())))
         result: Any = {p: floating[p.removesuffix("$")] for p in self.before.source_patterns}
         known = {"source_patterns": self.before.source_patterns, "target_patterns": self.before.target_patterns}
@@ -212,58 +213,3 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
 
 def _numbered(source: str) -> str:
     return source.replace(".", r"\.").replace(r"*\.", r"(\d+)\.") + "$"
-
-
-def _matrices(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
-    """Each expert's matrix of ``source``: packed weights with their state, or floating point."""
-    from bitsandbytes.functional import QuantState
-
-    weights = tensors[source]
-    statistics = {name: tensors[f"{source}.{name}"] for name in STATISTICS if tensors.get(f"{source}.{name}")}
-    packed = [i for i, weight in enumerate(weights) if _is_packed(weight, target)]
-    maps = sum(len(statistics.get(name, ())) for name in STATISTICS if name.startswith("quant_state"))
-    counts = {"absmax": len(statistics.get("absmax", ())), "quant_map": len(statistics.get("quant_map", ()))}
-    for name, count in {**counts, "quant_state": maps}.items():
-        if count != len(packed):
-            raise ValueError(f"{source}: {len(packed)} experts are packed, and {count} have {name}")
-    kinds = [name for name in statistics if name.startswith("quant_state")]
-    nested = {len(statistics[name]) for name in statistics if name.startswith("nested")}
-    if len(kinds) > 1 or nested - {len(packed)}:
-        raise ValueError(
-            f"{source}: the experts of one parameter are quantized in different ways: {sorted(statistics)}"
-        )
-    result = list(weights)
-    for position, expert in enumerate(packed):
-        entries = {f"weight.{name}": values[position] for name, values in statistics.items()}
-        result[expert] = (weights[expert], QuantState.from_dict(entries, device=weights[expert].device))
-    return result
-
-
-def _is_packed(weight: Any, target: Any) -> bool:
-    return not weight.is_floating_point() or (weight.dim() == 2 and weight.shape[1] == 1 != target.shape[2])
-
-
-def _packed(name: str, matrices: list[list[Any]], target: Any) -> Any:
-    """The parameter, after a look whether it is one."""
-    for group in matrices:
-        first = group[0][1]
-        for number, (_, state) in enumerate(group):
-            if (state.shape, state.blocksize) != (first.shape, first.blocksize):
-                raise ValueError(
-                    f"{name}: expert {number} has shape {tuple(state.shape)} and blocks of {state.blocksize}, expert 0 "
-                    f"{tuple(first.shape)} and {first.blocksize}"
-                )
-            state.dtype = target.dtype  # as transformers-quant-state-dtype for linear layers
-    experts = Packed.of_states(matrices)
-    if experts.shape != tuple(target.shape):
-        raise ValueError(f"{name}: the checkpoint has shape {experts.shape}, the model {tuple(target.shape)}")
-    return as_parameter(experts, target.dtype)
-
-
-def _dense(matrix: Any, dtype: Any) -> Any:
-    from bitsandbytes.functional import dequantize_4bit
-
-    if isinstance(matrix, tuple):
-        codes, state = matrix
-        matrix = dequantize_4bit(codes, state)
-    return matrix.to(dtype)

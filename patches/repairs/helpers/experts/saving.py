@@ -1,4 +1,4 @@
-"""Saving experts in 4 bits under the names that transformers 4 gave each matrix."""
+"""Saving quantized experts under the names that transformers 4 gave each matrix, in 4 bits and INT8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .tensor import Experts4bit
+from .packed import Packed
+from .tensor import QuantizedExperts
 
 State = dict[str, Any]
 _TABLES = ("quant_map", "nested_quant_map")
@@ -15,30 +16,41 @@ _TABLES = ("quant_map", "nested_quant_map")
 
 
 def without_ties(remove: Callable[[State, Any], State], state: State, model: Any) -> State:
-    """``remove_tied_weights_from_state_dict``, which compares addresses that experts in 4 bits have not."""
-    experts = {name: value for name, value in state.items() if isinstance(value, Experts4bit)}
+    """``remove_tied_weights_from_state_dict``, which compares addresses that quantized experts have not."""
+    experts = {name: value for name, value in state.items() if isinstance(value, QuantizedExperts)}
     rest = {name: value for name, value in state.items() if name not in experts}
     return {**remove(rest, model), **experts} if experts else remove(state, model)
 
 
 def reverted(revert: Callable[[Any, State], State], model: Any, state: State) -> State:
-    """``revert_weight_conversion``; experts in 4 bits become packed weights and statistics, matrix by matrix."""
-    experts = {name: value for name, value in state.items() if isinstance(value, Experts4bit)}
+    """``revert_weight_conversion``; quantized experts become packed weights and statistics, matrix by matrix."""
+    experts = {name: value for name, value in state.items() if isinstance(value, QuantizedExperts)}
     if not experts:
         return revert(model, state)
     found = revert(model, {name: value for name, value in state.items() if name not in experts})
     for name, value in experts.items():
         _refuse_replaced(model, name)
         for weight, (expert, part) in names(revert, model, name, value).items():
-            codes, quantization = list(value.packed.matrices(expert))[part]
-            found[weight] = codes
-            for key, tensor in quantization.as_dict(packed=True).items():
-                found[f"{weight}.{key}"] = tensor.clone() if key in _TABLES else tensor
+            found.update(_entries(value.packed, expert, part, weight))
     return found
 
 
+def _entries(packed: Packed, expert: int, part: int, weight: str) -> State:
+    """One matrix as ``Linear4bit`` or ``Linear8bitLt`` is saved."""
+    if packed.kind.int8:
+        here, layer = packed.parts[part], weight.removesuffix("weight")
+        scales = {f"{layer}SCB": here.absmax[expert], f"{layer}weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return {weight: here.codes[expert], **scales}
+    codes, quantization = list(packed.matrices(expert))[part]
+    statistics = quantization.as_dict(packed=True)
+    return {
+        weight: codes,
+        **{f"{weight}.{key}": tensor.clone() if key in _TABLES else tensor for key, tensor in statistics.items()},
+    }
+
+
 def names(
-    revert: Callable[[Any, State], State], model: Any, name: str, experts: Experts4bit
+    revert: Callable[[Any, State], State], model: Any, name: str, experts: QuantizedExperts
 ) -> dict[str, tuple[int, int]]:
     """The name of each matrix in a checkpoint, with the number of its expert and of the part.
 

@@ -24,7 +24,7 @@ FUNCTIONS: dict[Any, Rule] = {}
 """The same for a function of Python, above autograd: where gradients of other arguments are still to be recorded."""
 
 
-class Experts4bit(torch.Tensor):
+class QuantizedExperts(torch.Tensor):
     """All experts of one parameter, or one of them, or a choice: (experts, rows, columns) or (rows, columns)."""
 
     packed: Packed
@@ -36,19 +36,19 @@ class Experts4bit(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        packed: Packed | Experts4bit,
+        packed: Packed | QuantizedExperts,
         chosen: int | torch.Tensor | None = None,
         swapped: bool = False,
         dtype: torch.dtype | None = None,
         requires_grad: bool = False,
-    ) -> Experts4bit:
-        if isinstance(packed, Experts4bit):  # accelerate makes a parameter of the same class on another device
+    ) -> QuantizedExperts:
+        if isinstance(packed, QuantizedExperts):  # accelerate makes a parameter of the same class on another device
             return torch.nn.Parameter(packed.like(), requires_grad=requires_grad)  # type: ignore[return-value]
         experts, rows, columns = packed.shape
         first = [] if isinstance(chosen, int) else [experts if chosen is None else len(chosen)]
         shape = [columns, rows] if swapped else [rows, columns]
         strides = [1, columns] if swapped else [columns, 1]
-        self: Experts4bit = torch.Tensor._make_wrapper_subclass(
+        self: QuantizedExperts = torch.Tensor._make_wrapper_subclass(
             cls,
             [*first, *shape],
             strides=[*([rows * columns] if first else []), *strides],
@@ -62,10 +62,10 @@ class Experts4bit(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def like(self, **changed: Any) -> Experts4bit:
+    def like(self, **changed: Any) -> QuantizedExperts:
         """Another view of the same packed weights."""
         now = {"packed": self.packed, "chosen": self.chosen, "swapped": self.swapped, "dtype": self.dtype}
-        return Experts4bit(**{**now, **changed})
+        return of_packed(**{**now, **changed})
 
     def numbers(self) -> list[int]:
         """Which experts the first dimension holds, in its order."""
@@ -77,7 +77,7 @@ class Experts4bit(torch.Tensor):
 
     def expert(self, number: int) -> torch.Tensor:
         """Expert ``number`` of all, in floating point, as this view shows it."""
-        matrix = self.packed.dequantize(number).to(self.dtype)
+        matrix = self.packed.dequantize(number, self.dtype)
         return matrix.t() if self.swapped else matrix
 
     def dequantize(self) -> torch.Tensor:
@@ -97,9 +97,9 @@ class Experts4bit(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, Experts4bit) or value.shape != self.shape:
+        if not isinstance(value, QuantizedExperts) or value.shape != self.shape:
             raise RuntimeError(
-                f"experts in 4 bits of shape {tuple(self.shape)} cannot take {_what(value)} as .data: replace the "
+                f"quantized experts of shape {tuple(self.shape)} cannot take {_what(value)} as .data: replace the "
                 "parameter of the module instead"
             )
         with torch._C.DisableTorchFunctionSubclass():
@@ -108,7 +108,7 @@ class Experts4bit(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind, size = self.packed.kind, self.nbytes
-        return f"Experts4bit({tuple(self.shape)}, dtype={self.dtype}, {kind.quant_type}, {size} bytes, {self.device})"
+        return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype}, {kind.quant_type}, {size} bytes, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
@@ -131,9 +131,9 @@ class Experts4bit(torch.Tensor):
         return names, (self.packed.layout(), chosen, self.swapped, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> Experts4bit:
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> QuantizedExperts:
         layout, chosen, swapped, dtype = meta
-        return Experts4bit(Packed.laid_out(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
+        return of_packed(Packed.laid_out(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
 
     def __getattr__(self, name: str) -> Any:
         tensors = vars(self)["packed"].tensors() if "packed" in vars(self) else {}
@@ -163,12 +163,25 @@ class Experts4bit(torch.Tensor):
         return in_floating_point(func, args, kwargs) if result is NotImplemented else result
 
 
+class Experts4bit(QuantizedExperts):
+    """Experts in NF4 or FP4."""
+
+
+class Experts8bit(QuantizedExperts):
+    """Experts in INT8."""
+
+
+def of_packed(packed: Packed, *args: Any, **kwargs: Any) -> QuantizedExperts:
+    """The class that ``packed`` is quantized for."""
+    return (Experts8bit if packed.kind.int8 else Experts4bit)(packed, *args, **kwargs)
+
+
 def in_floating_point(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``func`` on dequantized experts; an error if it would write into them."""
     _refuse_writes(func, args, kwargs)
 
     def dense(value: Any) -> Any:
-        if not isinstance(value, Experts4bit):
+        if not isinstance(value, QuantizedExperts):
             return value
         went_dense(str(func), value)
         return value.dequantize()
@@ -180,9 +193,9 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> No
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(value, Experts4bit):
+        if written and isinstance(value, QuantizedExperts):
             raise RuntimeError(
-                f"{func} would write into experts in 4 bits ({tuple(value.shape)}), whose values are packed. "
+                f"{func} would write into quantized experts ({tuple(value.shape)}), whose values are packed. "
                 "Dequantize the model first (model.dequantize()), or load the model without quantized experts."
             )
 
@@ -193,14 +206,14 @@ def _what(value: Any) -> str:
 
 def as_parameter(packed: Packed, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
     """The parameter that a module of experts holds; ``dtype`` is the one that it shows."""
-    return torch.nn.Parameter(Experts4bit(packed, dtype=dtype), requires_grad=False)
+    return torch.nn.Parameter(of_packed(packed, dtype=dtype), requires_grad=False)
 
 
 def rebuilt(
     layout: Layout, tensors: dict[str, torch.Tensor], chosen: Any, swapped: bool, dtype: torch.dtype, parameter: bool
 ) -> torch.Tensor:
     """What a pickle calls; its arguments are plain, so that ``torch.load(weights_only=True)`` reads them."""
-    tensor = Experts4bit(Packed.laid_out(layout, tensors), chosen, swapped, dtype)
+    tensor = of_packed(Packed.laid_out(layout, tensors), chosen, swapped, dtype)
     return torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
 
 

@@ -1,4 +1,4 @@
-"""Views, copies and moves of experts in 4 bits: none of them dequantizes."""
+"""Views, copies and moves of quantized experts: none of them dequantizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .tensor import FUNCTIONS, RULES, Experts4bit, Rule
+from .tensor import FUNCTIONS, RULES, QuantizedExperts, Rule
 
 aten = torch.ops.aten
 
@@ -26,12 +26,12 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
 
 
 @rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-def same(experts: Experts4bit) -> Any:
+def same(experts: QuantizedExperts) -> Any:
     return experts.like()
 
 
 @rule(aten.select.int)
-def select(experts: Experts4bit, dim: int, number: int) -> Any:
+def select(experts: QuantizedExperts, dim: int, number: int) -> Any:
     if dim % experts.dim() or experts.dim() < 3:
         return NotImplemented
     count = experts.shape[0]
@@ -42,14 +42,14 @@ def select(experts: Experts4bit, dim: int, number: int) -> Any:
 
 
 @rule(aten.unbind.int)
-def unbind(experts: Experts4bit, dim: int = 0) -> Any:
+def unbind(experts: QuantizedExperts, dim: int = 0) -> Any:
     if dim % experts.dim() or experts.dim() < 3:
         return NotImplemented
     return [experts.like(chosen=number) for number in experts.numbers()]
 
 
 @rule(aten.index.Tensor)
-def index(experts: Experts4bit, indices: list[torch.Tensor | None]) -> Any:
+def index(experts: QuantizedExperts, indices: list[torch.Tensor | None]) -> Any:
     ids = indices[0]
     whole = len(indices) == 1 and experts.chosen is None
     if not whole or ids is None or ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
@@ -58,7 +58,7 @@ def index(experts: Experts4bit, indices: list[torch.Tensor | None]) -> Any:
 
 
 @rule(aten.slice.Tensor)
-def part_of(experts: Experts4bit, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+def part_of(experts: QuantizedExperts, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     if start in (None, 0) and (end is None or end >= experts.shape[dim]) and step == 1:
         return experts.like()
     if dim % experts.dim() or experts.chosen is not None:
@@ -67,7 +67,7 @@ def part_of(experts: Experts4bit, dim: int = 0, start: Any = None, end: Any = No
 
 
 @rule(aten.split.Tensor)
-def split(experts: Experts4bit, size: int, dim: int = 0) -> Any:
+def split(experts: QuantizedExperts, size: int, dim: int = 0) -> Any:
     if dim % experts.dim() or experts.chosen is not None:
         return NotImplemented
     starts = range(0, experts.shape[0], size)
@@ -75,18 +75,18 @@ def split(experts: Experts4bit, size: int, dim: int = 0) -> Any:
 
 
 @rule(aten.t.default)
-def transposed(experts: Experts4bit) -> Any:
+def transposed(experts: QuantizedExperts) -> Any:
     return experts.like(swapped=not experts.swapped)
 
 
 @rule(aten.transpose.int)
-def transpose(experts: Experts4bit, first: int, second: int) -> Any:
+def transpose(experts: QuantizedExperts, first: int, second: int) -> Any:
     rank = experts.dim()
     return transposed(experts) if {first % rank, second % rank} == {rank - 2, rank - 1} else NotImplemented
 
 
 @rule(aten.permute.default)
-def permute(experts: Experts4bit, dims: list[int]) -> Any:
+def permute(experts: QuantizedExperts, dims: list[int]) -> Any:
     order = [dim % experts.dim() for dim in dims]
     kept = list(range(experts.dim()))
     if order == kept:
@@ -95,7 +95,7 @@ def permute(experts: Experts4bit, dims: list[int]) -> Any:
 
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-def reshaped(experts: Experts4bit, shape: list[int], **kwargs: Any) -> Any:
+def reshaped(experts: QuantizedExperts, shape: list[int], **kwargs: Any) -> Any:
     """Only to the shape that it has."""
     here = list(experts.shape)
     asked = [have if want == -1 else want for want, have in zip(shape, here)]
@@ -106,13 +106,13 @@ def reshaped(experts: Experts4bit, shape: list[int], **kwargs: Any) -> Any:
 
 
 @rule(aten.clone.default)
-def clone(experts: Experts4bit, memory_format: Any = None) -> Any:
+def clone(experts: QuantizedExperts, memory_format: Any = None) -> Any:
     return experts.like(packed=experts.packed.each(torch.clone))
 
 
 @rule(aten._to_copy.default)
 def moved(
-    experts: Experts4bit, dtype: Any = None, device: Any = None, non_blocking: bool = False, **kwargs: Any
+    experts: QuantizedExperts, dtype: Any = None, device: Any = None, non_blocking: bool = False, **kwargs: Any
 ) -> Any:
     """Another dtype is another view; another device takes packed weights and statistics there, of the chosen alone."""
     if dtype is not None and not dtype.is_floating_point:
@@ -130,7 +130,7 @@ def moved(
 
 
 @rule(aten.empty_like.default)
-def empty_like(experts: Experts4bit, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+def empty_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     """Packed weights to be filled, for ``to_empty`` and for what is on the meta device; else floating point."""
     if experts.dim() < 3 or experts.chosen is not None or (dtype or experts.dtype) != experts.dtype:
         return torch.empty(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
@@ -138,23 +138,23 @@ def empty_like(experts: Experts4bit, dtype: Any = None, device: Any = None, **kw
 
 
 @rule(aten.zeros_like.default)
-def zeros_like(experts: Experts4bit, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+def zeros_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     """Shape and dtype are all that it reads."""
     return torch.zeros(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
 
 
 @rule(aten.new_zeros.default)
-def new_zeros(experts: Experts4bit, size: list[int], dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+def new_zeros(experts: QuantizedExperts, size: list[int], dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     return torch.zeros(size, dtype=dtype or experts.dtype, device=device or experts.device)
 
 
 @rule(aten.copy_.default)
 def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
-    """From other experts in 4 bits, quantized alike: their packed weights and statistics."""
-    if not isinstance(experts, Experts4bit):
+    """From other quantized experts, quantized alike: their packed weights and statistics."""
+    if not isinstance(experts, QuantizedExperts):
         return NotImplemented
-    name = f"experts in 4 bits of shape {tuple(experts.shape)}"
-    if not isinstance(source, Experts4bit):
+    name = f"quantized experts of shape {tuple(experts.shape)}"
+    if not isinstance(source, QuantizedExperts):
         raise RuntimeError(
             f"{name} cannot take a {type(source).__name__} of {source.dtype}: it is in floating point. Load a state "
             "dict that was made with quantized experts, or quantize after loading: patches.quantize_experts(model)."
@@ -171,25 +171,29 @@ def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
 @rule(aten.set_.source_Tensor)
 def set_(experts: Any, source: Any) -> Any:
     """``torch.nn.utils.parametrize`` sets a parameter to itself."""
-    same = isinstance(source, Experts4bit) and isinstance(experts, Experts4bit) and experts.packed is source.packed
+    same = (
+        isinstance(source, QuantizedExperts)
+        and isinstance(experts, QuantizedExperts)
+        and experts.packed is source.packed
+    )
     return experts if same else NotImplemented
 
 
 # -- what cannot be --------------------------------------------------------------------------------------
 
 
-def requires_grad_(experts: Experts4bit, requires_grad: bool = True) -> Any:
+def requires_grad_(experts: QuantizedExperts, requires_grad: bool = True) -> Any:
     if requires_grad:
         raise RuntimeError(
-            f"experts in 4 bits of shape {tuple(experts.shape)} cannot require gradients: packed weights do not train. "
+            f"quantized experts of shape {tuple(experts.shape)} cannot require gradients: packed weights do not train. "
             "Train adapters on them, or load the model without quantized experts."
         )
     return NotImplemented
 
 
-def numpy(experts: Experts4bit, *args: Any, **kwargs: Any) -> Any:
+def numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"experts in 4 bits of shape {tuple(experts.shape)} are no array: they cannot be offloaded to the disk. Keep "
+        f"quantized experts of shape {tuple(experts.shape)} are no array: they cannot be offloaded to the disk. Keep "
         "them on an accelerator or the CPU; experts.dequantize().numpy() gives their values."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..experts.found import is_quantized
 from ..four_bit import four_bit_state
 from ..reproducers.tiny_models import in_dtype
 
@@ -55,7 +56,7 @@ def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if parameter.dim() == 3 and parameter.shape[0] > 1 and parameter.is_floating_point():
-            if not isinstance(owner, _ConvNd) and type(parameter).__name__ != "Experts4bit":
+            if not isinstance(owner, _ConvNd) and not is_quantized(parameter):
                 yield name, parameter
 
 

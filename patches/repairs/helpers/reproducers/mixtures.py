@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,46 @@ def save_as_transformers_4(folder: str) -> torch.Tensor:
 def pack(folder: Path, double: bool = False, config: dict[str, Any] = NF4) -> dict[str, torch.Tensor]:
     """Make a 4-bit checkpoint of one in floating point, matrix by matrix; what its packed weights stand for."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    def packed(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        codes, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=double)
+        statistics = {f"{name}.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
+        return {name: codes, **statistics}, dequantize_4bit(codes, state)
+
+    return _pack(folder, packed, {**config, "bnb_4bit_use_double_quant": double})
+
+
+def pack_int8(folder: Path) -> dict[str, torch.Tensor]:
+    """The same in INT8."""
+    import torch
+
+    from ..experts.int8 import dequantized, quantized
+
+    def packed(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        codes, scales = quantized(weight)
+        layer, form = name.removesuffix("weight"), torch.tensor(0, dtype=torch.uint8)
+        return {name: codes, f"{layer}SCB": scales, f"{layer}weight_format": form}, dequantized(
+            codes, scales, weight.dtype
+        )
+
+    return _pack(folder, packed, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+
+
+def _pack(
+    folder: Path,
+    packed: Callable[[str, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]],
+    config: dict[str, Any],
+) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file, save_file
 
     file, values = folder / "model.safetensors", {}
     tensors = load_file(file)
     for name, weight in list(tensors.items()):
         if weight.dim() == 2 and name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
-            codes, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=double)
-            tensors[name], values[name] = codes, dequantize_4bit(codes, state)
-            tensors.update({f"{name}.{key}": tensor for key, tensor in state.as_dict(packed=True).items()})
+            entries, values[name] = packed(name, weight)
+            tensors.update(entries)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     stored = json.loads((folder / "config.json").read_text())
-    stored["quantization_config"] = {**config, "bnb_4bit_use_double_quant": double}
+    stored["quantization_config"] = config
     (folder / "config.json").write_text(json.dumps(stored))
     return values

@@ -1,0 +1,117 @@
+"""The matrices of one parameter of experts as a checkpoint has them: packed with their statistics, or in floating point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import int8
+from .packed import Packed
+from .quantize import How
+from .tensor import as_parameter
+
+STATISTICS = (
+    "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4",
+    "quant_state.bitsandbytes__fp4",
+)  # fmt: skip
+SCALES = "SCB"
+INT8 = (SCALES, "weight_format")
+"""Beside the weight, and not below it."""
+
+
+def beside(weight: str, statistic: str) -> str:
+    """The name of a statistic of ``weight``."""
+    return weight.removesuffix("weight") + statistic if statistic in INT8 else f"{weight}.{statistic}"
+
+
+def matrices_of(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
+    """Each expert's matrix of ``source``: packed weights with their state or scales, or floating point."""
+    from bitsandbytes.functional import QuantState
+
+    weights = tensors[source]
+    every = (*STATISTICS, *INT8)
+    statistics = {n: tensors[beside(source, n)] for n in every if tensors.get(beside(source, n))}
+    packed = [i for i, weight in enumerate(weights) if _is_packed(weight, target)]
+    if statistics.keys() & set(INT8):
+        return _int8_matrices(source, weights, statistics, packed)
+    maps = sum(len(statistics.get(name, ())) for name in STATISTICS if name.startswith("quant_state"))
+    counts = {"absmax": len(statistics.get("absmax", ())), "quant_map": len(statistics.get("quant_map", ()))}
+    for name, count in {**counts, "quant_state": maps}.items():
+        if count != len(packed):
+            raise ValueError(f"{source}: {len(packed)} experts are packed, and {count} have {name}")
+    kinds = [name for name in statistics if name.startswith("quant_state")]
+    nested = {len(statistics[name]) for name in statistics if name.startswith("nested")}
+    if len(kinds) > 1 or nested - {len(packed)}:
+        raise ValueError(
+            f"{source}: the experts of one parameter are quantized in different ways: {sorted(statistics)}"
+        )
+    result = list(weights)
+    for position, expert in enumerate(packed):
+        entries = {f"weight.{name}": values[position] for name, values in statistics.items()}
+        result[expert] = (weights[expert], QuantState.from_dict(entries, device=weights[expert].device))
+    return result
+
+
+def _int8_matrices(source: str, weights: list[Any], statistics: dict[str, list[Any]], packed: list[int]) -> list[Any]:
+    scales = statistics.get(SCALES, [])
+    if len(scales) != len(packed):
+        raise ValueError(f"{source}: {len(packed)} experts are packed, and {len(scales)} have SCB")
+    if statistics.keys() - set(INT8):
+        raise ValueError(
+            f"{source}: the experts of one parameter are quantized in different ways: {sorted(statistics)}"
+        )
+    if any(int(form) for form in statistics.get("weight_format", ())):
+        raise ValueError(
+            f"{source}: INT8 weights in a layout of a GPU (weight_format), which only bitsandbytes before 0.37 wrote"
+        )
+    result = list(weights)
+    for position, expert in enumerate(packed):
+        result[expert] = (weights[expert], scales[position].float())
+    return result
+
+
+def _is_packed(weight: Any, target: Any) -> bool:
+    return not weight.is_floating_point() or (weight.dim() == 2 and weight.shape[1] == 1 != target.shape[2])
+
+
+def parameter_of(name: str, matrices: list[list[Any]], target: Any, how: How) -> Any:
+    """The parameter, after a look whether it is one."""
+    experts = _stacked_int8 if matrices[0][0][0].dtype == torch.int8 else _stacked
+    made = experts(name, matrices, target, how)
+    if made.shape != tuple(target.shape):
+        raise ValueError(f"{name}: the checkpoint has shape {made.shape}, the model {tuple(target.shape)}")
+    return as_parameter(made, target.dtype)
+
+
+def _stacked_int8(name: str, matrices: list[list[Any]], target: Any, how: How) -> Packed:
+    for group in matrices:
+        for number, (codes, scales) in enumerate(group):
+            if codes.shape != group[0][0].shape or scales.shape != codes.shape[:1]:
+                raise ValueError(
+                    f"{name}: expert {number} has shape {tuple(codes.shape)} and scales of {tuple(scales.shape)}, expert 0 "
+                    f"shape {tuple(group[0][0].shape)}"
+                )
+    return Packed.of_scales(matrices, target.dtype, how.threshold)
+
+
+def _stacked(name: str, matrices: list[list[Any]], target: Any, how: How) -> Packed:
+    for group in matrices:
+        first = group[0][1]
+        for number, (_, state) in enumerate(group):
+            if (state.shape, state.blocksize) != (first.shape, first.blocksize):
+                raise ValueError(
+                    f"{name}: expert {number} has shape {tuple(state.shape)} and blocks of {state.blocksize}, expert 0 "
+                    f"{tuple(first.shape)} and {first.blocksize}"
+                )
+            state.dtype = target.dtype  # as transformers-quant-state-dtype for linear layers
+    return Packed.of_states(matrices)
+
+
+def dense(matrix: Any, dtype: Any) -> Any:
+    from bitsandbytes.functional import dequantize_4bit
+
+    if isinstance(matrix, tuple):
+        codes, state = matrix
+        matrix = int8.dequantized(codes, state, dtype) if codes.dtype == torch.int8 else dequantize_4bit(codes, state)
+    return matrix.to(dtype)
