@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.loading import places, placing, sizes
+from ..helpers.loading import checkpoint_keys, places, placing, sizes
 
 
 def defect() -> Finding:
@@ -104,6 +104,12 @@ PATCH = Patch(
             find="return device_map",
             replace="return _patches_planned(model, device_map, hf_quantizer)",
             names={"_patches_planned": places.planned},
+        ),
+        Rewrite(
+            f"{_HOOKS}:accelerate_disk_offload",
+            find="checkpoint_files[0].endswith('.safetensors')",
+            replace="_patches_whole(checkpoint_files).endswith('.safetensors')",
+            names={"_patches_whole": checkpoint_keys.whole},
         ),
         Rewrite(
             _LOADING,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -35,10 +36,30 @@ def read(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> d
     return found
 
 
-def _in_safetensors(file: str) -> dict[str, Stored]:
-    from safetensors import safe_open
+def whole(files: list[str]) -> str:
+    """The first of ``files``, if all of them are whole: those in safetensors say how long they are."""
+    for file in files:
+        if file.endswith(".safetensors"):
+            with _opened(file):
+                pass
+    return files[0]
 
-    with safe_open(file, framework="pt") as opened:
+
+def _opened(file: str) -> Any:
+    """``safe_open`` with an error that names the file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise SafetensorError(
+            f"{error}: {file} ({os.path.getsize(file)} bytes) is no safetensors file, or not all of one. If it was "
+            "downloaded or copied, that was not finished: get it again."
+        ) from error
+
+
+def _in_safetensors(file: str) -> dict[str, Stored]:
+    with _opened(file) as opened:
         slices = ((name, opened.get_slice(name)) for name in opened.keys())
         return {
             name: Stored(part.get_dtype().startswith(("F", "BF")), tuple(part.get_shape())) for name, part in slices

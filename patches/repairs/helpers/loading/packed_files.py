@@ -1,18 +1,21 @@
-"""Packed weights on the disk, written while a model is loaded, and how long they stay there.
+"""Weights on the disk: written while a model is loaded, and read for as long as it is used.
 
 Each load has a folder of its own inside ``offload_folder``, so that two models never share a file. It is removed with
-the last object that can read it: the index that accelerate's hooks hold.
+the last object that can read it: the index that accelerate's hooks hold. Before each read the index looks whether the
+file is the one that it was: a checkpoint that somebody has written anew would give other numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import left_behind
 from .experts import readable
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ class Folder:
         self.inside = inside
         try:
             os.makedirs(inside, exist_ok=True)
-            self.path = tempfile.mkdtemp(prefix="quantized-", dir=inside)
+            left_behind.sweep(inside)
+            self.path = tempfile.mkdtemp(prefix=left_behind.PREFIX, dir=inside)
         except OSError as error:
             raise type(error)(
                 error.errno,
@@ -37,7 +41,7 @@ class Folder:
                 "offload_folder on a disk that can hold the layers of the device_map that are on the disk",
                 inside,
             ) from error
-        self.remove = weakref.finalize(self, _remove, self.path, os.getpid())
+        self.remove = weakref.finalize(self, _remove, self.path, os.getpid(), left_behind.hold(self.path))
 
     def __copy__(self) -> Folder:
         return self
@@ -47,33 +51,84 @@ class Folder:
 
     def write(self, name: str, tensor: Tensor) -> Entry:
         """Write ``tensor``, and say how accelerate finds it."""
-        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         file = os.path.join(self.path, f"{name}.safetensors")
-        try:
+        with self.writing(name, tensor):
             save_file({name: tensor.contiguous()}, f"{file}.part")
             os.replace(f"{file}.part", file)  # so that what has the name is whole
+        return {"safetensors_file": file, "weight_name": name, "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+    @contextlib.contextmanager
+    def writing(self, name: str, tensor: Tensor) -> Iterator[None]:
+        """Say what could not be written, and where, if that fails in here."""
+        from safetensors import SafetensorError
+
+        try:
+            yield
         except (OSError, SafetensorError) as error:
             raise OSError(
                 f"The {readable(tensor.nbytes)} of {name!r} could not be written to offload_folder={self.inside!r}, "
                 f"which has {readable(_free(self.inside))} free: {error}. Nothing of this model is left there. Make "
                 "room, give another offload_folder, or keep more layers on a device or the CPU."
             ) from error
-        return {"safetensors_file": file, "weight_name": name, "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 class Index(dict[str, Entry]):
-    """An index of accelerate that keeps the folder that it leads to."""
+    """An index of accelerate that keeps the folder that it leads to, and knows its files again."""
 
     def __init__(self, entries: Mapping[str, Entry], folder: Folder | None) -> None:
         super().__init__(entries)
         self.folder = folder
+        self._known: dict[str, tuple[int, int]] = {}
+        for file in {entry["safetensors_file"] for entry in entries.values() if "safetensors_file" in entry}:
+            with contextlib.suppress(OSError):  # gone already: the first read says so
+                self._known[file] = _stamp(file, self._is_ours(file))
+
+    def __getitem__(self, name: str) -> Entry:
+        entry = super().__getitem__(name)
+        file = entry.get("safetensors_file")
+        if file is not None:
+            self._check(name, file)
+        return entry
+
+    def _is_ours(self, file: str) -> bool:
+        return self.folder is not None and os.path.dirname(file) == self.folder.path
+
+    def _check(self, name: str, file: str) -> None:
+        ours = self._is_ours(file)
+        whose = (
+            "which was written when the model was loaded" if ours else "the checkpoint that the model was loaded from"
+        )
+        do = "Load the model again, and leave the file where it is for as long as the model is used"
+        try:
+            now = _stamp(file, ours)
+        except OSError as error:
+            text = f"{name!r} waits on the disk in {file}, {whose}, and cannot be read: {error.strerror}. {do}"
+            raise type(error)(error.errno, text) from error
+        known = self._known.get(file, now)
+        if now[0] < known[0]:
+            raise RuntimeError(
+                f"{name!r} waits on the disk in {file}, {whose}, and the file was cut short: it has {now[0]} bytes, and "
+                f"had {known[0]}. {do}."
+            )
+        if now != known:
+            raise RuntimeError(
+                f"{name!r} waits on the disk in {file}, {whose}, and the file was written anew since: its numbers may be "
+                f"others. {do}; save to another folder."
+            )
 
 
-def _remove(path: str, made_by: int) -> None:
+def _stamp(file: str, ours: bool) -> tuple[int, int]:
+    """Size and time of change. Some network file systems set the time of a new file once more after it was written."""
+    found = os.stat(file)
+    return found.st_size, 0 if ours else found.st_mtime_ns
+
+
+def _remove(path: str, made_by: int, lock: int | None) -> None:
     if os.getpid() == made_by:  # a forked process ends with copies of the objects of its parent
         shutil.rmtree(path, ignore_errors=True)
+        left_behind.release(path, lock)
 
 
 def _free(folder: str) -> int:

@@ -33,6 +33,8 @@ class Places(dict[str, Place]):
         """Where offloaded modules are quantized, and where they compute."""
         self.folder: Folder | None = None
         """What was written to the disk while loading."""
+        self.handled: BaseException | None = None
+        """The error that a program was dealing with when it began to load, such as that of loading whole."""
         self.scales: dict[str, Tensor] = {}
         """Row scales of INT8 weights on the disk, by the names of a state dict."""
         self.quantized = 0

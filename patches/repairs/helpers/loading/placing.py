@@ -36,6 +36,8 @@ def folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | 
     """Where ``from_pretrained`` writes what it cannot leave in the checkpoint: a folder of this load's own."""
     device_map = load_config.device_map
     inside: str | None = load_config.disk_offload_folder
+    if isinstance(device_map, Places):
+        device_map.handled = sys.exc_info()[1]
     if not isinstance(device_map, Places) or "disk" not in device_map.values():
         return inside
     if inside is not None:
@@ -78,7 +80,9 @@ def put_on_disk(
     """Leave the packed weights of ``weight`` on the disk, and in ``model`` what says how to read them."""
     there = isinstance(device_map, Places) and name in index and _lies_there(quantizer, mapping)
     if not isinstance(device_map, Places) or not _is_packed(weight) and not there:
-        result: dict[str, Any] = upstream(name, weight, info, to, index, mapping)
+        written = device_map.folder if isinstance(device_map, Places) else None
+        with contextlib.nullcontext() if written is None else written.writing(name, weight):
+            result: dict[str, Any] = upstream(name, weight, info, to, index, mapping)
         return result
     from accelerate.utils import set_module_tensor_to_device
 
@@ -136,8 +140,10 @@ def _scales_of(name: str) -> str:
 
 def ended(device_map: Any) -> None:
     """Called when all weights are read, or something has gone wrong: then what was written is removed."""
-    if isinstance(device_map, Places) and device_map.folder is not None and sys.exc_info()[0] is not None:
-        device_map.folder.remove()
+    if isinstance(device_map, Places):
+        error, before, device_map.handled = sys.exc_info()[1], device_map.handled, None
+        if device_map.folder is not None and error is not before:
+            device_map.folder.remove()
 
 
 def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, Any]) -> Any:

@@ -1,0 +1,67 @@
+"""Folders of processes that were killed: found by a lock that each process holds on a file in its own.
+
+A process that ends by itself removes what it wrote. One that the system kills, for want of memory above all, cannot;
+then the next load that writes beside it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+PREFIX = "quantized-"
+_LOCK = "in-use"
+_mine: set[str] = set()
+"""Folders of this process: some file systems grant a process its own lock again."""
+
+
+def hold(folder: str) -> int | None:
+    """Lock ``folder`` for as long as this process, or one forked from it, is there; None where nothing can be locked."""
+    _mine.add(os.path.realpath(folder))
+    try:
+        import fcntl
+
+        boot = _boot()
+        lock = os.open(os.path.join(folder, f"{_LOCK}.part"), os.O_RDWR | os.O_CREAT, 0o600)
+    except (ImportError, OSError):  # not Linux, or a full disk: the next write says so
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(lock, boot)
+        os.rename(os.path.join(folder, f"{_LOCK}.part"), os.path.join(folder, _LOCK))  # locked before it has the name
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def release(folder: str, lock: int | None) -> None:
+    """Forget ``folder``, which is removed."""
+    _mine.discard(os.path.realpath(folder))
+    if lock is not None:
+        os.close(lock)
+
+
+def sweep(inside: str) -> None:
+    """Remove the folders in ``inside`` whose processes are gone."""
+    for folder in Path(inside).glob(f"{PREFIX}*"):
+        if os.path.realpath(folder) not in _mine and _is_abandoned(folder / _LOCK):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(file: Path) -> bool:
+    with contextlib.suppress(ImportError, OSError), file.open("r+b") as lock:
+        import fcntl
+
+        if lock.read() != _boot():  # another machine, whose locks may not be seen here
+            return False
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _boot() -> bytes:
+    """What all processes under this kernel have in common, since it was started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
