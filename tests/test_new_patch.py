@@ -27,9 +27,9 @@ def test_the_files_lie_where_patches_are_found(patch_id, inside, file):
 
 
 @pytest.mark.parametrize(("patch_id", "inside", "said"), [
-    ("numpy-is-slow", "", "the package one of accelerate, axolotl"),
-    ("peft", "", "no id"),
-    ("peft-Foo", "", "no id"),
+    ("numpy-is-slow", "", "one of the packages accelerate, axolotl"),
+    ("peft", "", "is not an id"),
+    ("peft-Foo", "", "is not an id"),
     ("bitsandbytes-scale-lost", "", "IN="),
     ("peft-scale-lost", "int8", "has the folders none"),
 ])  # fmt: skip

@@ -90,7 +90,7 @@ def files(patch_id: str, inside: str = "") -> dict[Path, str]:
     package, _, name = patch_id.partition("-")
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", patch_id) or package not in packages:
         raise ValueError(
-            f"{patch_id!r} is no id: <package>-<what-goes-wrong>, the package one of {', '.join(packages)}"
+            f"{patch_id!r} is not an id: expected <package>-<what-goes-wrong>, with one of the packages {', '.join(packages)}"
         )
     folders = sorted(
         path.name for path in (ROOT / "patches" / "repairs" / package).iterdir() if (path / "__init__.py").exists()

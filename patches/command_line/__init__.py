@@ -98,11 +98,13 @@ def _parser() -> argparse.ArgumentParser:
         ("report", _report, "what is applied here and what is not, with the reason"),
         ("diff", _diff, "what is changed, as a unified diff"),
         ("verify", _verify, "run the reproducers in fresh processes: unpatched, patched, reverted"),
-        ("explain", _explain, "what is known of a patch, or of the message of an error, in quotes"),
+        ("explain", _explain, "one patch, or the patches for an error message in quotes"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         if name == "explain":
-            command.add_argument("text", nargs="+", metavar="ID or message", help="a patch, or what an error says")
+            command.add_argument(
+                "text", nargs="+", metavar="ID or message", help="the id of a patch, or an error message"
+            )
         else:
             command.add_argument("ids", nargs="*", metavar="ID", help="patches; all if none is named")
         command.add_argument("--json", action="store_true", help="for machines")
@@ -174,7 +176,7 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
         return json.dumps(rows, indent=2), 0 if found else 1
     if not found:
         _complain(
-            f"no patch and no message that is known here: {text[:80]!r}; `python -m patches list` shows all patches"
+            f"{text[:80]!r} is no patch and no part of a known message; `python -m patches list` shows all patches"
         )
         return "", 1
     if len(found) == 1:

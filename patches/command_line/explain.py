@@ -42,19 +42,19 @@ def story(patch: Patch) -> str:
 def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
     """The paragraphs under each of :data:`HEADINGS`."""
     told = story(patch)
-    why = told.split("\n\n")[1:] or ["The file of the patch tells; it is not here."]
+    why = told.split("\n\n")[1:] or ["The source file of the patch says it; no sources are installed here."]
     edits = [f"{edit.target}" for edit in needs.edits(patch)] or [edit.target for edit in patch.edits]
     return dict(zip(HEADINGS, (
         [*_seen(patch)],
         [*why, *patch.links],
-        [*dict.fromkeys(edits), f"The lines: python -m patches diff {patch.id}"],
+        [*dict.fromkeys(edits), f"The changed lines: python -m patches diff {patch.id}"],
         cost(told) or [f"{NO_COST} docs/speed.md."],
         [
             f"For {', '.join(patch.requires)}; tested up to {patch.package} {patch.tested_up_to}. "
-            "Where the installed source is not the one it was written for, it is skipped and reported as a conflict.",
+            "If the installed code differs from what the patch expects, the patch is skipped and reported as `conflict`.",
             f"Here: {result.status}{f' ({result.reason})' if result.reason else ''}.",
-            f"To see defect and repair: python -m patches verify {patch.id}. "
-            f"To leave it out: PATCHES_DISABLE={patch.id}, or patches.revert({patch.id!r}).",
+            f"To see the defect and its repair: python -m patches verify {patch.id}. "
+            f"To disable it: PATCHES_DISABLE={patch.id}, or patches.revert({patch.id!r}) in a running program.",
         ],
     )))  # fmt: skip
 

@@ -61,7 +61,9 @@ def mismatch(package: str) -> str:
     here, said = _imported_version(package), _metadata_version(package)
     if not here or not said or here == said or _public(here) == _public(said):
         return ""
-    return f"{package}: the module that is imported says {here}, its metadata {said}; the module counts"
+    return (
+        f"{package}: the imported module is version {here}, its metadata says {said}; the version of the module is used"
+    )
 
 
 def module_name(package: str) -> str:

@@ -188,7 +188,7 @@ def _in_scopes(block: list[str], code: CodeType, qualname: str) -> tuple[str, in
     if indent and not scopes:
         scopes.append("if 1:")
     if indent < len(scopes) or code.co_firstlineno <= len(scopes):
-        raise SyntaxError("it does not stand inside the scopes of its name")
+        raise SyntaxError("the function is not nested in the scopes that its qualified name gives")
     padding = "\n" * (code.co_firstlineno - 1 - len(scopes))
     headers = "".join(" " * depth + header + "\n" for depth, header in enumerate(scopes))
     return padding + headers + "".join(block), len(scopes)

@@ -16,8 +16,8 @@ from .state import Duty, Installed, Outcome, State
 from .transaction import Step
 
 NOT_FORGOTTEN = (
-    "compiled code was not forgotten, for a thread is running some: what is compiled already stays as it was. "
-    "Call patches.report() or torch.compiler.reset() between two steps"
+    "functions that torch.compile compiled before still run the old code, because a thread is running compiled code and "
+    "it could not be dropped. Call patches.report() or torch.compiler.reset() between two steps"
 )
 
 
@@ -94,7 +94,7 @@ class Draft:
         """The slots of ``edits`` in which ``owner`` has no edit yet."""
         pairs = [pair for edit in edits for pair in slots_of(edit)]
         if not pairs:
-            raise Conflict("it has no edit for this release")
+            raise Conflict("the patch has no edit for this release")
         fresh = []
         for slot, edit in pairs:
             known = self.slots.get(slot.key)
@@ -174,11 +174,11 @@ class Draft:
         if len(rest) == len(known.edits) or key in self._shadowed:
             return ""
         if key in self._refused:
-            return f"cannot be put back: {self._refused[key]}"
+            return f"cannot be reverted: {self._refused[key]}"
         try:
             self._builder.with_edits(known, rest) if rest else None
         except Conflict as conflict:
-            return f"cannot be made without it: {conflict}"
+            return f"cannot be reverted alone, because another patch changed the same function: {conflict}"
         return ""
 
     def _leave(self, key: Hashable, known: Installed, rest: tuple[tuple[str, Edit], ...]) -> None:

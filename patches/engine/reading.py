@@ -36,7 +36,9 @@ def result(state: State, patch: Patch, *, disabled: bool) -> Result:
         status, reason = outcome.status, outcome.reason
     elif status is Status.AVAILABLE and (missing := needs.missing(patch)):
         status = Status.PENDING
-        follows = "is applied when it is" if patch.id in state.waiting else "apply() then follows its import"
+        follows = (
+            "the patch is applied after its import" if patch.id in state.waiting else "call apply() after its import"
+        )
         reason = f"{', '.join(sorted(missing))} is not imported yet; {follows}"
     elif status is Status.AVAILABLE and outcome is not None:
         reason = f"what it changes {_AGAIN}"
@@ -59,10 +61,10 @@ def left_behind(state: State) -> Iterator[str]:
         return
     names = {slot.attribute for slot in idle if isinstance(slot, NameSlot)}
     codes = [code for code in in_use(state) if frames.named_in([code], names)]
-    who = ", ".join(frames.holders(codes)) or "a frame, a generator or a tool that has kept it"
+    who = ", ".join(frames.holders(codes)) or "a frame, a generator or a tool that keeps it"
     yield (
-        f"code of reverted patches is still in use, by {who}: what it needs stays ({', '.join(sorted(s.name for s in idle))}). "
-        "It is removed by the first patches.report(), apply() or revert() after that code is gone"
+        f"{who} still runs code of reverted patches, so its helpers stay ({', '.join(sorted(s.name for s in idle))}). "
+        "The first patches.report(), apply() or revert() after that code is gone removes them"
     )
 
 

@@ -255,7 +255,7 @@ class Registry:
         try:
             return self._forget_compiled()
         except Exception as error:
-            return f"what torch.compile made of the old code could not be forgotten: {type(error).__name__}: {error}"
+            return f"compiled code of the old functions could not be dropped: {type(error).__name__}: {error}"
 
     # -- what an import brings -----------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class Registry:
     def _chosen(self, ids: tuple[str, ...]) -> list[Patch]:
         for patch_id in ids:
             if not isinstance(patch_id, str):
-                raise TypeError(f"ids are strings, one an argument, as in ('a', 'b'): got {patch_id!r}")
+                raise TypeError(f"expected ids of patches as strings, one per argument, got {patch_id!r}")
             if patch_id not in self.patches:
                 raise KeyError(unknown(patch_id, self.patches))
         return [patch for patch in self.patches.values() if not ids or patch.id in ids]

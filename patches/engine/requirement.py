@@ -74,5 +74,5 @@ def parse(text: str) -> Requirement:
             return Requirement(found[1], found[2], tuple((b[1], Version(b[2])) for b in bounds if b))
     except InvalidVersion:
         pass
-    raise ValueError(f"{text!r} is no requirement: write a package and bounds, as in 'peft>=0.14,<0.20'; "
+    raise ValueError(f"{text!r} is not a requirement: write a package and bounds, as in 'peft>=0.14,<0.20'; "
                      f"a bound begins with {', '.join(_OPERATORS)}")  # fmt: skip

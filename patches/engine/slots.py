@@ -164,9 +164,9 @@ class NameSlot(_Entry):
     def build(self, original: Any, edits: Sequence[Rewrite], compiler: Compiler) -> Any:
         first, *others = (edit.names[self.attribute] for edit in edits)
         if original is not ABSENT:
-            raise Replaced(f"{self.name} is there already, and not ours")
+            raise Replaced(f"{self.name} exists already, and another program put it there")
         if any(other is not first for other in others):
-            raise Conflict(f"{self.name} names two things")
+            raise Conflict(f"two patches give the name {self.name} to different helpers")
         return first
 
     def diff(self, original: Any, edits: Sequence[Rewrite]) -> str:
@@ -188,7 +188,7 @@ def _check_original(value: Any, edit: SetAttribute | DeleteAttribute, compiler: 
     """Refuse an original other than the one that ``edit`` was made for."""
     if isinstance(edit, DeleteAttribute):
         if value is ABSENT and not edit.missing_ok:
-            raise Conflict(f"{edit.target}: there is nothing to delete")
+            raise Conflict(f"{edit.target} does not exist, so it cannot be deleted")
         if _is_function(value):
             _check_home(value, edit.target)
         return

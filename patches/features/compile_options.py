@@ -88,9 +88,13 @@ class CompileOptions(Mapping[str, Any]):
         from accelerate.utils import TorchDynamoPlugin
 
         if taken := {"mode", "options"} & fields.keys():
-            raise ValueError(f"{', '.join(sorted(taken))}: pass it to patches.compile_options, which merges them")
+            raise ValueError(
+                f"pass {' and '.join(sorted(taken))} to patches.compile_options() instead, which merges them"
+            )
         if str(fields.setdefault("backend", "inductor")).rpartition(".")[2].lower() != "inductor":
-            raise ValueError(f"backend={fields['backend']!r}: these are options of Inductor: leave backend out")
+            raise ValueError(
+                f"backend={fields['backend']!r}: compile_options() sets options of Inductor; leave backend out"
+            )
         fields.setdefault("dynamic", self.dynamic)
         self._warn(fields["dynamic"], fields.get("mode"), {})
         return TorchDynamoPlugin(options=self.merged(), **fields)
@@ -112,8 +116,8 @@ class CompileOptions(Mapping[str, Any]):
             warnings.warn(problem, stacklevel=2)
         if kind is None and not entry.reached:
             raise RuntimeError(
-                f"{self!r} did nothing: nothing was compiled by Inductor inside the `with`. Call torch.compile "
-                "there, or run there what compiles: Trainer.train(), Accelerator.prepare()"
+                f"{self!r} did nothing, because Inductor compiled nothing inside the `with` block. Call torch.compile "
+                "inside it, or the method that compiles: Trainer.train(), Accelerator.prepare()"
             )
 
     def _warn(self, dynamic: bool | None, mode: str | None, options: Mapping[str, Any]) -> None:
@@ -122,8 +126,8 @@ class CompileOptions(Mapping[str, Any]):
         causes = {"sample packing": self.sample_packing, "dynamic shapes": dynamic}
         if found := [cause for cause, there in causes.items() if there]:
             warnings.warn(
-                f"{_CUDAGRAPHS} with {' and '.join(found)}: a CUDA graph is recorded for each shape and keeps its "
-                "memory; pad to a few lengths, or leave it out",
+                f"{_CUDAGRAPHS} with {' and '.join(found)}: each shape records a CUDA graph, which keeps its memory. "
+                f"Pad to a few lengths, or leave {_CUDAGRAPHS} out",
                 stacklevel=3,
             )
 
@@ -207,8 +211,8 @@ def _demand_compile(original: Any) -> Any:
         entered = _entered.get()
         if entered and backend != "inductor" and not any(entry.reached for entry in entered):
             raise RuntimeError(
-                f"{entered[-1].options!r} without compilation by Inductor (accelerate's dynamo backend is "
-                f"{backend!r}): set TrainingArguments(torch_compile=True) or Accelerator(dynamo_backend='inductor')"
+                f"{entered[-1].options!r} has no effect, because accelerate does not compile with Inductor (its dynamo "
+                f"backend is {backend!r}): set TrainingArguments(torch_compile=True) or Accelerator(dynamo_backend='inductor')"
             )
         return original(self, model, *args, **kwargs)
 
@@ -235,4 +239,4 @@ def _feature_with(accelerate: bool) -> Feature:
     if accelerate:  # an early error; without it the end of the `with` is one
         target = "accelerate.accelerator:Accelerator.prepare_model"
         edits.append(SetAttribute(target, make=_demand_compile, over="self.state.dynamo_plugin"))
-    return Feature("compile-options", "torch.compile takes the options of an entered compile_options()", tuple(edits))
+    return Feature("compile-options", "torch.compile inside `with compile_options()` uses its options", tuple(edits))

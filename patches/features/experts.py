@@ -14,8 +14,8 @@ Model = TypeVar("Model")
 READER = "transformers-experts-of-linear-layers"
 NEEDS = ("transformers>=5", "bitsandbytes>=0.46.1", "torch>=2.6")
 WHY = {
-    "transformers": " transformers 4 keeps each expert as linear layers, which load_in_4bit quantizes by itself: nothing "
-    "is to be done there."
+    "transformers": " transformers 4 keeps each expert as linear layers, which load_in_4bit quantizes: there is nothing "
+    "to do."
 }
 
 
@@ -51,8 +51,8 @@ class Asked:
     def __enter__(self) -> None:
         if not _reads():
             raise RuntimeError(
-                f"quantize_experts() needs the patch {READER}, which is not applied: call patches.apply() first, and see "
-                f"patches.report() for the reason if it stays so. patches.quantize_experts(model) works without it."
+                f"quantize_experts() needs the patch {READER}, which is not applied. Call patches.apply() first; "
+                "patches.report() says why a patch is not applied. patches.quantize_experts(model) works without it."
             )
         entered = asked_for.inside()
         entered.__enter__()

@@ -29,9 +29,9 @@ class Nearest(NamedTuple):
 
     def __str__(self) -> str:
         if not self.others:
-            return f"this stack was run: {self.name}"
-        said = ", ".join(f"{package} {here} ({run} was)" for package, (here, run) in self.others.items())
-        return f"the nearest stack that was run is {self.name}; not tried with it: {said}"
+            return f"this stack was tested: {self.name}"
+        said = ", ".join(f"{package} {here} (tested: {run})" for package, (here, run) in self.others.items())
+        return f"the nearest tested stack is {self.name}; not tested with it: {said}"
 
 
 @functools.cache

@@ -48,7 +48,9 @@ def test_the_module_counts_where_its_metadata_say_something_else(write_module, r
 
     report = r.report()
     assert liar.f(1) == 3 and report["a"].status is Status.APPLIED
-    assert report.notes == ("liar: the module that is imported says 1.0, its metadata 2.0; the module counts",)
+    assert report.notes == (
+        "liar: the imported module is version 1.0, its metadata says 2.0; the version of the module is used",
+    )
 
 
 def test_a_package_that_is_installed_meanwhile_is_seen(write_module, registry, install):
@@ -132,7 +134,7 @@ def test_a_name_that_someone_else_put_into_the_module_stays(toy, registry):
         (SetAttribute("toy:Base.who", value=1), "already exists in the package"),
         (SetAttribute("toy:Base.who", value=1, over="'other'"), "'other'\" does not occur in it"),
         (SetAttribute("toy:Base.nothing", value=1, over="'base'"), "there is no such function"),
-        (DeleteAttribute("toy:Base.nothing"), "there is nothing to delete"),
+        (DeleteAttribute("toy:Base.nothing"), "cannot be deleted"),
     ],
 )
 def test_an_original_other_than_the_one_expected_is_a_conflict(toy, registry, edit, why):

@@ -55,5 +55,5 @@ def test_a_version_that_is_none_meets_every_bound_and_the_source_decides():
              "a @ https://example.org/a.whl", "a b"],
 )  # fmt: skip
 def test_what_is_more_or_less_than_that_is_an_error(text):
-    with pytest.raises(ValueError, match="is no requirement: write a package and bounds"):
+    with pytest.raises(ValueError, match="is not a requirement: write a package and bounds"):
         parse(text)

@@ -86,7 +86,7 @@ def test_saved_and_read_again(tmp_path):
 
 def test_without_the_patch(tmp_path):
     patches.revert()
-    with pytest.raises(RuntimeError, match=f"needs the patch {ID}, which is not applied: call patches.apply"):
+    with pytest.raises(RuntimeError, match=f"needs the patch {ID}, which is not applied. Call patches.apply"):
         with patches.quantize_experts():
             raise AssertionError("never here")
 

@@ -129,8 +129,8 @@ def test_another_dtype(tmp_path, patched):
     ("change", "message"),
     [
         (lambda t: [t.pop(key) for key in list(t) if key.startswith(EXPERT)], r"3 of 4 experts.*missing: \[2\]"),
-        (lambda t: t.pop(f"{EXPERT}.absmax"), "4 experts are packed, and 3 have absmax"),
-        (lambda t: t.pop(EXPERT), "3 experts are packed, and 4 have absmax"),
+        (lambda t: t.pop(f"{EXPERT}.absmax"), "4 experts are packed, but 3 have absmax"),
+        (lambda t: t.pop(EXPERT), "3 experts are packed, but 4 have absmax"),
         (
             lambda t: t.update({EXPERT.replace("up_proj", "down_proj") + ".nested_absmax": torch.ones(1)}),
             "quantized in different ways",

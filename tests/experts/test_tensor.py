@@ -90,7 +90,7 @@ def test_all_at_once_is_counted_and_said_once(experts, caplog, monkeypatch):
             assert torch.equal(experts.sum(0), experts.dequantize().sum(0))
     assert dense.COUNTS == {"aten.sum.dim_IntList": 2}
     (record,) = caplog.records
-    assert "aten.sum.dim_IntList needs all experts at once: 4 of them ((4, 32, 64), float32)" in record.getMessage()
+    assert "aten.sum.dim_IntList needs all experts at once: while it runs, 4 experts ((4, 32" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_writes_are_refused(experts, write):
 
 
 def test_floating_point_is_refused(experts):
-    with torch.no_grad(), pytest.raises(RuntimeError, match="it is in floating point"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="expected quantized experts"):
         experts.copy_(torch.ones(4, 32, 64))
     with pytest.raises(RuntimeError, match=r"cannot take Tensor \(4, 32, 64\) as .data"):
         experts.data = torch.ones(4, 32, 64)

@@ -43,7 +43,7 @@ def test_a_4_bit_model_and_why_some_of_it_is_not_quantized():
     codes = sum(m.weight.numel() for m in model.modules() if isinstance(m, bnb.nn.Linear4bit))
     assert codes < quantized.bytes < 1.1 * codes and quantized.parameters == 2 * codes
     assert only(model, "Embedding").reason == "an embedding"
-    assert only(model, "LlamaRMSNorm").reason == "one-dimensional: norms and the like stay"
+    assert only(model, "LlamaRMSNorm").reason == "one-dimensional, as in norms"
     reasons = {line.names: line.reason for line in lines(model, "Linear")}
     assert reasons == {
         ("model.layers.0.mlp.up_proj",): "in the skip list (llm_int8_skip_modules)",
@@ -72,16 +72,16 @@ def test_layers_made_by_hand():
         "Linear4bit": "nf4, double", "Linear8bitLt": "int8", "Embedding8bit": "int8", "EmbeddingNF4": "nf4",
         "Linear": "", "Conv1d": "",
     }  # fmt: skip
-    assert facts.layers[-1].reason == "its class is not replaced: only nn.Linear is"
+    assert facts.layers[-1].reason == "not an nn.Linear"
     assert facts.layers[-2].reason == "not made as a quantized layer"
-    assert {line.reason for line in patches.inspect(llama()).facts.layers} == {"nothing in this model is"}
+    assert {line.reason for line in patches.inspect(llama()).facts.layers} == {"no layer of this model is quantized"}
 
 
 def test_experts_in_three_dimensions():
     model = load(4, "moe")
     experts = only(model, "Qwen3MoeExperts")
-    assert experts.reason == "3-D expert parameters: only nn.Linear is replaced" and experts.count == 2
-    assert only(model, "Qwen3MoeTopKRouter").reason == "its class is not replaced: only nn.Linear is"
+    assert experts.reason == "3-D expert parameters: only nn.Linear layers are quantized" and experts.count == 2
+    assert only(model, "Qwen3MoeTopKRouter").reason == "not an nn.Linear"
 
 
 def test_experts_that_were_quantized_by_hand():

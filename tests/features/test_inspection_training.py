@@ -31,7 +31,7 @@ def test_adapters_of_which_none_trains(tmp_path):
 
     lora(llama()).save_pretrained(tmp_path)
     model = peft.PeftModel.from_pretrained(llama(), tmp_path)
-    assert "no parameter trains" in only(model).what and "is_trainable=True" in only(model).remedy
+    assert "no parameter requires grad" in only(model).what and "is_trainable=True" in only(model).remedy
     assert fine(peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True))
 
 
@@ -109,7 +109,7 @@ def test_the_hook_of_peft_is_one_too():
 def test_float16_under_an_8_bit_optimizer():
     model = llama().half()
     optimizer = bnb.optim.AdamW8bit(model.parameters())
-    assert "an 8-bit optimizer over them" in only(model, optimizer).what
+    assert "with an 8-bit optimizer" in only(model, optimizer).what
     assert "an 8-bit" not in only(model, torch.optim.AdamW(model.parameters())).what
     weight = next(model.parameters()).detach()
     updated = (weight.float() * (1 + 2e-4)).half()
@@ -127,9 +127,9 @@ def test_an_optimizer_that_was_made_too_early():
     model = lora(model)
     problem = only(model, optimizer)
     assert problem.where == tuple(n for n, p in model.named_parameters() if p.requires_grad)
-    assert "8 tensors train and are not in the optimizer" in problem.what
+    assert "8 parameters require grad and are not in the optimizer" in problem.what
     other = torch.optim.SGD(llama().parameters())
-    assert "updates 21 parameters that the model does not have" in patches.inspect(model, other).problems[0].what
+    assert "updates 21 parameters that are not in the model" in patches.inspect(model, other).problems[0].what
     assert fine(model, bnb.optim.AdamW8bit(trained(model)))
 
 
@@ -157,7 +157,7 @@ with patches.applied():
         assert {line.kind: (line.bytes, line.statistics) for line in patches.inspect(model).facts.layers} == whole
         optimizer = bitsandbytes.optim.AdamW(trained(model), lr=0)
         loss(model).backward()
-        fails = ["an optimizer of bitsandbytes updates 8 sharded tensors (FSDP2): its step fails"]
+        fails = ["an optimizer of bitsandbytes updates 8 sharded tensors (FSDP2): step() raises an error"]
         assert said(model, bitsandbytes.optim.LAMB(trained(model))) == fails
         assert said(model, optimizer) == []
         optimizer.step()

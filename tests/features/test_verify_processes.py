@@ -67,11 +67,11 @@ def test_a_process_without_an_answer_is_described(kind):
     said = answers(("die", "7"), ("kill", "SIGSEGV"), ("leave",), ("fail", "no"), ("die", "0"))
     assert [present for present, _ in said] == [None] * 5
     died, killed, left, failed, silent = (figure for _, figure in said)
-    assert died == "the process died with exit code 7"
+    assert died == "the process ended with exit code 7"
     assert killed == "the process was killed by SIGSEGV"
     assert left.startswith("SystemExit at verify_toys.py:") and left.endswith("I leave")
     assert failed.startswith("ValueError at verify_toys.py:") and failed.endswith("no on two lines")
-    assert silent == "the process died with exit code 0"
+    assert silent == "the process ended with exit code 0"
 
 
 def test_an_answer_that_takes_too_long(kind):

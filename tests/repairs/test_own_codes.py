@@ -237,7 +237,7 @@ def test_a_broadcast_in_another_storage_is_refused(one_rank):
     with patches.applied():
         model = sharded(lambda seed=0: four_bit(seed, torch.float16))
         before = model[0].weight.to_local().clone()
-        with pytest.raises(RuntimeError, match="'0' has its packed weight in torch.float16, .* torch.bfloat16"):
+        with pytest.raises(RuntimeError, match="'0' stores its packed weight as torch.float16, .* torch.bfloat16"):
             set_model_state_dict(model, four_bit(1, torch.bfloat16).state_dict(), options=options)
         assert torch.equal(model[0].weight.to_local().view(torch.uint8), before.view(torch.uint8))
 

@@ -43,13 +43,13 @@ def test_each_stack_is_nearest_to_itself(installed, name):
     installed(**{**stack, "torch": f"{stack['torch']}+cpu"})
     found = stacks.nearest()
     assert found is not None and found.name == name and not found.others
-    assert stacks.notes() == (f"this stack was run: {name}",)
+    assert stacks.notes() == (f"this stack was tested: {name}",)
 
 
 def test_what_was_not_tried_is_named(installed):
     installed(torch="2.6.0", transformers="4.53.3", peft="0.17.0", accelerate="1.8.1", bitsandbytes="0.46.1")
     (said,) = stacks.notes()
-    assert said == "the nearest stack that was run is transformers 4.53; not tried with it: peft 0.17.0 (0.16.0 was)"
+    assert said == "the nearest tested stack is transformers 4.53; not tested with it: peft 0.17.0 (tested: 0.16.0)"
 
 
 def test_without_torch_or_with_odd_versions_it_says_nothing(installed):

@@ -137,19 +137,19 @@ def why_not(layer: Layer, naming: Naming) -> str:
     if layer.weight.fault == "not quantized yet":
         return "not yet: it is quantized when it moves to a device"
     if not naming.quantized:
-        return "nothing in this model is"
+        return "no layer of this model is quantized"
     if of_class(module, "torch.nn.modules.sparse", "Embedding", "EmbeddingBag"):
         return "an embedding"
     if naming.is_head(module):
         return "the output head"
     if experts(layer):
-        return "3-D expert parameters: only nn.Linear is replaced"
+        return "3-D expert parameters: only nn.Linear layers are quantized"
     if max(p.dim() for p in module._parameters.values() if p is not None) < 2:
-        return "one-dimensional: norms and the like stay"
+        return "one-dimensional, as in norms"
     if type(module) is not library("torch.nn", "Linear") and not of_class(
         module, "transformers.pytorch_utils", "Conv1D"
     ):
-        return "its class is not replaced: only nn.Linear is"
+        return "not an nn.Linear"
     return naming.skipped(layer.name)
 
 

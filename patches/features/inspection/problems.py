@@ -13,15 +13,15 @@ from .training import Named
 
 REPAIRS, PREVENTS, WARNS, RAISES = (
     "repairs it",
-    "prevents it if it is in first",
+    "prevents it if it is applied before",
     "warns of it",
-    "makes it an error that says so",
+    "raises an error instead",
 )
 
 FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
     ("4", "plain"): (
-        "4-bit layers hold a plain weight in floating point (a tied head, an old skip list): their forward fails",
-        "Add their names to llm_int8_skip_modules and load again, or put an nn.Linear in their place.",
+        "4-bit layers hold a plain weight in floating point (a tied head, an old skip list): forward raises an error",
+        "Add their names to llm_int8_skip_modules and load again, or replace them by nn.Linear.",
         "bitsandbytes-linear4bit-plain-weight",
         REPAIRS,
     ),
@@ -32,43 +32,43 @@ FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
         REPAIRS,
     ),
     ("", "not quantized yet"): (
-        "layers were made and never quantized: their forward fails or computes with unquantized weights",
+        "layers were never quantized: forward raises an error, or computes with unquantized weights",
         "Move them to a device: model.to('cuda'), or .to('cpu') on a CPU.",
         "",
         "",
     ),
     ("4", "no state"): (
-        "4-bit codes have no quantization state (absmax): their forward fails",
-        "Load the checkpoint again; lost statistics cannot be computed from codes.",
+        "packed 4-bit weights have no quantization state (absmax): forward raises an error",
+        "Load the checkpoint again: absmax cannot be computed from packed weights.",
         "bitsandbytes-linear4bit-load-state-dict",
         PREVENTS,
     ),
     ("8", "no scales"): (
-        "INT8 codes have no row scales (SCB): they are quantized again as if they were numbers, 2000 times off",
-        "Load the checkpoint again; lost scales cannot be computed from codes.",
+        "packed INT8 weights have no row scales (SCB): they are quantized a second time, and outputs are 2000 times off",
+        "Load the checkpoint again: row scales cannot be computed from packed weights.",
         "bitsandbytes-int8-requantized-codes",
         RAISES,
     ),
     ("4", "scales elsewhere"): (
-        "the statistics of 4-bit weights are on another device than their codes",
+        "the quantization state of 4-bit weights is on another device than the packed weights",
         "Load the model again after patches.apply(), and move whole layers with module.to(device).",
         "bitsandbytes-params4bit-meta",
         PREVENTS,
     ),
     ("8", "scales elsewhere"): (
-        "the row scales (SCB) of INT8 weights are on another device than their codes",
+        "the row scales (SCB) of INT8 weights are on another device than the packed weights",
         "Move whole layers with module.to(device), not their weights.",
         "bitsandbytes-int8-meta-moves",
         PREVENTS,
     ),
     ("8", "resident"): (
-        "offloaded INT8 layers kept their codes on the execution device after a forward: nothing is saved",
+        "packed weights of offloaded INT8 layers stayed on the execution device after forward: offloading saves no memory",
         "Call patches.apply() before the first forward.",
         "accelerate-int8-offload-resident-codes",
         PREVENTS,
     ),
     ("4", "packed"): (
-        "an eval forward (AVX512-BF16) has packed 4-bit weights in place: training and merging them is wrong",
+        "an eval forward (AVX512-BF16) repacked 4-bit weights in place: training or merging them gives wrong results",
         "Load the model again after patches.apply().",
         "bitsandbytes-cpu-repack",
         PREVENTS,
@@ -114,7 +114,7 @@ def _of_weights(layers: Iterable[Layer]) -> Iterator[Problem]:
         yield Problem(what, tuple(names), remedy, patch, effect=effect)
     if lost := [layer.name for layer in layers if layer.lost]:
         yield Problem(
-            "layers are on meta, and no hook of accelerate loads their weights: they have no values",
+            "layers are on the meta device, and no hook of accelerate loads their weights: they have no values",
             tuple(lost),
             "Load them (from_pretrained, load_state_dict(assign=True)) or dispatch the model again.",
         )
@@ -130,8 +130,8 @@ def _of_experts(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
         f"{share:.0%} of the parameters are 3-D expert parameters and not quantized: "
         f"{readable(sum(layer.bytes for layer in left))} of {' and '.join(kept)}",
         tuple(layer.name for layer in left),
-        "patches.quantize_experts(model) quantizes them. peft's "
-        "prepare_model_for_kbit_training makes what is left float32: cast it back with module.to(torch.bfloat16) and "
+        "patches.quantize_experts(model) quantizes them. Otherwise peft's "
+        "prepare_model_for_kbit_training casts them to float32: cast them back with module.to(torch.bfloat16) and "
         "train under autocast (bf16=True).",
         "peft-upcasts-experts" if "float32" in kept else "transformers-experts-not-quantized",
         effect=WARNS,
@@ -147,12 +147,12 @@ def _of_compute(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
     if asked == "float32":
         cause, patch = "the default of bnb_4bit_compute_dtype", ""
     else:
-        cause = f"although {asked} was asked for" if _half(asked) else "given so, or fixed by their first input"
+        cause = f"although {asked} was asked for" if _half(asked) else "set by the program, or by their first input"
         patch = "bitsandbytes-linear4bit-compute-dtype"
     yield Problem(
-        f"4-bit layers made of 16-bit weights compute in float32 ({cause}): slow, and each cast costs memory",
+        f"4-bit layers of a 16-bit model compute in float32 ({cause}), which is slower and needs more memory",
         tuple(slow),
-        "Say bnb_4bit_compute_dtype=torch.bfloat16 when loading, or compute_dtype when making a layer.",
+        "Set bnb_4bit_compute_dtype=torch.bfloat16 when loading, or compute_dtype when creating a layer.",
         patch,
         effect=PREVENTS if patch else "",
     )
@@ -172,7 +172,7 @@ def _of_adapters(adapters: Found, training: Training) -> Iterator[Problem]:
             meta.setdefault(patch, []).extend(names)
     for patch, names in meta.items():
         yield Problem(
-            "adapters of offloaded layers are on meta: they have no values and do not train",
+            "adapters of offloaded layers are on the meta device: they have no values and do not train",
             tuple(names),
             "Add adapters before the model is dispatched.",
             patch,
@@ -182,13 +182,13 @@ def _of_adapters(adapters: Found, training: Training) -> Iterator[Problem]:
         trains = [key for key, tensor in entry.tensors.values() if tensor.requires_grad]
         if entry.merged and trains:
             yield Problem(
-                f"the {kind} adapter {name!r} is merged into {entry.merged} layers and trains: it gets no gradient",
+                f"the {kind} adapter {name!r} should train and is merged into {entry.merged} layers: it gets no gradient",
                 tuple(trains),
                 "Call unmerge_adapter() before training.",
             )
     if adapters and not training.tensors:
         yield Problem(
-            "there are adapters, and no parameter trains",
+            "the model has adapters, but no parameter requires grad",
             (),
             "To train: PeftModel.from_pretrained(..., is_trainable=True), or model.set_adapter(name).",
         )
@@ -198,8 +198,8 @@ def _of_gradients(training: Training, on: Checkpointing | None) -> Iterator[Prob
     if on is not None and on.idle and training.tensors:
         reentrant = "reentrant" in on.idle
         yield Problem(
-            f"gradient checkpointing is on in {on.layers} layers and idle: {on.idle}; "
-            + ("what trains in them gets no gradient" if reentrant else "all activations are kept"),
+            f"gradient checkpointing is on in {on.layers} layers but does nothing: {on.idle}; "
+            + ("parameters in them get no gradient" if reentrant else "all activations are kept"),
             (),
             "Call model.enable_input_require_grads(), or pass use_reentrant=False."
             if reentrant
@@ -209,11 +209,11 @@ def _of_gradients(training: Training, on: Checkpointing | None) -> Iterator[Prob
         )
     if training.without_gradient:
         yield Problem(
-            f"{len(training.without_gradient)} of {training.tensors} tensors that train got no gradient, "
+            f"{len(training.without_gradient)} of {training.tensors} parameters that require grad got no gradient "
             + ("in the last backward" if training.gradients else "in any step of the optimizer"),
             training.without_gradient,
-            "The loss does not depend on them, or something between detaches it. Right only for what no token "
-            "reached, such as experts.",
+            "The loss does not depend on them, or something on the way detaches it. This is right only for parameters "
+            "that no token reached, such as experts.",
         )
 
 
@@ -221,23 +221,23 @@ def _of_optimizer(optimizer: OptimizerState) -> Iterator[Problem]:
     if optimizer.sharded and not optimizer.stepped and optimizer.kind.startswith("bitsandbytes"):
         limits_norms = "LAMB" in optimizer.kind or "LARS" in optimizer.kind
         yield Problem(
-            f"an optimizer of bitsandbytes updates {optimizer.sharded} sharded tensors (FSDP2): its step fails",
+            f"an optimizer of bitsandbytes updates {optimizer.sharded} sharded tensors (FSDP2): step() raises an error",
             (),
-            "Take one of torch, such as AdamW, or of torchao.optim for a state in 8 bits.",
+            "Use an optimizer of torch, such as AdamW, or of torchao.optim for 8-bit state.",
             patch="" if limits_norms else "bitsandbytes-steps-on-shards",
             effect="" if limits_norms else REPAIRS,
         )
     if optimizer.outside:
         yield Problem(
-            f"the optimizer updates {optimizer.outside} parameters that the model does not have",
+            f"the optimizer updates {optimizer.outside} parameters that are not in the model",
             (),
-            "Make the optimizer after the model is complete (adapters, casts, moves, sharding).",
+            "Create the optimizer after all changes to the model (adapters, casts, moves, sharding).",
         )
     if optimizer.missing:
         yield Problem(
-            f"{len(optimizer.missing)} tensors train and are not in the optimizer",
+            f"{len(optimizer.missing)} parameters require grad and are not in the optimizer",
             optimizer.missing,
-            "Make the optimizer after the model is complete, of all parameters that require grad.",
+            "Create the optimizer after all changes to the model, from all parameters that require grad.",
         )
 
 
@@ -245,10 +245,10 @@ def _of_float16(parameters: Named, optimizer: OptimizerState | None) -> Iterator
     names = tuple(name for name, p in parameters.items() if str(p.dtype) == "torch.float16")
     if not names:
         return
-    over = ": an 8-bit optimizer over them" if optimizer is not None and optimizer.bits == 8 else ""
+    over = " with an 8-bit optimizer" if optimizer is not None and optimizer.bits == 8 else ""
     yield Problem(
         f"parameters train in float16{over}: GradScaler refuses their gradients, and updates below "
         "0.02 % of a parameter are rounded away",
         names,
-        "Keep what trains in float32 (adapters: autocast_adapter_dtype=True) or bfloat16.",
+        "Keep these parameters in float32 (adapters: autocast_adapter_dtype=True) or bfloat16.",
     )

@@ -179,4 +179,4 @@ def _patch(problem: Problem) -> str:
     if not problem.patch:
         return ""
     here = "" if problem.status == "applied" else " here"
-    return f"Patch {problem.patch} {problem.effect}; it is {problem.status}{here}."
+    return f"Patch {problem.patch} {problem.effect}; the patch is {problem.status}{here}."

@@ -110,7 +110,7 @@ class Crew:
 def died(code: int) -> str:
     """In words, how a process ended that gave no answer."""
     if code >= 0:
-        return f"the process died with exit code {code if code < 256 else hex(code)}"
+        return f"the process ended with exit code {code if code < 256 else hex(code)}"
     with contextlib.suppress(ValueError):
         return f"the process was killed by {signal.Signals(-code).name}"
     return f"the process was killed by signal {-code}"

@@ -36,7 +36,7 @@ def defect() -> Finding:
     from safetensors.torch import save_file
 
     if torch.accelerator.is_available():
-        raise CannotShow("there is an accelerator to quantize on")
+        raise CannotShow("this machine has an accelerator, on which the layers are quantized")
     torch.manual_seed(0)
     saved: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     with init_empty_weights():

@@ -32,7 +32,7 @@ def dtype_of_scales(base_layer: Any, vector: torch.Tensor) -> torch.dtype:
 def damage() -> tuple[str, ...]:
     """Adapters that were put on before the patch was applied."""
     lost = len(live_objects.lasting(_with_lost_scales))
-    said = f"{lost} UniLora layers have scales in whole numbers: put the adapter on again, and train it"
+    said = f"{lost} UniLora layers have scales in an integer dtype: add the adapter again, and train it"
     return (said,) if lost else ()
 
 

@@ -42,8 +42,8 @@ def counted(config: Any, asked: Any) -> Any:
     skip = asked.llm_int8_skip_modules
     if skip and set(skipped.checked(skip)) - set(config.llm_int8_skip_modules or ()):
         LOGGER.warning(
-            "llm_int8_skip_modules=%r has no effect: this checkpoint is quantized already, and its file says which layers "
-            "are. To have other layers in floating point, quantize the original model with that list.",
+            "llm_int8_skip_modules=%r has no effect: this checkpoint is quantized already, and decides which layers are. "
+            "To have other layers in floating point, quantize the original model with that list.",
             list(skip),
         )
     return config

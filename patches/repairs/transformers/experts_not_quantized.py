@@ -40,8 +40,8 @@ def tell(model: PreTrainedModel) -> None:
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         remedy = " patches.quantize_experts(model) quantizes them."
     LOGGER.warning(
-        "%.0f %% of the parameters of this %s are not quantized, %s of its %s: bitsandbytes quantizes linear layers, "
-        "and the experts are parameters of three dimensions in %s (%s).%s",
+        "%.0f %% of the parameters of this %s are not quantized, %s of its %s: bitsandbytes quantizes linear layers "
+        "only, and the experts are 3-D parameters in %s (%s).%s",
         100 * left.share, type(model).__name__, readable(left.bytes), readable(left.bytes_in_all), left.dtypes, left,
         remedy,
     )  # fmt: skip

@@ -74,7 +74,7 @@ def _tell_unknown(names: list[str], model: Module, paths: list[str]) -> None:
             continue
         near = difflib.get_close_matches(name, sorted(parts), n=3, cutoff=0.5)
         LOGGER.warning(
-            "llm_int8_skip_modules has %r, and this %s has no module of that name: nothing is skipped for it.%s",
+            "llm_int8_skip_modules contains %r, but this %s has no module of that name, so it skips nothing.%s",
             name,
             type(model).__name__,
             f" The nearest: {', '.join(near)}." if near else "",

@@ -7,7 +7,7 @@ import re
 from .trials import Trial
 
 BY_MESSAGE = {
-    "holds two different sets of INT8 codes": (
+    "holds two different packed INT8 weights": (
         "codes were replaced in one of two places after a forward, and nothing tells which is newer (docs/state.md)"
     ),
 }

@@ -95,7 +95,7 @@ def three_projections_out_of_one(q: Quantized):
     yield q.right(torch.cat(outputs, dim=1))
 
 
-@program(kinds=INT8, may_raise="not their row scales")
+@program(kinds=INT8, may_raise="without its row scales")
 def a_piece_of_an_int8_weight_as_a_layer(q: Quantized):
     """A piece by ``torch.chunk`` is the weight of a layer as it comes: codes whose scales were left behind."""
     layer = Linear8bitLt(COLUMNS, ROWS // 2, bias=False, has_fp16_weights=False)

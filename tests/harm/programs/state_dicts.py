@@ -137,7 +137,7 @@ def from_a_plain_layer_then_quantized(q: Quantized):
     yield close(y, linear.to(q.device)(q.x), 0.2)
 
 
-@program(bias=True, may_raise=f"{REFUSED}|no INT8 codes")
+@program(bias=True, may_raise=f"{REFUSED}|expected packed INT8")
 def from_a_plain_layer_into_a_quantized_one(q: Quantized):
     """Float weights into a layer that is quantized already: not what it holds."""
     linear = torch.nn.Linear(COLUMNS, ROWS)

@@ -132,5 +132,5 @@ def test_both_layouts_in_one_file_are_an_error(tmp_path):
     save_file(load_file(tmp_path / "adapter_model.safetensors") | {
         key.format("A"): torch.zeros(len(a), len(b)), key.format("B"): torch.zeros(a.shape[1], b.shape[1]),
     }, tmp_path / "adapter_model.safetensors")  # fmt: skip
-    with patches.applied(ID), pytest.raises(ValueError, match="put together from two adapters"):
+    with patches.applied(ID), pytest.raises(ValueError, match="joins two adapters"):
         loaded(model, tmp_path)

@@ -121,7 +121,7 @@ def test_tied_weights(way, place, tmp_path, device):
             or (way == "dispatch_model" and place == "disk")
             or (way == "cpu_offload" and device != "cpu")
         ):
-            with pytest.raises(ValueError, match="the two are tied weights"):
+            with pytest.raises(ValueError, match="The two may be tied weights"):
                 got.merge_and_unload()
         else:
             assert torch.equal(logits(got.merge_and_unload()), logits(expected.merge_and_unload()))

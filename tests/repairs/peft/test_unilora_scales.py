@@ -126,7 +126,7 @@ def test_adapters_that_were_put_on_before_are_reported():
     model = with_adapter(models(4)[0])
     with patches.applied(ID) as report:
         (note,) = report[ID].notes
-    assert note.startswith("2 UniLora layers") and "put the adapter on again" in note
+    assert note.startswith("2 UniLora layers") and "add the adapter again" in note
     del model
     with patches.applied(ID) as report:
         assert not report[ID].notes

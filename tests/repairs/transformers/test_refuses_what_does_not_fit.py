@@ -78,7 +78,7 @@ def test_a_quantized_checkpoint_needs_no_folder(base, tmp_path):
 @pytest.mark.parametrize(
     "places, message",
     [
-        ({"model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}, "no place for 'model.embed_tokens.weight'"),
+        ({"model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}, "no entry for 'model.embed_tokens.weight'"),
         ({"": "cpu", "model.layers.7": "disk"}, "names 'model.layers.7', which LlamaForCausalLM does not have"),
         (ON_DISK, "offload_folder"),
     ],

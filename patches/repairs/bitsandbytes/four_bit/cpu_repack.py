@@ -175,8 +175,8 @@ def damage() -> tuple[str, ...]:
         return ()
     return (
         f"{len(packed)} Linear4bit weights were repacked by an eval forward before the patch was applied: "
-        "their scales are rounded to bfloat16, and their bytes stay packed until the next forward or "
-        "state_dict() of each; load the model again before merging or dequantizing it",
+        "their scales are rounded to bfloat16, and each weight stays repacked until its next forward or state_dict(). "
+        "Load the model again before merging or dequantizing it",
     )
 
 

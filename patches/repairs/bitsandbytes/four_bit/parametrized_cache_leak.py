@@ -43,8 +43,8 @@ def damage() -> tuple[str, ...]:
     if not cache._cache_enabled:
         return ()
     return (
-        f"torch's parametrization cache was on already, with {len(cache._cache)} tensors in it; if no forward "
-        "is running, that is the leak: set torch.nn.utils.parametrize._cache_enabled = 0 and _cache = {}",
+        f"torch's parametrization cache was on before, with {len(cache._cache)} tensors in it. If no forward is running, "
+        "they are leaked; to free them: torch.nn.utils.parametrize._cache_enabled = 0 and _cache = {}",
     )
 
 

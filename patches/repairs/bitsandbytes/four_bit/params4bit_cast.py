@@ -47,7 +47,7 @@ def damage() -> tuple[str, ...]:
     states = map(four_bit_state.of, weights)
     return tuple(
         f"a 4-bit weight of shape {tuple(state.shape)} was packed as {weight.quant_storage} "
-        f"and cast to {weight.dtype}: its codes are lost, load the model again"
+        f"and cast to {weight.dtype}, which destroyed its values: load the model again"
         for weight, state in zip(weights, states)
         if state is not None
     )

@@ -64,7 +64,7 @@ def damage() -> tuple[str, ...]:
     states = map(four_bit_state.of, live_objects.instances(Params4bit))
     lost = {id(state): state for state in states if state is not None and state.absmax.is_meta}
     return tuple(
-        f"the statistics of a 4-bit weight of shape {tuple(state.shape)} are on the meta device and lost, "
+        f"the quantization state of a 4-bit weight of shape {tuple(state.shape)} is on the meta device and lost: "
         "load the model again"
         for state in lost.values()
     )

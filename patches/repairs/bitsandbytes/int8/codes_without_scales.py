@@ -35,13 +35,13 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
         if codes is not None and prefix + "SCB" not in state_dict and not _known(layer, codes, local_metadata):
             lists[-1].append(
                 f"While loading the INT8 weight {prefix + 'weight'!r}: the state dict has no {prefix + 'SCB'!r}, "
-                "the scales of its codes (with broadcast_from_rank0 they reach no rank but 0)"
+                "its row scales (with broadcast_from_rank0, only rank 0 gets them)"
             )
             return
         if codes is not None and _would_be_cut_off(layer, codes, local_metadata):
             lists[-1].append(
-                f"While loading the INT8 weight {prefix + 'weight'!r}, which is quantized: its values are {codes.dtype} and no "
-                "INT8 codes. Load such weights before the layer is quantized (before it is moved to a device)"
+                f"While loading the INT8 weight {prefix + 'weight'!r}: the layer is quantized, and the state dict has "
+                f"{codes.dtype}, expected packed INT8. Load it before the layer is quantized (moved to a device)"
             )
             return
         load(state_dict, prefix, local_metadata, strict, *lists)

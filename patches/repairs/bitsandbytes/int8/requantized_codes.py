@@ -29,7 +29,7 @@ def _damage() -> tuple[str, ...]:
         _, scale = int8_scales.of_product(layer.state)
         if not layer.state.has_fp16_weights and not int8_scales.is_lost(scale) and bool((scale == 127).all()):
             found.append(
-                f"{int8_scales.name_of(layer)}: its int8 codes were quantized again; load its weight and SCB anew"
+                f"{int8_scales.name_of(layer)}: its packed INT8 weights were quantized a second time; load weight and SCB again"
             )
     return tuple(found)
 
@@ -42,7 +42,7 @@ def defect() -> Finding:
     try:
         from accelerate.hooks import AlignDevicesHook, add_hook_to_module
     except ImportError:
-        raise CannotShow("it is shown through a hook of accelerate, which is not installed") from None
+        raise CannotShow("the reproducer needs accelerate, which is not installed") from None
 
     def quantized() -> bnb.nn.Linear8bitLt:
         torch.manual_seed(0)

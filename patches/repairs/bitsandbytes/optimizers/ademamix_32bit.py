@@ -43,8 +43,8 @@ def update_step(self: AdEMAMix32bit, group: dict[str, Any], p: Tensor, gindex: i
 
     if self.state[p]["state1"].numel() != 2 * p.numel():
         raise RuntimeError(
-            f"The state of a parameter of shape {tuple(p.shape)} was made by {type(self).__name__} without room for "
-            "its second average, and cannot be extended. Call optimizer.state.clear() to start with a new state."
+            f"{type(self).__name__} has allocated the optimizer state of a parameter of shape {tuple(p.shape)} without its "
+            "second average, and it cannot be extended. Call optimizer.state.clear() to start with a new state."
         )
     config = self.get_config(gindex, pindex, group)
     scheduled = config["t_alpha"] or config["t_beta3"]

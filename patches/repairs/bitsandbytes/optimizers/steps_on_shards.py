@@ -99,15 +99,15 @@ def local(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float = 0.0) 
         return p, g, *states
     if max_unorm > 0.0 and _cuts(p):
         raise NotImplementedError(
-            "LARS and LAMB limit an update by its norm (max_unorm), which no rank knows under FSDP2: they cannot step "
-            "on shards of a parameter whose state has 32 bits. Take another optimizer."
+            "Under FSDP2, LARS and LAMB cannot step on parameters with 32-bit optimizer state: they limit an update by its "
+            "norm (max_unorm), and no rank has the whole update. Use another optimizer."
         )
     if _is_sharded(g) and g.placements != p.placements:
         g = g.redistribute(p.device_mesh, p.placements)
     if not all(state is None or _is_sharded(state) for state in states):
         raise ValueError(
-            f"An optimizer state of a sharded parameter of shape {tuple(p.shape)} is not sharded. To load a state dict of "
-            "one process, use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True."
+            f"An optimizer state of a sharded parameter of shape {tuple(p.shape)} is not sharded. To load the state dict "
+            "of a single process, use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True."
         )
     own = p.to_local()
     if not own.is_contiguous():

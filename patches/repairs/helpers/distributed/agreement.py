@@ -46,15 +46,15 @@ def all_agree(mine: bool, about: str, here: str) -> bool:
         if not missing:
             return all(store.get(_key(about, rank)) == b"1" for rank in range(dist.get_world_size()))
         if failed := [rank for rank in missing if store.check([_key(_failed(about), rank)])]:
-            raise RuntimeError(f"Ranks {failed} raised an error while rank 0 sent its state dict: see theirs.")
+            raise RuntimeError(f"Ranks {failed} raised an error while rank 0 sent its state dict; see their logs.")
         if time.monotonic() - began > PATIENCE.seconds:
             absent = [rank for rank in missing if not store.check([_key(here, rank)])]
             why = (
                 "run without bnb-patches: call patches.check_ranks() on every rank" if absent else "have ended, or hang"
             )
             raise RuntimeError(
-                f"Ranks {absent or missing} did not say within {PATIENCE.seconds} s whether packed weights fit their "
-                f"quantization state. They {why}."
+                f"Ranks {absent or missing} did not answer within {PATIENCE.seconds} s whether their packed weights fit "
+                f"the quantization state. They {why}."
             )
         time.sleep(_PAUSE)
 

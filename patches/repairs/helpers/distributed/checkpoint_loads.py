@@ -60,7 +60,9 @@ class StandIns:
         read = self.entries[key] = torch.empty_like(target, dtype=dtype)
         if dtype == torch.uint8:
             if missing := [name for name in (table, scales) if name not in self.saved]:
-                raise RuntimeError(f"{key!r} was saved in 8 bits, and {missing[0]!r} is not in the checkpoint.")
+                raise RuntimeError(
+                    f"{key!r} is an 8-bit optimizer state, and the checkpoint lacks {missing[0]!r}, which it is read with."
+                )
             device = _local(target).device
             parts = [torch.empty(self.saved[name].size, dtype=torch.float32, device=device) for name in (table, scales)]
             self.entries.update(zip((table, scales), parts))
@@ -173,8 +175,8 @@ def settle(planner: Any) -> None:
         others = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise RuntimeError(
             f"The checkpoint has packed 4-bit weights without their quantization state (absmax ...), and {foreign[0]!r}{others} "
-            "differs from the weight of this model, so the quantization state of this model is not theirs. The "
-            "packed weights of the model were left as they were. The checkpoint was saved sharded without bnb-patches: "
+            "differs from the weight of this model, so the quantization state of this model does not fit. No packed "
+            "weight of the model was changed. The checkpoint was saved sharded without bnb-patches: "
             "load it into a model that was quantized from the same base weights, and save it again."
         )
 

@@ -44,8 +44,8 @@ class Watched:
             return
         if sent[key].dtype != weight.dtype:
             raise RuntimeError(
-                f"{type(layer).__name__} {int8_scales.name_of(layer)!r} has its packed weight in {weight.dtype}, and rank 0 sends "
-                f"it in {sent[key].dtype}, which torch would cast like numbers. Nothing was loaded. Quantize the model with "
+                f"{type(layer).__name__} {int8_scales.name_of(layer)!r} stores its packed weight as {weight.dtype}, and rank 0 "
+                f"sends {sent[key].dtype}. A cast would destroy the weight, so nothing was loaded. Quantize the model with "
                 f"quant_storage={sent[key].dtype} (bnb_4bit_quant_storage)."
             )
         if (key.removesuffix("weight") + "SCB" if _is_int8(layer) else key + ".absmax") not in sent:
@@ -55,8 +55,8 @@ class Watched:
         """Raise on every rank if on one of them a packed weight is another than before; all get back what they had."""
         if self.took and (ranks := agreement.silent(f"here/{self.number}")):
             warnings.warn(
-                f"Ranks {ranks} did not say that they run with bnb-patches, and without it they drop the quantization states "
-                "that rank 0 sends: call patches.check_ranks() on every rank.",
+                f"Ranks {ranks} seem to run without bnb-patches: they would drop the quantization states that rank 0 sends. "
+                "Call patches.check_ranks() on every rank.",
                 stacklevel=2,
             )
         if not self.kept:
@@ -69,8 +69,8 @@ class Watched:
         layer = changed[0] if changed else self.kept[0][0]
         raise RuntimeError(
             f"{type(layer).__name__} {int8_scales.name_of(layer)!r}: rank 0 sent packed weights without their "
-            "quantization state (absmax, SCB), and they are not those of this model. The packed weights of every rank "
-            "were left as they were. The file was saved sharded without bnb-patches: load it into a model that was "
+            "quantization state (absmax, SCB), and they differ from those of this model. No packed weight was changed on "
+            "any rank. The state dict was saved sharded without bnb-patches: load it into a model that was "
             "quantized from the same base weights, and save it again."
         )
 

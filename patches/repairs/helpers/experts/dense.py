@@ -21,8 +21,8 @@ def went_dense(operation: str, experts: torch.Tensor) -> None:
     COUNTS[operation] += 1
     if COUNTS[operation] == 1:
         LOGGER.warning(
-            "%s needs all experts at once: %d of them (%s, %s) are dequantized together, to %.1f MB. The result is "
-            "right; the memory is that of floating point while the operation runs.",
+            "%s needs all experts at once: while it runs, %d experts (%s, %s) are dequantized together, which takes %.1f MB. "
+            "The result is right.",
             operation, experts.shape[0], tuple(experts.shape), str(experts.dtype).removeprefix("torch."),
             experts.numel() * experts.element_size() / 1e6,
         )  # fmt: skip

@@ -98,8 +98,8 @@ def _contents(packed: Packed) -> list[int]:
 
 def _warn() -> None:
     warnings.warn(
-        "Merging LoRA into quantized experts quantizes the sum: the merged model rounds otherwise than the adapter on "
-        "top of it, and what it generates may differ.",
+        "Merging LoRA into quantized experts rounds the merged weights: outputs may differ from those of the model "
+        "with the adapter unmerged.",
         stacklevel=4,
     )
 

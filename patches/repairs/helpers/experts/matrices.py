@@ -39,7 +39,7 @@ def matrices_of(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
     counts = {"absmax": len(statistics.get("absmax", ())), "quant_map": len(statistics.get("quant_map", ()))}
     for name, count in {**counts, "quant_state": maps}.items():
         if count != len(packed):
-            raise ValueError(f"{source}: {len(packed)} experts are packed, and {count} have {name}")
+            raise ValueError(f"{source}: {len(packed)} experts are packed, but {count} have {name}")
     kinds = [name for name in statistics if name.startswith("quant_state")]
     nested = {len(statistics[name]) for name in statistics if name.startswith("nested")}
     if len(kinds) > 1 or nested - {len(packed)}:
@@ -56,7 +56,7 @@ def matrices_of(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
 def _int8_matrices(source: str, weights: list[Any], statistics: dict[str, list[Any]], packed: list[int]) -> list[Any]:
     scales = statistics.get(SCALES, [])
     if len(scales) != len(packed):
-        raise ValueError(f"{source}: {len(packed)} experts are packed, and {len(scales)} have SCB")
+        raise ValueError(f"{source}: {len(packed)} experts are packed, but {len(scales)} have SCB")
     if statistics.keys() - set(INT8):
         raise ValueError(
             f"{source}: the experts of one parameter are quantized in different ways: {sorted(statistics)}"

@@ -51,8 +51,8 @@ def read(model: Module, config: Any, adapter: str, state: dict[str, Tensor]) -> 
     if only_old and only_new:
         raise ValueError(
             f"adapter {adapter!r} has {only_old[0].keys[0]} in the layout of peft before 0.19 and {only_new[0].keys[0]} "
-            "in that of later releases. No release of peft wrote both: it was put together from two adapters. Nothing "
-            "was loaded"
+            "in the layout of later releases. No release of peft writes both, so the file joins two adapters. Nothing was "
+            "loaded"
         )
     if not old or only_new or not only_old and not _is_old(config):
         return state

@@ -83,14 +83,14 @@ def wanted(model: Any) -> tuple[list[Found], How]:
     if quantizer is None:
         raise ValueError(
             f"this {type(model).__name__} is not quantized: load it with "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), which says how"
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), which also says how to quantize experts"
         )
     how = How.said_by(quantizer.quantization_config)
     found = [one for one in experts_in(model) if is_wanted(one.full_name, quantizer)]
     if not found:
         raise ValueError(
-            f"this {type(model).__name__} has no experts to quantize: no parameter of three dimensions in a module of "
-            "experts, or llm_int8_skip_modules names them all"
+            f"this {type(model).__name__} has no experts to quantize: no module of experts has a 3-D parameter, or "
+            "llm_int8_skip_modules names all of them"
         )
     for one in found:
         _check(one)

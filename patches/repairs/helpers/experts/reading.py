@@ -63,8 +63,8 @@ def _refuse_disk(found: list[Found], device_map: Any) -> None:
     for one in found:
         if device_map and get_device(device_map, one.full_name) == "disk":
             raise NotImplementedError(
-                f"the device map sends {one.full_name} to the disk: quantized experts can lie on an accelerator or the "
-                "CPU, not on the disk. Give that layer another device."
+                f"the device map sends {one.full_name} to the disk, but quantized experts can only be on an accelerator "
+                "or the CPU. Give that layer another device."
             )
 
 

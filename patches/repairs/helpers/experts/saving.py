@@ -69,7 +69,9 @@ def names(
     if len(found) == count * len(parts) == len(set(found.values())):
         return found
     if len(parts) > 1 or len(apart) != 1:
-        raise NotImplementedError(f"{name}: a checkpoint of this model has no names for single matrices of its experts")
+        raise NotImplementedError(
+            f"{name}: transformers gives the matrices of single experts of this model no names to save them under"
+        )
     (whole,) = apart
     return {f"{whole}.{expert}.weight": (expert, 0) for expert in range(count)}
 
@@ -82,5 +84,5 @@ def _refuse_replaced(model: Any, name: str) -> None:
     if kind in MODULES_TO_PATCH_FOR_QUANTIZATION:
         raise NotImplementedError(
             f"{name}: transformers loads a quantized checkpoint of {kind} into linear layers, which have no place for "
-            "this parameter. Save adapters alone, or model.dequantize() and save that."
+            "this parameter. Save only the adapters, or call model.dequantize() and save the result."
         )

@@ -156,12 +156,14 @@ def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
     name = f"quantized experts of shape {tuple(experts.shape)}"
     if not isinstance(source, QuantizedExperts):
         raise RuntimeError(
-            f"{name} cannot take a {type(source).__name__} of {source.dtype}: it is in floating point. Load a state "
-            "dict that was made with quantized experts, or quantize after loading: patches.quantize_experts(model)."
+            f"{name} cannot take a {type(source).__name__} in {source.dtype}, expected quantized experts. Load a state "
+            "dict with quantized experts, or quantize after loading: patches.quantize_experts(model)."
         )
     views = experts.chosen is not None or source.chosen is not None or experts.swapped or source.swapped
     if views or experts.packed.layout() != source.packed.layout() or experts.shape != source.shape:
-        raise RuntimeError(f"{name} cannot take experts that are quantized otherwise: {source!r} into {experts!r}")
+        raise RuntimeError(
+            f"{name} cannot take experts with another quantization: expected {experts!r}, got {source!r}"
+        )
     to, values = experts.packed.tensors(), source.packed.tensors()
     for key, tensor in to.items():
         tensor.copy_(values[key], non_blocking)
@@ -193,8 +195,8 @@ def requires_grad_(experts: QuantizedExperts, requires_grad: bool = True) -> Any
 
 def numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"quantized experts of shape {tuple(experts.shape)} are no array: they cannot be offloaded to the disk. Keep "
-        "them on an accelerator or the CPU; experts.dequantize().numpy() gives their values."
+        f"quantized experts of shape {tuple(experts.shape)} have no numpy array, so they cannot be offloaded to the "
+        "disk. Keep them on an accelerator or the CPU; experts.dequantize().numpy() gives their values."
     )
 
 

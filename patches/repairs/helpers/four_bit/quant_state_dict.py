@@ -57,7 +57,7 @@ def read_for(weight: Quantized, group: Tensors, assign: bool) -> tuple[torch.Ten
 
     if set(group) == {""} and group[""].shape == weight.shape:
         raise ValueError(
-            "the weight in the state dict is not quantized, and the layer is. Load it before the layer is quantized"
+            "the layer is quantized, and the weight in the state dict is not. Load it before the layer is quantized"
         )
     packed = [key for key in group if key.startswith("quant_state.")]
     needed = {"", "absmax", "quant_map", *(packed or ["quant_state.bitsandbytes__" + weight.quant_type])}

@@ -58,8 +58,8 @@ def _stands_for_own(layer: Any, codes: Tensor) -> bool:
 
 def _foreign(which: str) -> str:
     return (
-        f"the weight of {which} was replaced by a plain tensor of codes that are not the layer's own, so the row scales "
-        "of the layer (layer.state.SCB) are not theirs. Assign an Int8Params that carries both (Int8Params(codes, "
+        f"the weight of {which} was replaced by a plain int8 tensor that differs from the packed weight of the layer, so "
+        "the row scales of the layer (layer.state.SCB) do not fit it. Assign an Int8Params with both (Int8Params(codes, "
         "requires_grad=False, CB=codes, SCB=scales)), or load 'weight' and 'SCB' of the other layer with load_state_dict"
     )
 
@@ -94,8 +94,8 @@ def refuse_codes(layer: Any, weight: Tensor) -> None:
     if not quantized or weight.numel() == 0 or weight.is_meta:
         return
     message = (
-        "the weight of {} was replaced by whole numbers up to 127 in floating point: INT8 codes, not weights. Give the "
-        "weights themselves, codes * SCB[:, None] / 127"
+        "the weight of {} was replaced by integers up to 127 in floating point: packed INT8 weights, not their values. "
+        "Assign the values: packed * SCB[:, None] / 127"
     )
     if torch.compiler.is_compiling():
         torch._assert_async(~_are_codes(weight), message.format("an INT8 layer"))

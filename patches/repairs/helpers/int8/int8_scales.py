@@ -135,7 +135,7 @@ def lost(layer: Any) -> RuntimeError:
     """The error for an int8 weight without its scales; ``layer`` may be None if nobody knows it."""
     which = "a weight" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
     return RuntimeError(
-        f"{which} holds int8 codes but not their row scales (SCB), and codes do not tell their scales. "
+        f"{which} has a packed INT8 weight without its row scales (SCB), which cannot be computed from it. "
         "Load the weight together with the 'SCB' entry of its checkpoint (Int8Params(codes, SCB=scales), or "
         "load_state_dict into a quantized layer), or quantize the layer again from its original weights."
     )

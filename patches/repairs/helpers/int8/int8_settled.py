@@ -195,9 +195,9 @@ def agree(layer: Any) -> None:
         weight.data = state.CB
     elif home.address != state.CB.data_ptr() or home.scale is None or home.scale() is state.SCB:
         raise RuntimeError(
-            f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds two different sets of INT8 codes: layer.weight and "
-            "layer.state.CB, which its forward computes with. Its row scales (layer.state.SCB) can be those of one only. "
-            "Replace codes and scales together: layer.weight = Int8Params(codes, requires_grad=False, CB=codes, "
+            f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds two different packed INT8 weights: layer.weight, and "
+            "layer.state.CB, which forward uses. The row scales (layer.state.SCB) fit only one of the two. "
+            "Replace packed weight and scales together: layer.weight = Int8Params(codes, requires_grad=False, CB=codes, "
             "SCB=scales), or load_state_dict with 'weight' and 'SCB'"
         )
 

@@ -180,8 +180,8 @@ def _find(name: str, given: Mapping[str, Place], main: Place, required: bool = T
         return given[found]
     if required:
         raise ValueError(
-            f"The device_map has no place for {name!r}. Give it one for {name.rpartition('.')[0] or name!r} or a "
-            'module around it; {"": 0} beside the others is the place of all that is not named.'
+            f"The device_map has no entry for {name!r}. Add one for {name.rpartition('.')[0] or name!r} or a module that "
+            'contains it; an entry {"": 0} places everything that no other entry names.'
         )
     return main
 

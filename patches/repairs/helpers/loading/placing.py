@@ -52,10 +52,10 @@ def folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | 
     ]
     if written:
         raise ValueError(
-            f"The device_map sends {len(written)} weights to the disk ({written[0]!r} is the first), and they cannot be "
-            f"read from the checkpoint as they are: they are {'copied' if quantizer.pre_quantized else 'quantized'} while "
-            "the model is loaded. Name a folder for them: from_pretrained(..., offload_folder=...), on a disk that can "
-            "hold them. They are removed with the model."
+            f"The device_map sends {len(written)} weights to the disk ({written[0]!r} is the first), and they have to be "
+            f"written there, because they are {'copied' if quantizer.pre_quantized else 'quantized'} while the model is "
+            "loaded. Name a folder for them: from_pretrained(..., offload_folder=...), on a disk that can hold them. "
+            "The files are removed with the model."
         )
     return None
 
@@ -104,8 +104,8 @@ def _written(device_map: Places, name: str, weight: Tensor) -> packed_files.Entr
 
     if device_map.folder is None:
         raise ValueError(
-            f"{name!r} is to wait on the disk and has to be written there, because the checkpoint has it in another "
-            "form. Say where: from_pretrained(..., offload_folder=...)."
+            f"The device_map sends {name!r} to the disk, and it has to be written there, because the checkpoint has it in "
+            "another form. Name a folder: from_pretrained(..., offload_folder=...)."
         )
     return device_map.folder.write(name, weight.detach().as_subclass(torch.Tensor).to("cpu"))
 

@@ -36,7 +36,7 @@ def skips(name: str, path: str) -> bool:
         return not should_convert_module(path, [name])
     except re.error as error:
         raise ValueError(
-            f"llm_int8_skip_modules has the name {name!r}, which is no regular expression: {error}. Give the path of a "
+            f"llm_int8_skip_modules contains {name!r}, which is not a regular expression: {error}. Give the path of a "
             "module, or a part of it between dots."
         ) from None
 
@@ -51,7 +51,7 @@ def checked(names: Any) -> list[str]:
     for name in names:
         if not isinstance(name, str) or not name.strip("."):
             raise ValueError(
-                f"llm_int8_skip_modules has {name!r} in it, which names no module. Leave it out, or give the path of a "
+                f"llm_int8_skip_modules contains {name!r}, which names no module. Remove it, or give the path of a "
                 'module or a part of it between dots, such as "vision_tower" or "layers.0.mlp".'
             )
     return list(names)

@@ -68,7 +68,7 @@ def _in_memory(kept: MutableMapping[str, Tensor], key: str, tensor: Tensor) -> N
     for name, other in kept.items():
         if name not in names and (other.dtype, other.shape, other.device) == (old.dtype, old.shape, old.device):
             if start.equal(_first_values(other)) and old.equal(other):
-                raise _tied(key, name, "its own in memory")
+                raise _tied(key, name, "memory of its own")
     kept.update(dict.fromkeys(names, tensor))
 
 
@@ -111,8 +111,8 @@ def _first_bytes(loader: Any, key: str) -> bytes | None:
 
 def _tied(key: str, other: str, place: str) -> ValueError:
     return ValueError(
-        f"{key!r} cannot be changed where it is offloaded: {other!r} has the same values in {place}, so that the two "
-        "are tied weights, or were, and would not be any more. Merge into the whole model before it is offloaded, or "
+        f"{key!r} is offloaded and cannot be changed: {other!r} has the same values in {place}. The two may be tied "
+        "weights, and changing one would untie them. Merge into the whole model before it is offloaded, or "
         "offload with from_pretrained(device_map=...), which keeps weights tied."
     )
 

@@ -57,9 +57,9 @@ def refuse_if_brought_by_another(target: Module, model: Module) -> None:
         hook = hook_of(module)
         if hook is not None and hook.place_submodules and any(part is target for part in module.modules()):
             raise ValueError(
-                f"{name or type(model).__name__!r} brings the offloaded weights of all modules inside it by name "
-                "(accelerate's preload_module_classes), so that no adapter can be put on one of them. Offload the "
-                "model without preload_module_classes."
+                f"The model was offloaded with preload_module_classes: accelerate loads the weights of all modules in "
+                f"{name or type(model).__name__!r} by name, so no adapter can be added to them. Offload the model "
+                "without preload_module_classes."
             )
 
 

@@ -69,7 +69,9 @@ def same_bits(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
             table, scales = (full.pop(name) for name in names)
             full[key] = to_float(value, table, scales, (0,) * value.dim(), tuple(value.shape))
         else:
-            raise ValueError(f"{key!r} was saved in 8 bits, and the full state dict lacks {names[1]!r}.")
+            raise ValueError(
+                f"{key!r} is an 8-bit optimizer state, and the state dict lacks {names[1]!r}, which it is read with."
+            )
     return full
 
 

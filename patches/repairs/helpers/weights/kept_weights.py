@@ -92,9 +92,6 @@ class Elsewhere:
         self.__dict__["patch"] = patch
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{vars(self)['patch']} was reverted between the forward and the backward of this product: run the "
-            "forward again"
-        )
+        raise RuntimeError(f"{vars(self)['patch']} was reverted between forward and backward: run forward again")
 
     __iter__ = __getattr__ = _refuse

@@ -204,7 +204,7 @@ WRONG = {
     _garbled: f"'{PACKED}' cannot be read",
     _short: "'weight.absmax' holds 95 values, expected 96",
     _other_shape: r"the saved weight has shape \(32, 64\), the layer \(96, 64\)",
-    _float: "not quantized, and the layer is",
+    _float: "the weight in the state dict is not",
     _codes_as_numbers: "'weight.absmax' has dtype torch.float16",
     _numbers_as_codes: "'weight.quant_map' has dtype torch.int8",
     _bias: "size mismatch for bias",

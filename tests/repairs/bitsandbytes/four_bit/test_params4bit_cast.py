@@ -197,8 +197,8 @@ def test_weights_cast_before_are_named():
     by_hand = sound.weight.to(torch.int32)
     assert type(by_hand) is bnb.nn.Params4bit
     assert damage() == (
-        "a 4-bit weight of shape (96, 64) was packed as torch.bfloat16 and cast to torch.float16: "
-        "its codes are lost, load the model again",
+        "a 4-bit weight of shape (96, 64) was packed as torch.bfloat16 and cast to torch.float16, "
+        "which destroyed its values: load the model again",
     )
     del lost
     assert damage() == () and sound.weight.bnb_quantized

@@ -108,7 +108,7 @@ def test_weights_that_lost_their_statistics_before_are_named():
         assert damage() == ()
     net.two.weight.to("meta")
     (words,) = damage()
-    assert words.startswith("the statistics of a 4-bit weight of shape (64, 64) are on the meta device")
+    assert words.startswith("the quantization state of a 4-bit weight of shape (64, 64) is on the meta device")
 
 
 @pytest.mark.parametrize("nested", [True, False])

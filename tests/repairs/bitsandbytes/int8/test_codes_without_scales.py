@@ -68,7 +68,7 @@ def test_unquantized_weights_for_a_quantized_layer_are_an_error_that_changes_not
         saved = live.state_dict()
         if warm:
             live(X)
-        with pytest.raises(RuntimeError, match="'0.weight', which is quantized.*Load such weights before"):
+        with pytest.raises(RuntimeError, match="'0.weight': the layer is quantized.*Load it before"):
             live.load_state_dict({**saved, "0.weight": torch.randn(32, 64)}, strict=False)
         assert torch.equal(live(X), expected)
         fresh = model(1).to("cpu")

@@ -74,7 +74,10 @@ def test_a_float_weight_of_a_layer_that_trains_it_is_quantized_for_the_call():
 def test_codes_that_never_had_scales_are_an_error_that_names_the_layer():
     model = torch.nn.ModuleDict({"head": linear()})
     model["head"].weight = torch.nn.Parameter(model["head"].weight.data, requires_grad=False)
-    with patches.applied(ID), pytest.raises(RuntimeError, match="'head' holds int8 codes but not their row scales"):
+    with (
+        patches.applied(ID),
+        pytest.raises(RuntimeError, match="'head' has a packed INT8 weight without its row scales"),
+    ):
         model["head"](torch.randn(4, 64))
 
 
@@ -116,7 +119,7 @@ def test_codes_of_another_layer_stay_an_error_that_names_the_layer(how, warm):
         before = {name: t.clone() for name, t in model.state_dict().items()}
         with pytest.raises(
             RuntimeError,
-            match="weight of Linear8bitLt .0. was replaced by .* codes|Linear8bitLt .0. holds int8 codes but not their row scales",
+            match="weight of Linear8bitLt .0. was replaced by .* packed|Linear8bitLt .0. has a packed INT8 weight without its row scales",
         ):
             if how == "parameter":
                 layer.weight = torch.nn.Parameter(other, requires_grad=False)
@@ -138,7 +141,7 @@ def test_codes_that_were_written_over_are_an_error():
         layer.weight = torch.nn.Parameter(layer.weight.data.clone(), requires_grad=False)
         layer(x)
         layer.weight.data.copy_(layer.weight.data.flip(0))
-        with pytest.raises(RuntimeError, match="codes that are not the layer's own"):
+        with pytest.raises(RuntimeError, match="differs from the packed weight of the layer"):
             layer(x)
 
 
@@ -149,7 +152,7 @@ def test_scales_that_were_replaced_before_the_first_forward_are_never_those_of_t
         old = layer.weight.SCB
         layer.weight.SCB = old * 2
         given = {"weight": layer.weight.detach().clone()}
-        with pytest.raises(RuntimeError, match="not their row scales"):
+        with pytest.raises(RuntimeError, match="without its row scales"):
             functional_call(layer, given, (x,))
         assert torch.equal(layer(x), 2 * linear(bias=False)(x)) and old is not None
 
@@ -173,7 +176,7 @@ def test_compiled_refuses_codes_of_another_layer(how):
         assert torch.equal(compiled(own, x), expected)
         if how == "replaced":
             layer.weight.data.copy_(given)
-        with pytest.raises(RuntimeError, match="codes that are not the layer's own"):
+        with pytest.raises(RuntimeError, match="differs from the packed weight of the layer"):
             compiled(given, x)
 
 

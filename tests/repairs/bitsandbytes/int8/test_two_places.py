@@ -34,7 +34,7 @@ def test_codes_of_another_layer_under_the_scales_of_this_one_are_not_saved(how, 
             layer.weight = bnb.nn.Int8Params(codes, requires_grad=False)
         else:
             layer.weight.data = codes
-        with pytest.raises(RuntimeError, match="two different sets of INT8 codes: layer.weight and layer.state.CB"):
+        with pytest.raises(RuntimeError, match="two different packed INT8 weights: layer.weight, and layer.state.CB"):
             READERS[read](layer, tmp_path)
         assert torch.equal(layer.weight.data, codes)
 
@@ -60,5 +60,5 @@ def test_new_codes_without_scales_never_take_those_of_the_codes_before():
         layer = linear()
         codes = linear(1, warm=False).weight.data
         layer.weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes)
-        with pytest.raises(RuntimeError, match="not their row scales"):
+        with pytest.raises(RuntimeError, match="without its row scales"):
             layer(X)
