@@ -177,7 +177,11 @@ def two_ranks(repaired: dict[str, str]) -> Callable[..., list[dict]]:
                           {**repaired, **world, **environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(2)
         ]  # fmt: skip
-        for done in sorted(forks.run(*programs, timeout=timeout), key=lambda done: done.returncode < 0):
+        ends = forks.run(*programs, timeout=timeout)
+        if any(done.returncode == forks.TIMED_OUT for done in ends):  # who waits does not say for whom
+            said = "\n".join(f"rank {rank}: {done.stderr[-2900:]}" for rank, done in enumerate(ends))
+            raise AssertionError(f"not done after {timeout} s\n{said}")
+        for done in sorted(ends, key=lambda done: done.returncode < 0):
             _succeeded(done)
         return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 

@@ -136,11 +136,11 @@ def serve() -> None:
     gc.freeze()
     for line in sys.stdin:
         programs, timeout = json.loads(line)
-        pids = [_fork(Program(**program)) for program in programs]
+        pids = [_fork(Program(**program), timeout) for program in programs]
         print(json.dumps(_watch(pids, timeout)), file=answers, flush=True)
 
 
-def _fork(program: Program) -> int:
+def _fork(program: Program, timeout: float) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -149,19 +149,21 @@ def _fork(program: Program) -> int:
     code = 1
     try:
         os.setsid()
-        code = _run_here(program)
+        code = _run_here(program, timeout)
     finally:
         os._exit(code)
 
 
-def _run_here(program: Program) -> int:
-    """Become ``program``; its exit code."""
+def _run_here(program: Program, timeout: float) -> int:
+    """Become ``program``; its exit code. It says where it stands shortly before its time is up."""
     import atexit
+    import faulthandler
     import threading
     import traceback
 
     for descriptor, path in enumerate((os.devnull, f"{program.out}.out", f"{program.out}.err")):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+    faulthandler.dump_traceback_later(0.95 * timeout, file=2)
     os.chdir(program.folder)
     os.environ.clear()
     os.environ.update(program.environ)

@@ -96,3 +96,8 @@ def test_each_has_the_processor_that_it_asks_for(kind: str) -> None:
     asks = "from bitsandbytes.functional import has_avx512bf16; print('says', bool(has_avx512bf16()))"
     expected = {"plain": False, "emulated": True, "host": processor.host_has_avx512bf16()}[kind]
     assert f"says {expected}" in run(asks, PATCHES_TEST_PROCESSOR=kind)[1]
+
+
+def test_what_runs_too_long_says_where_it_stands() -> None:
+    code, _, err = run("import time\ndef stands_here():\n    time.sleep(60)\nstands_here()", timeout=2)
+    assert code == forks.TIMED_OUT and "in stands_here" in err
