@@ -2,7 +2,8 @@
 
 Each lies alone in ``.stacks``: on top of the torch that is installed here, so that it costs no gigabytes, or with
 ``TORCH=2.8.0`` on top of that torch, with ``TORCH=pinned`` of the one that people have with it. There every reproducer and the main flows are run, and
-what they say goes into ``docs/stacks.json``, which ``docs/releases.md`` is built from.
+what they say goes into ``docs/stacks.json``, which ``docs/releases.md`` is built from. ``ONLY="verify"`` runs one part of
+three (names, verify, flows), and ``FLOWS="graphs FSDP2"`` the flows that have one of these words in their names.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -70,6 +72,7 @@ def measured(name: str, stack: Stack, torch: str = "") -> None:
     path = os.pathsep.join(map(str, (*folders(name, stack, torch), ROOT)))
     environ = {"PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
     versions = json.loads(run(sys.executable, "-c", VERSIONS, *PACKAGES, cwd=ROOT, **environ))
+    run(sys.executable, "-c", f"import {', '.join(versions)}", cwd=ROOT, **environ)  # a package is missing, or too new
     for part in os.environ.get("ONLY", " ".join(PARTS)).split():
         _keep(name, versions, part, PARTS[part](environ))
 
@@ -81,7 +84,7 @@ def _verified(environ: Mapping[str, str]) -> list[dict[str, str]]:
 PARTS: dict[str, Callable[[Mapping[str, str]], Any]] = {
     "names": lambda environ: _json(environ, "tests.stacks.names"),
     "verify": _verified,
-    "flows": lambda environ: _json(environ, "tests.stacks.flows"),
+    "flows": lambda environ: _json(environ, "tests.stacks.flows", *os.environ.get("FLOWS", "").split()),
 }
 
 
@@ -102,6 +105,8 @@ def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None
     known = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     runs = known.setdefault(name, {})
     here = runs.setdefault(versions["torch"], {})
+    if part == "flows" and os.environ.get("FLOWS"):
+        found = {**here.get("flows", {}), **found}
     here.update({"versions": versions, part: found})
     write(known)
 
@@ -165,11 +170,13 @@ def folders(name: str, stack: Stack, torch: str = "") -> list[Path]:
 
 
 def _installed(name: str, *what: str) -> Path:
+    """The folder that holds ``what``; made anew if that is not what it was made of."""
     folder = ROOT / ".stacks" / name
     done = folder / "complete"
-    if not done.exists():
+    if not done.exists() or done.read_text("utf-8").split() != list(what):
+        shutil.rmtree(folder, ignore_errors=True)
         run(sys.executable, *"-m pip install --quiet --no-compile --upgrade --target".split(), str(folder), *what)
-        done.touch()
+        done.write_text("\n".join(what), "utf-8")
     return folder
 
 

@@ -1,8 +1,8 @@
-"""``python -m tests.stacks.flows``: the main flows on the stack that is installed, unpatched and patched, as JSON.
+"""``python -m tests.stacks.flows [WORD ...]``: the main flows on the installed stack, unpatched and patched, as JSON.
 
 Each flow is a program of a user on a tiny Llama that lies on disk. It returns how far it is from its reference (0 is
 right), or into how many graphs torch.compile cut it (1 is right). Each runs in a fork of a process that has imported
-the stack and changed nothing.
+the stack and changed nothing. With words only the flows that have one of them in their names.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tests import processor
-from tests.stacks import jobs, models, ranks
+from tests.stacks import asking, jobs, mixtures, models, ranks
 
 KINDS = ("4-bit", "INT8")
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
     processor.pretend("plain")  # where an eval forward packs 4-bit weights, it computes in bfloat16
     import accelerate  # noqa: F401
     import bitsandbytes  # noqa: F401
@@ -34,9 +34,15 @@ def main() -> None:
         models.save_base(folder)
         found: dict[str, dict[str, str]] = {}
         for name, flow in FLOWS.items():
+            if not is_chosen(name, words):
+                continue
             found[name] = {how: _forked(flow, folder, how == "patched") for how in ("unpatched", "patched")}
             print(name, found[name], file=sys.stderr, flush=True)
-    print(json.dumps({**found, **ranks.said()}))
+    print(json.dumps({**found, **ranks.said([cell for cell, name in ranks.cells().items() if is_chosen(name, words)])}))
+
+
+def is_chosen(name: str, words: Sequence[str]) -> bool:
+    return not words or any(word in name for word in words)
 
 
 def _forked(flow: Callable[[str], float | str], folder: str, patched: bool) -> str:
@@ -83,6 +89,15 @@ FLOWS: dict[str, Callable[[str], float | str]] = {
     **{f"{kind}: device map, DoRA": jobs.dispatched(kind, dora=True) for kind in KINDS},
     **{f"{kind or '16 bits'}: device map, adapter loaded": jobs.adapter_dispatched(kind) for kind in (None, *KINDS)},
     **{f"{kind}: device map, quantized checkpoint": jobs.checkpoint_dispatched(kind) for kind in KINDS},
+    **{f"{kind}: device map, merged, saved": jobs.dispatched_merged(kind) for kind in KINDS},
+    **{f"{kind}: asked for by keyword": asking.by_keyword(kind) for kind in KINDS},
+    **{f"{kind}: skipped by a part of a path": asking.skipped(kind) for kind in KINDS},
+    **{f"{kind}: tied head, own list": asking.tied(kind) for kind in KINDS},
+    **{f"{kind}: checkpoint in another dtype": asking.in_dtype(kind) for kind in KINDS},
+    "4-bit: experts, packed": mixtures.packed(),
+    "4-bit: experts, outputs": mixtures.outputs(),
+    "4-bit: experts, LoRA with checkpoints": mixtures.trained(),
+    "4-bit: experts, saved, loaded again": mixtures.saved(),
     **{
         f"{kind}: dequantized{', offloaded' if offload else ''}": jobs.dequantized(kind, offload)
         for kind in KINDS for offload in (False, True)
@@ -107,4 +122,4 @@ def is_right(name: str, said: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

@@ -223,6 +223,18 @@ def checkpoint_dispatched(kind: str) -> Flow:
     return run
 
 
+def dispatched_merged(kind: str) -> Flow:
+    """The adapter merged into such a model, saved and loaded again, against the whole one."""
+
+    def run(folder: str) -> float:
+        merged = [models.lora(model).merge_and_unload() for model in (models.dispatched(folder, kind), models.load(folder, kind))]
+        with tempfile.TemporaryDirectory() as again:
+            merged[0].save_pretrained(again)
+            return models.distance([models.logits(models.load(again, None))], [models.logits(merged[1])])
+
+    return run
+
+
 def dequantized(kind: str, offload: bool) -> Flow:
     """``model.dequantize()``, against the model before."""
 

@@ -8,27 +8,29 @@ from typing import Any
 IDS = list(range(12))
 
 
-def save_base(folder: str) -> None:
+def save_base(folder: str, **options: Any) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     size = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-    config = LlamaConfig(**size, num_key_value_heads=2, num_hidden_layers=2, use_cache=False)
+    config = LlamaConfig(**size, num_key_value_heads=2, num_hidden_layers=2, use_cache=False, **options)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def load(folder: str, kind: str | None, **options: Any) -> Any:
+def load(folder: str, kind: str | None, skip: list[str] | None = None, **options: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    left = {"llm_int8_skip_modules": skip} if skip else {}
     if kind == "4-bit":
-        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-        options["quantization_config"] = how
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32, **left
+        )
     elif kind == "INT8":
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    options.setdefault("device_map", "cpu")
-    return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, **options)
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, **left)
+    options = {"device_map": "cpu", "torch_dtype": torch.float32, **options}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def dispatched(folder: str, kind: str | None) -> Any:
@@ -38,12 +40,12 @@ def dispatched(folder: str, kind: str | None) -> Any:
     return load(folder, kind, device_map=places, offload_folder=tempfile.mkdtemp())
 
 
-def config(**options: Any) -> Any:
+def config(names: tuple[str, ...] = ("q_proj", "down_proj"), **options: Any) -> Any:
     import torch
     from peft import LoraConfig
 
     torch.manual_seed(1)
-    return LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM",
+    return LoraConfig(r=4, target_modules=list(names), init_lora_weights=False, task_type="CAUSAL_LM",
                       lora_dropout=0.0, **options)  # fmt: skip
 
 

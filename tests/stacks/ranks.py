@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Collection, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -27,27 +28,34 @@ def cells() -> dict[str, str]:
     }
 
 
-def said() -> dict[str, dict[str, str]]:
-    """For each flow, ``0`` or what the ranks said, without the plugin and with it."""
+def said(chosen: Collection[str]) -> dict[str, dict[str, str]]:
+    """For each cell of ``chosen``, by its name, ``0`` or what the ranks said, without the plugin and with it."""
+    found: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for how, plugin in (("unpatched", False), ("patched", True)) if chosen else ():
+            here = [cell for cell in chosen if f"/2{'-' if plugin else '+'}/" not in cell]
+            train, load = ([cell for cell in here if cell.startswith(part)] for part in ("train", "load"))
+            if load:
+                _launched(Path(folder), [f"save/{kind}/torch" for kind in KINDS], plugin)
+            for names in (train, load):
+                for cell, words in _launched(Path(folder), names, plugin).items():
+                    found.setdefault(cells()[cell], {})[how] = words
+    return found
+
+
+def _launched(folder: Path, names: Sequence[str], plugin: bool) -> dict[str, str]:
+    """For each cell what the two ranks say: ``0`` where both are right, else the first words of one."""
     from tests.distributed.__main__ import environ
     from tests.distributed.launching import launch, together
 
-    found: dict[str, dict[str, str]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        for how, plugin in (("unpatched", False), ("patched", True)):
-            sign = "+" if plugin else "-"
-            here = [cell for cell in cells() if f"/2{'-' if plugin else '+'}/" not in cell]
-            saves = [f"save/{kind}/torch" for kind in KINDS]
-            for names in (
-                [cell for cell in here if cell.startswith("train")],
-                saves,
-                [c for c in here if f"/2{sign}/" in c],
-            ):
-                for cell, answers in launch(Path(name), names, environ(), 2, plugin, timeout=600).items():
-                    if cell in cells():
-                        words = next((words for _, words in answers if words), "")
-                        right = together(answers) == "right"
-                        found.setdefault(cells()[cell], {})[how] = (
-                            "0" if right else f"{together(answers)}: {words}"[:160]
-                        )
+    if not names:
+        return {}
+    try:
+        said = launch(folder, names, environ(), 2, plugin, timeout=600)
+    except RuntimeError as error:  # a rank ended before it answered
+        return dict.fromkeys(names, f"no answer: {str(error).splitlines()[-1]}"[:160])
+    found = {}
+    for cell, answers in said.items():
+        words = next((words for _, words in answers if words), "")
+        found[cell] = "0" if together(answers) == "right" else f"{together(answers)}: {words}"[:160]
     return found
