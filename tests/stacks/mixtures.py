@@ -17,12 +17,12 @@ SIZE = {
 
 
 def packed() -> jobs.Flow:
-    """1 if the model takes more bytes than two for each value of its experts, as in floating point it does."""
+    """1 if the parameters take more bytes than two for each value of its experts, as in floating point it does."""
 
     def run(folder: str) -> float:
         with _quantized() as model:
             values = 2 * SIZE["num_experts"] * 3 * SIZE["hidden_size"] * SIZE["moe_intermediate_size"]
-            return 0.0 if model.get_memory_footprint() < 2 * values else 1.0
+            return 0.0 if sum(each.nbytes for each in model.parameters()) < 2 * values else 1.0
 
     return run
 
@@ -69,23 +69,18 @@ def saved() -> jobs.Flow:
 
 @contextlib.contextmanager
 def _quantized() -> Iterator[Any]:
-    """Loaded in 4 bits; where transformers 5 leaves experts in floating point, asked for with the plugin if it is in."""
+    """Loaded in 4 bits. Of transformers 5 the plugin is asked for experts: before 5.17 once the model is loaded."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     import patches
-
-    torch.manual_seed(0)
-    asked = patches.quantize_experts() if _asks() else contextlib.nullcontext()
-    with tempfile.TemporaryDirectory() as folder:
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE)).save_pretrained(folder)
-        with asked:
-            model = models.load(folder, "4-bit")
-        yield model
-
-
-def _asks() -> bool:
-    import patches
     from patches.engine import gate
 
-    return gate.satisfied("transformers>=5") and bool(patches.report().with_status(patches.Status.APPLIED))
+    torch.manual_seed(0)
+    asks = gate.satisfied("transformers>=5") and bool(patches.report().with_status(patches.Status.APPLIED))
+    reads = asks and gate.satisfied("transformers>=5.17")
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE)).save_pretrained(folder)
+        with patches.quantize_experts() if reads else contextlib.nullcontext():
+            model = models.load(folder, "4-bit")
+        yield patches.quantize_experts(model) if asks and not reads else model

@@ -79,7 +79,13 @@ PATCH = Patch(
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
     edits=(
-        Rewrite(_TARGET.format("_loftq_init_new"), '"xpu" if is_xpu_available() else "cuda"', "qweight.device"),
+        Rewrite(
+            _TARGET.format("_loftq_init_new"),
+            '"xpu" if is_xpu_available() else "cuda"',
+            "qweight.device",
+            when="peft>=0.15",
+        ),
+        Rewrite(_TARGET.format("_loftq_init_new"), '"cuda"', "qweight.device", when="peft<0.15"),
         Rewrite(
             _TARGET.format("replace_lora_weights_loftq"),
             "isinstance(module, Linear4bit)",

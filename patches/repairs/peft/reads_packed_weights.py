@@ -57,7 +57,6 @@ def defect() -> Finding:
 
 _NAMES = {"_patches_dense_weight": dense_weight.of, "_patches_shape_of": dense_weight.shape_of}
 _BASE = "self.get_base_layer().weight"
-_SHAPE = "base_layer.weight.shape"
 
 
 def _dense(function: str, when: str, weight: str = "base_layer.weight", count: int = 1) -> Rewrite:
@@ -65,8 +64,9 @@ def _dense(function: str, when: str, weight: str = "base_layer.weight", count: i
     return Rewrite(f"peft.tuners.{function}", weight, replace, count=count, names=_NAMES, when=when)
 
 
-def _shape(function: str, when: str = "") -> Rewrite:
-    return Rewrite(f"peft.tuners.{function}", _SHAPE, "_patches_shape_of(base_layer)", names=_NAMES, when=when)
+def _shape(function: str, when: str = "", layer: str = "base_layer") -> Rewrite:
+    replace = f"_patches_shape_of({layer})"
+    return Rewrite(f"peft.tuners.{function}", f"{layer}.weight.shape", replace, names=_NAMES, when=when)
 
 
 PATCH = Patch(
@@ -76,13 +76,14 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/delora/layer.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lycoris_utils.py",
     ),
-    requires=("peft>=0.16", "bitsandbytes>=0.46.1"),
+    requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
     edits=(
         _shape("loha.layer:LoHaLayer.update_layer"),
         _shape("loha.layer:LoHaLayer.get_delta_weight"),
-        _shape("lokr.layer:LoKrLayer.get_delta_weight"),
+        _shape("lokr.layer:LoKrLayer.get_delta_weight", "peft>=0.18"),
+        _shape("lokr.layer:LoKrLayer.get_delta_weight", "peft<0.18", "self.get_base_layer()"),
         dense_weight.refuse_merge("lycoris_utils:LycorisLayer.merge"),
         _dense("delora.layer:DeloraLayer.reset_delora_parameters", "peft>=0.18", _BASE),
         dense_weight.refuse_merge("delora.layer:DeloraLinear.merge", "peft>=0.18"),

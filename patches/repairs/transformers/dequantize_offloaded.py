@@ -76,7 +76,7 @@ def defect() -> Finding:
     from accelerate import cpu_offload
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-    if satisfied("transformers>=5,<5.1"):
+    if all(map(satisfied, ("transformers>=5", "accelerate<1.14", "bitsandbytes<0.50"))):
         raise CannotShow("INT8 layers cannot be offloaded there without bitsandbytes-constructor-kwargs")
     if satisfied("transformers<4.57"):
         raise CannotShow("INT8 is right there; 4 bits, which are not, need bitsandbytes-params4bit-meta first")
