@@ -227,7 +227,10 @@ def dispatched_merged(kind: str) -> Flow:
     """The adapter merged into such a model, saved and loaded again, against the whole one."""
 
     def run(folder: str) -> float:
-        merged = [models.lora(model).merge_and_unload() for model in (models.dispatched(folder, kind), models.load(folder, kind))]
+        merged = [
+            models.lora(model).merge_and_unload()
+            for model in (models.dispatched(folder, kind), models.load(folder, kind))
+        ]
         with tempfile.TemporaryDirectory() as again:
             merged[0].save_pretrained(again)
             return models.distance([models.logits(models.load(again, None))], [models.logits(merged[1])])
