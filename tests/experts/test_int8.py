@@ -276,7 +276,7 @@ def test_lora_trains_merges_and_unmerges(tmp_path):
         with model.disable_adapter(), torch.no_grad():
             base = model(input_ids=IDS).logits
         packed = [one.parameter.packed.tensors() for one in experts_in(model)]
-        with pytest.warns(UserWarning, match="quantizes the sum"):
+        with pytest.warns(UserWarning, match="rounds the merged weights"):
             model.merge_adapter()
         with torch.no_grad():
             merged = model(input_ids=IDS).logits
