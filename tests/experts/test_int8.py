@@ -111,6 +111,8 @@ def test_equal_to_linear8bitlt(tmp_path, threshold, dtype):
     model = patches.quantize_experts(loaded(folder, dtype=dtype, **config))
     assert all(type(one.parameter) is Experts8bit for one in experts_in(model))
     equal(expected, outputs(model))
+    with torch.inference_mode():
+        assert torch.equal(model(IDS).logits, expected["logits"])
     other = loaded(folder, dtype=dtype, **{**config, "llm_int8_threshold": 6.0 - threshold})
     assert gap(expected, outputs(patches.quantize_experts(other))) > 0, "the threshold matters here"
 

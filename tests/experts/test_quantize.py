@@ -16,7 +16,7 @@ from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
 from patches.repairs.helpers.process.messages import heard  # noqa: E402
-from tests.experts.models import CONFIGS, SOME, gap, loaded, rounded, saved, step  # noqa: E402
+from tests.experts.models import CONFIGS, IDS, SOME, gap, loaded, rounded, saved, step  # noqa: E402
 
 REST = [
     pytest.param(kind, marks=pytest.mark.release("SOME of tests/experts/models.py"))
@@ -44,6 +44,16 @@ def test_equal_to_the_rounded_model_in_eager(tmp_path, kind):
     assert len(expected) > 2 or kind == "jetmoe", "its router is a linear layer of 4 bits"
     assert experts and all(isinstance(one.parameter, Experts4bit) for one in experts)
     assert gap(expected, step(model)) == 0 < gap(expected, unrounded)
+    assert not dense.COUNTS
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_in_inference_mode(qwen3, implementation):
+    model = patches.quantize_experts(loaded(qwen3, implementation)).eval()
+    with torch.no_grad():
+        expected = model(IDS).logits
+    with torch.inference_mode():
+        assert torch.equal(model(IDS).logits, expected)
     assert not dense.COUNTS
 
 

@@ -146,3 +146,24 @@ def test_meta_and_back(experts):
     state = copy.deepcopy(module.state_dict())
     module.to("meta").to_empty(device="cpu").load_state_dict(state)
     assert isinstance(module.experts, Experts4bit) and torch.equal(module.experts.dequantize(), values)
+
+
+def test_in_inference_mode(experts):
+    x = torch.randn(6, 64)
+    expected = torch.nn.functional.linear(x, experts[1])
+    with torch.inference_mode():
+        assert torch.equal(torch.nn.functional.linear(x, experts[torch.tensor(1)]), expected)
+        torch.testing.assert_close((experts.mT[1].t() @ x.t()).t(), expected, rtol=1e-5, atol=1e-5)
+        made = as_parameter(experts.packed)
+        assert torch.equal(torch.nn.functional.linear(x, made[1]), expected)
+    assert not dense.COUNTS
+
+
+def test_shared_with_other_processes(experts):
+    values = experts.dequantize()
+    module = torch.nn.Module()
+    module.experts = experts
+    assert not experts.is_shared()
+    module.share_memory()
+    assert experts.is_shared() and all(tensor.is_shared() for tensor in experts.packed.tensors().values())
+    assert torch.equal(experts.dequantize(), values)

@@ -27,9 +27,8 @@ def mm(left: torch.Tensor, right: torch.Tensor) -> Any:
 def times(rows: torch.Tensor, experts: QuantizedExperts, number: Any) -> torch.Tensor:
     """``rows`` times expert ``number`` of all, as this view shows it."""
     kind = experts.packed.kind
-    if kind.threshold is None or not experts.swapped:
+    if kind.threshold is None or not experts.swapped or rows.dtype != experts.dtype:
         return torch.mm(rows, experts.expert(number))
-    rows = rows.to(experts.dtype)
     out = [int8.product(rows, p.codes[number], p.absmax[number], kind.threshold) for p in experts.packed.parts]
     return out[0] if len(out) == 1 else torch.cat(out, -1)
 

@@ -8,6 +8,7 @@ and nothing that is dequantized is kept. Any other operation gets all experts in
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,14 +49,15 @@ class QuantizedExperts(torch.Tensor):
         first = [] if isinstance(chosen, int) else [experts if chosen is None else len(chosen)]
         shape = [columns, rows] if swapped else [rows, columns]
         strides = [1, columns] if swapped else [columns, 1]
-        self: QuantizedExperts = torch.Tensor._make_wrapper_subclass(
-            cls,
-            [*first, *shape],
-            strides=[*([rows * columns] if first else []), *strides],
-            dtype=dtype or packed.kind.dtype,
-            device=packed.device,
-            requires_grad=False,
-        )
+        with _no_inference_tensor():
+            self: QuantizedExperts = torch.Tensor._make_wrapper_subclass(
+                cls,
+                [*first, *shape],
+                strides=[*([rows * columns] if first else []), *strides],
+                dtype=dtype or packed.kind.dtype,
+                device=packed.device,
+                requires_grad=False,
+            )
         self.packed, self.chosen, self.swapped = packed, chosen, swapped
         return self
 
@@ -160,6 +162,8 @@ class QuantizedExperts(torch.Tensor):
         kwargs = kwargs or {}
         rule = RULES.get(func)
         result = rule(*args, **kwargs) if rule is not None else NotImplemented
+        if result is NotImplemented and rule is None:  # in inference mode nothing has taken it apart yet
+            result = func.decompose(*args, **kwargs)
         return in_floating_point(func, args, kwargs) if result is NotImplemented else result
 
 
@@ -198,6 +202,11 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> No
                 f"{func} would write into quantized experts ({tuple(value.shape)}), whose values are packed. "
                 "Dequantize the model first (model.dequantize()), or load the model without quantized experts."
             )
+
+
+def _no_inference_tensor() -> contextlib.AbstractContextManager[Any]:
+    """In inference mode a view must be an ordinary tensor, as that is of which it is a view."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def _what(value: Any) -> str:

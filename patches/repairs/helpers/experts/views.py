@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .dense import went_dense
 from .tensor import FUNCTIONS, RULES, QuantizedExperts, Rule
 
 aten = torch.ops.aten
@@ -181,6 +182,21 @@ def set_(experts: Any, source: Any) -> Any:
     return experts if same else NotImplemented
 
 
+def share_memory_(experts: QuantizedExperts) -> QuantizedExperts:
+    """For other processes; the tensor itself has no memory to share."""
+    for tensor in experts.packed.tensors().values():
+        tensor.share_memory_()
+    return experts
+
+
+def is_shared(experts: QuantizedExperts) -> bool:
+    return all(tensor.is_shared() for tensor in experts.packed.tensors().values())
+
+
+FUNCTIONS[torch.Tensor.share_memory_] = share_memory_
+FUNCTIONS[torch.Tensor.is_shared] = is_shared
+
+
 # -- what cannot be --------------------------------------------------------------------------------------
 
 
@@ -200,6 +216,12 @@ def numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def tolist(experts: QuantizedExperts) -> Any:
+    went_dense("tolist", experts)
+    return experts.dequantize().tolist()
+
+
 FUNCTIONS[torch.Tensor.numpy] = numpy
+FUNCTIONS[torch.Tensor.tolist] = tolist
 FUNCTIONS[torch.Tensor.requires_grad_] = requires_grad_
 FUNCTIONS[torch.Tensor.requires_grad.__set__] = requires_grad_  # type: ignore[attr-defined]
