@@ -1,9 +1,10 @@
 """``python -m tools.stacks [NAME ...]``: what the plugin does on each stack of ``tests/stacks/stacks.toml``.
 
 Each lies alone in ``.stacks``: on top of the torch that is installed here, so that it costs no gigabytes, or with
-``TORCH=2.8.0`` on top of that torch, with ``TORCH=pinned`` of the one that people have with it. There every reproducer and the main flows are run, and
-what they say goes into ``docs/stacks.json``, which ``docs/releases.md`` is built from. ``ONLY="verify"`` runs one part of
-three (names, verify, flows), and ``FLOWS="graphs FSDP2"`` the flows that have one of these words in their names.
+``TORCH=2.8.0`` on top of that torch, with ``TORCH=pinned`` of the one that people have with it. There every reproducer and
+the main flows are run, and what they say goes into ``docs/stacks.json``, which ``docs/releases.md`` is built from. ``ONLY="verify"`` runs one part of
+three (names, verify, flows), ``IDS`` the reproducers of these patches only, and ``FLOWS="graphs FSDP2"`` the flows that have
+one of these words in their names.
 """
 
 from __future__ import annotations
@@ -78,13 +79,17 @@ def measured(name: str, stack: Stack, torch: str = "") -> None:
 
 
 def _verified(environ: Mapping[str, str]) -> list[dict[str, str]]:
-    return list(_said(_json(environ, "patches", "verify", "--json")["rows"]))
+    return list(_said(_json(environ, "patches", "verify", "--json", *_words("IDS"))["rows"]))
+
+
+def _words(variable: str) -> list[str]:
+    return os.environ.get(variable, "").split()
 
 
 PARTS: dict[str, Callable[[Mapping[str, str]], Any]] = {
     "names": lambda environ: _json(environ, "tests.stacks.names"),
     "verify": _verified,
-    "flows": lambda environ: _json(environ, "tests.stacks.flows", *os.environ.get("FLOWS", "").split()),
+    "flows": lambda environ: _json(environ, "tests.stacks.flows", *_words("FLOWS")),
 }
 
 
@@ -105,8 +110,11 @@ def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None
     known = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     runs = known.setdefault(name, {})
     here = runs.setdefault(versions["torch"], {})
-    if part == "flows" and os.environ.get("FLOWS"):
-        found = {**here.get("flows", {}), **found}
+    if part == "flows" and _words("FLOWS"):
+        found = {**here.get(part, {}), **found}
+    if part == "verify" and _words("IDS"):
+        rows = {row["id"]: row for row in (*here.get(part, ()), *found)}
+        found = [rows[name] for name in sorted(rows)]
     here.update({"versions": versions, part: found})
     write(known)
 
