@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
+from patches.engine.gate import satisfied  # noqa: E402
 from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.quantize import How, packed  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts4bit, as_parameter  # noqa: E402
@@ -167,3 +168,15 @@ def test_shared_with_other_processes(experts):
     module.share_memory()
     assert experts.is_shared() and all(tensor.is_shared() for tensor in experts.packed.tensors().values())
     assert torch.equal(experts.dequantize(), values)
+
+
+@pytest.mark.parametrize("columns", [64, 60], ids=["whole blocks", "a block that ends early"])
+@pytest.mark.parametrize("double", [False, True])
+def test_two_matrices_of_an_expert_are_what_each_stands_for(double, columns):
+    from bitsandbytes.functional import dequantize_4bit
+
+    if columns == 60 and satisfied("bitsandbytes<0.48"):
+        pytest.skip("bitsandbytes before 0.48 quantizes whole blocks only")
+    held = packed(torch.randn(3, 10, columns), 2, How("nf4", double, torch.uint8))
+    expected = torch.cat([dequantize_4bit(codes, state) for codes, state in held.matrices(2)])
+    assert torch.equal(held.dequantize(2), expected)

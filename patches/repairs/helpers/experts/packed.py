@@ -184,9 +184,42 @@ class Packed:
         dtype = dtype or self.kind.dtype
         if self.kind.int8:
             matrices = [int8.dequantized(part.codes[expert], part.absmax[expert], dtype) for part in self.parts]
+        elif len(self.parts) > 1 and self._in_whole_blocks():
+            return self._joined(expert).to(dtype)
         else:
             matrices = [dequantize_4bit(codes, state).to(dtype) for codes, state in self.matrices(expert)]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+    def _in_whole_blocks(self) -> bool:
+        return all(part.shape[0] * part.shape[1] % self.kind.blocksize == 0 for part in self.parts)
+
+    def _joined(self, expert: int) -> torch.Tensor:
+        """All matrices of one expert at once: packed weights are joined, which are an eighth of what they stand for."""
+        import torch
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        kind = self.kind
+        state = QuantState(
+            absmax=torch.cat([self._block_absmax(part, expert) for part in self.parts]),
+            shape=torch.Size(self.shape[1:]),
+            code=self.code,
+            blocksize=kind.blocksize,
+            quant_type=kind.quant_type,
+            dtype=kind.dtype,
+        )
+        codes = torch.cat([part.codes[expert] for part in self.parts])
+        whole: torch.Tensor = dequantize_4bit(codes.unsqueeze(-1), state)
+        return whole
+
+    def _block_absmax(self, part: Part, expert: int) -> torch.Tensor:
+        """The absmax of each block in floating point."""
+        if part.offset is None:
+            return part.absmax[expert]
+        from bitsandbytes.functional import dequantize_blockwise
+
+        state = self.state(part, expert)
+        found: torch.Tensor = dequantize_blockwise(state.absmax, state.state2) + state.offset
+        return found.float()
 
 
 def _part(matrices: Sequence[tuple[torch.Tensor, Any]]) -> Part:
