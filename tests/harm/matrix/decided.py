@@ -21,14 +21,6 @@ BY_NAME = {
         "bitsandbytes-int8-codes-without-scales refuses codes that come in one load_state_dict(strict=False) and their "
         "scales in the next, because without the second the layer computes wrong numbers silently"
     ),
-    r"^int8-float.*(copied_shallowly|pickled|saved_whole|saved_and_loaded|copied|weight_).*(dora|dequantize|merge|hira)": (
-        "peft and transformers take the float weights of a has_fp16_weights layer for codes; copies that "
-        "bitsandbytes-int8-copies repairs have the class again by which they do so, as the original has"
-    ),
-    r"^(nf4|fp4).*(pickled|saved_whole|saved_and_loaded).*(class_of_plain_layer|forward_of_its_own).*(offload|dispatch)": (
-        "accelerate takes a weight of class Params4bit that was dequantized in place for a packed one; copies that "
-        "bitsandbytes-params4bit-pickle repairs have the class again by which it does so, as the original has"
-    ),
 }
 
 

@@ -44,7 +44,9 @@ def fault(before: Trace, after: Trace) -> str:
     if before is None or after is None:  # an error in one run came before the trial was found to make no sense
         trace = before if after is None else after
         assert trace is not None
-        return "" if after is None or after[-1].ended else "only runs patched"
+        return (
+            "" if after is None or all(outcome.what != WRONG for outcome in after) else "is wrong and only runs patched"
+        )
     for number, now in enumerate(after):
         was = before[number] if number < len(before) else None
         if was is None:

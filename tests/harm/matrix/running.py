@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .judge import ERROR, WRONG, Outcome, Trace, fault, run
+from .judge import ERROR, SPOILT, WRONG, Outcome, Trace, fault, run
 from .trials import Trial
 
 BATCH = 400
@@ -150,7 +150,7 @@ def worse(before: Found, after: Found) -> dict[Trial, str]:
     found = {trial: why for trial in before if (why := fault(before[trial], after[trial]))}
     others = {trial: [*_without_error(trial, before[trial]), *_until_error(trial, after[trial])] for trial in found}
     shown = as_is(other for each in others.values() for other in each)
-    return {trial: why for trial, why in found.items() if not any(_wrong(shown[other]) for other in others[trial])}
+    return {trial: why for trial, why in found.items() if not any(_shows(why, shown[o]) for o in others[trial])}
 
 
 def _until_error(trial: Trial, trace: Trace) -> list[Trial]:
@@ -176,8 +176,10 @@ def _without_error(trial: Trial, trace: Any) -> list[Trial]:
     return [Trial(trial.kind, (*short, end)) for end in ("forward", "forward_eval", "state_dict")]
 
 
-def _wrong(trace: Trace) -> bool:
-    return bool(trace) and any(outcome.what == WRONG for outcome in trace)
+def _shows(why: str, trace: Trace) -> bool:
+    """Whether the library is wrong in ``trace`` as well, or leaves the layer changed by an error, if that is the fault."""
+    spoils = why.startswith("the error changes the layer")
+    return bool(trace) and any(outcome.what == WRONG or (spoils and outcome.what == SPOILT) for outcome in trace)
 
 
 def culprits(trials: Sequence[Trial], before: Found) -> dict[Trial, list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from . import running
+from .judge import ERROR, RIGHT, SPOILT, WRONG, Outcome, fault
 from .trials import Trial
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials run in forks of one process")
@@ -29,6 +30,14 @@ def behaves(path: str, source: str) -> Callable[[], None]:
         exec(source, names, local)
         assert isinstance(target, FunctionType) and not local["old"].__code__.co_freevars
         target.__code__ = local["old"].__code__
+
+    return take_out
+
+
+def both(*parts: Callable[[], None]) -> Callable[[], None]:
+    def take_out() -> None:
+        for part in parts:
+            part()
 
     return take_out
 
@@ -67,10 +76,16 @@ def old(name, codes):
         ["nf4-stored-bf16: ran + loads_in_half + forward", "nf4-stored-f16: cold + loads_in_bf16 + state_dict"],
     ),
     "A4: a new weight is loaded under the scales of the old": (
-        behaves("patches.repairs.bitsandbytes.int8.load_state_dict:_scale_to_fill", """
+        both(
+            behaves("patches.repairs.bitsandbytes.int8.codes_without_scales:_not_quantized", """
+def old(layer, weight, local_metadata):
+    return False
+"""),
+            behaves("patches.repairs.bitsandbytes.int8.load_state_dict:_scale_to_fill", """
 def old(layer):
     return layer.state.SCB
 """),
+        ),
         ["int8: ran + loads_into_fresh + forward", "int8-bias: ran + loads_into_fresh_not_strictly + state_dict"],
     ),
     "A5: what was dequantized in place counts as packed": (
@@ -88,6 +103,22 @@ def old(weight, key, tensor, nested):
 """),
         ["nf4: cold + loads_on_meta + state_dict", "nf4-nested: cold + loads_on_meta + state_dict"],
     ),
+    "contents decide: what was dequantized in place is moved as codes": (
+        behaves(f"{HELPERS}.weights.in_place:to_move", """
+def old(module, name):
+    return getattr(module, name)
+"""),
+        ["int8-bias: pickled + forward_of_its_own + offload_to_disk",
+         "int8-threshold-bias: saved_whole + class_of_plain_layer + offload_to_cpu"],
+    ),
+    "contents decide: numbers are dequantized": (
+        behaves(f"{HELPERS}.weights.in_place:holds_floats", """
+def old(weight):
+    return False
+"""),
+        ["nf4-bias: pickled + forward_of_its_own + dequantize_by_peft",
+         "int8-float: ran + weight_copied_shallowly + dequantize_by_peft"],
+    ),
 }  # fmt: skip
 
 
@@ -103,3 +134,18 @@ def test_a_fix_that_is_taken_out_is_seen(what: str) -> None:
     before = running.as_is(chosen)
     assert not running.worse(before, running.patched(chosen))
     assert running.worse(before, running.patched(chosen, without=without)), "nothing gets worse: the matrix is blind"
+
+
+def test_what_only_runs_patched_is_judged_by_its_numbers() -> None:
+    right, wrong, spoilt = Outcome(RIGHT), Outcome(WRONG), Outcome(SPOILT, "loads: RuntimeError: keys")
+    assert not fault(None, (right,)) and fault(None, (right, wrong))
+    assert fault((Outcome(ERROR, "ran: RuntimeError"),), (spoilt,)).startswith("the error changes the layer")
+
+
+def test_an_error_that_changes_the_layer_as_is_too_is_not_worse_where_the_library_comes_to_it() -> None:
+    """As is the copy to meta raises an error; without it, loading leaves the layer changed with the plugin and without."""
+    name = "fp4-stored-f16: moved_to_meta_and_back + weight_plain_own_codes + loads_assigning_one_that_ran + forward"
+    chosen = [Trial.parse(name)]
+    before = running.as_is(chosen)
+    after = running.patched(chosen)
+    assert fault(before[chosen[0]], after[chosen[0]]) and not running.worse(before, after)

@@ -44,6 +44,13 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
                 f"{codes.dtype}, expected packed INT8. Load it before the layer is quantized (moved to a device)"
             )
             return
+        if codes is not None and prefix + "SCB" in state_dict and _not_quantized(layer, codes, local_metadata):
+            lists[-1].append(
+                f"While loading the INT8 weight {prefix + 'weight'!r}: Loading a quantized checkpoint into non-quantized "
+                f"{type(layer).__name__} is not supported: its weight is {layer.weight.dtype}. Please call module.cuda() (or "
+                '.to("cpu")) before module.load_state_dict(), or load_state_dict(..., assign=True)'
+            )
+            return
         load(state_dict, prefix, local_metadata, strict, *lists)
 
     return checked
@@ -61,6 +68,13 @@ def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> 
     assign = local_metadata.get("assign_to_params_buffers", False)
     carries = isinstance(weight, Int8Params) and int8_scales.is_unsettled(weight) and int8_scales.of(weight) is not None
     return bool(assign and carries)
+
+
+def _not_quantized(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
+    """Whether ``weight`` is codes and ``layer`` holds floats, which bitsandbytes sees when the codes are in it."""
+    if local_metadata.get("assign_to_params_buffers", False):
+        return False
+    return int8_scales.is_int8(weight) and bool(layer.weight.is_floating_point())
 
 
 def _would_be_cut_off(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:

@@ -99,8 +99,13 @@ def refuse_codes(layer: Any, weight: Tensor) -> None:
     )
     if torch.compiler.is_compiling():
         torch._assert_async(~_are_codes(weight), message.format("an INT8 layer"))
-    elif bool(_are_codes(weight[:1])) and bool(_are_codes(weight)):
+    elif are_codes(weight):
         raise RuntimeError(message.format(f"{type(layer).__name__} {int8_scales.name_of(layer)!r}"))
+
+
+def are_codes(weight: Tensor) -> bool:
+    """Whether ``weight``, of floating point, holds whole numbers up to 127 : codes that were cast."""
+    return bool(_are_codes(weight[:1])) and bool(_are_codes(weight))
 
 
 def _are_codes(weight: Tensor) -> torch.Tensor:

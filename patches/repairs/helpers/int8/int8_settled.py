@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine.gate import satisfied
+from ..process import live_objects
 from ..weights import kept_weights
 from . import int8_scales
 
@@ -70,6 +71,43 @@ def _state_of(weight: Any) -> Any:
         return None
     state = layer.state
     return state if state.CB is not None and state.CB.data_ptr() == weight.data_ptr() else None
+
+
+def was_quantized(weight: Any) -> bool:
+    """Whether ``weight`` holds or had codes, whatever is in it now: it keeps them or their scales, or has settled."""
+    own = vars(weight)
+    return own.get("CB") is not None or own.get("SCB") is not None or _home_of(weight) is not None
+
+
+def _home_of(weight: Any) -> Any:
+    home = _homes.get(id(weight))
+    layer: Any = None if home is None else home.layer()
+    return None if layer is None or layer._parameters.get("weight") is not weight else layer
+
+
+def is_foreign(module: Any) -> bool:
+    """Whether ``module`` is no layer of bitsandbytes (any more), and multiplies by its weight as it is."""
+    from bitsandbytes.nn import Embedding8bit, Linear8bitLt
+
+    return not isinstance(module, (Linear8bitLt, Embedding8bit))
+
+
+def has_other_forward(module: Any) -> bool:
+    """Whether a user gave ``module`` a forward."""
+    own = vars(module)
+    forward = own.get("_old_forward", own.get("forward"))  # the first is what accelerate's hooks call
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def is_outside(weight: Any) -> bool:
+    """Whether ``weight`` was dequantized in place, and its module is no layer of bitsandbytes any more.
+
+    Slow for one that has not settled, so ask this only of weights in floating point that were quantized.
+    """
+    if (layer := _home_of(weight)) is not None:
+        return is_foreign(layer)
+    found = [m for m in live_objects.holders(weight, depth=1) if m._parameters.get("weight") is weight]
+    return bool(found) and all(map(is_foreign, found))
 
 
 class Scales:

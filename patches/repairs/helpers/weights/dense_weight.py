@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ....engine import Rewrite
 from ..four_bit import four_bit_state
 from ..int8 import int8_plain, int8_scales
+from . import in_place
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,8 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     if is_plain_codes(layer, weight):
         dense = of_plain_codes(layer, weight)
         return dense.to(dtype or dense.dtype)
+    if in_place.holds_floats(weight):
+        return weight
     if isinstance(weight, Params4bit) and (state := four_bit_state.of(weight)) is not None:
         dense = dequantize_4bit(weight.data, state)
         return dense.to(dtype or dense.dtype)

@@ -32,6 +32,14 @@ def test_codes_alone_are_refused_by_name_and_change_nothing(strict):
     assert torch.equal(live(X), untouched)
 
 
+def test_a_quantized_state_dict_for_a_layer_in_floats_is_refused_before_anything_is_copied():
+    saved, live = model(0).to("cpu").state_dict(), model(1)
+    before = live[0].weight.detach().clone()
+    with patches.applied(ID), pytest.raises(RuntimeError, match=r"'0.weight': Loading a quantized .* torch.float32"):
+        live.load_state_dict(saved)
+    assert torch.equal(live[0].weight, before)
+
+
 def test_the_codes_that_are_there_are_accepted():
     live = model(1).to("cpu")
     before = model(1).to("cpu")(X)

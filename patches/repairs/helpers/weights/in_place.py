@@ -1,0 +1,75 @@
+"""Weights whose class says packed and whose contents are floating point: contents decide.
+
+``Int8Params`` and ``Params4bit`` are classes of weights that are quantized, that are not quantized yet, that are never
+(``has_fp16_weights``), and of weights that someone dequantized in place (``layer.weight.data = ...``). Whoever
+multiplies the last three by scales, or quantizes the last one again, computes other numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..four_bit import four_bit_state
+from ..int8 import int8_plain, int8_settled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def holds_floats(weight: Any) -> bool:
+    """Whether ``weight``, of a class of bitsandbytes, holds the numbers themselves: there is nothing to dequantize."""
+    from bitsandbytes.nn import Int8Params, Params4bit
+
+    if isinstance(weight, Int8Params):
+        return bool(weight.dtype.is_floating_point) and not _are_cast_codes(weight)
+    return isinstance(weight, Params4bit) and not four_bit_state.is_packed(weight)
+
+
+def _are_cast_codes(weight: Any) -> bool:
+    """Whether ``weight`` holds codes in floating point, which are dequantized as codes are."""
+    import torch
+
+    if weight.has_fp16_weights or torch.compiler.is_compiling() or weight.is_meta or not weight.numel():
+        return False
+    return int8_plain.are_codes(weight.detach())
+
+
+def to_move(module: Any, name: str) -> Tensor:
+    """The parameter or buffer ``name`` of ``module``; a plain parameter from now on if ``module`` reads it as numbers."""
+    import torch
+
+    weight: Tensor = getattr(module, name)
+    if name not in module._parameters or weight.is_meta or not _is_plain(module, weight):
+        return weight
+    module._parameters[name] = plain = torch.nn.Parameter(weight.data, weight.requires_grad)
+    return plain
+
+
+def _is_plain(module: Any, weight: Any) -> bool:
+    from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
+
+    if isinstance(weight, Params4bit):
+        return four_bit_state.is_marked(weight) and not four_bit_state.is_packed(weight)
+    if not isinstance(weight, Int8Params) or not _was_dequantized(weight):
+        return False
+    if int8_settled.is_foreign(module) or int8_settled.has_other_forward(module):
+        return True
+    if isinstance(module, Linear8bitLt):
+        int8_plain.refuse_codes(module, weight)
+    return False
+
+
+def _was_dequantized(weight: Any) -> bool:
+    """Whether ``weight``, an ``Int8Params``, held codes and holds numbers now."""
+    if not weight.dtype.is_floating_point or weight.has_fp16_weights or weight.is_meta:
+        return False
+    return int8_settled.was_quantized(weight)
+
+
+def plain(weight: Any) -> Any:
+    """``weight``, an ``Int8Params``, as a plain parameter if its module reads numbers; else None: it may be quantized."""
+    import torch
+
+    if torch.compiler.is_compiling() or not _was_dequantized(weight) or not int8_settled.is_outside(weight):
+        return None
+    return torch.nn.Parameter(weight.data, weight.requires_grad)

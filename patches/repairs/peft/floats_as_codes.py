@@ -1,0 +1,79 @@
+"""DoRA, merging and dequantizing take weights that INT8 layers keep in floating point for packed ones.
+
+With ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point and quantizes it in each
+forward. The class of the weight is that of packed weights, and peft goes by its name: it multiplies the numbers by row
+scales. Before the first forward there are none, and everything that needs the weight ends in ``'NoneType' object has no
+attribute 'to'``: DoRA and PiSSA when they are added, ``merge_and_unload()``. Who has run the model before (generated
+once, evaluated) gets other numbers, silently. The same happens to 4-bit and INT8 layers that were dequantized in place
+(``layer.weight.data = ...``). All releases with the function.
+
+The repair looks at the contents: a weight in floating point is the weight. Packed weights are dequantized as before.
+"""
+
+from __future__ import annotations
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.reproducers import tiny_models
+from ..helpers.weights import in_place
+
+
+def defect() -> Finding:
+    """Load a tiny Llama with weights in floating point, run it once, and merge an adapter that adds nothing."""
+    import tempfile
+
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    how = BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_models.save_llama(folder)
+        model = LlamaForCausalLM.from_pretrained(
+            folder, quantization_config=how, device_map="cpu", **tiny_models.in_dtype(torch.float32)
+        )
+    ids = torch.arange(8)[None]
+    try:
+        with torch.no_grad():
+            expected = model(ids).logits
+            merged = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])).merge_and_unload()
+            error = ((merged(ids).logits - expected).norm() / expected.norm()).item()
+    except (AttributeError, RuntimeError) as raised:
+        return Finding(True, f"merge_and_unload(): {raised}")
+    return Finding(error > 0.05, f"an adapter that adds nothing, merged: logits off by {error:.1e} of their norm")
+
+
+_MODULE = "peft.utils.integrations:dequantize_module_weight"
+_WEIGHT = "peft.utils.integrations:dequantize_bnb_weight"
+_NAMES = {"_patches_holds_floats": in_place.holds_floats}
+
+PATCH = Patch(
+    id="peft-floats-as-codes",
+    summary="DoRA, PiSSA and merging fail or are wrong on INT8 layers with llm_int8_has_fp16_weight=True",
+    links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
+    requires=("peft>=0.15", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            _MODULE,
+            find="weight = module.weight",
+            replace="""
+                weight = module.weight
+                if _patches_holds_floats(weight):
+                    return weight
+            """,
+            names=_NAMES,
+        ),
+        Rewrite(
+            _WEIGHT,
+            find="cls_name = weight.__class__.__name__",
+            replace="""
+                if _patches_holds_floats(weight):
+                    return weight.data
+                cls_name = weight.__class__.__name__
+            """,
+            names=_NAMES,
+        ),
+    ),
+    defect=defect,
+)
