@@ -7,7 +7,8 @@ INT8 checkpoint is loaded into them silently, its codes as weights, and every ou
 bits dies of shapes that do not fit. ``LlamaForCausalLM`` and its like are right, as are the ``AutoModel`` classes
 without the argument; TRL's own scripts leave it out for this reason ("Passing None would not be treated the same as
 omitting the argument"). So it is on 5.12 and 5.23; on older releases (seen on 4.57 to 5.10) both end in a bare
-``'NoneType' object has no attribute 'get'``, or ``'to_dict'``.
+``'NoneType' object has no attribute 'get'``, or ``'to_dict'``. So do ``pipeline(model_kwargs={"quantization_config": None})``
+there, and classes that come with a checkpoint (``trust_remote_code=True``).
 
 With the repair None means for a checkpoint of bitsandbytes what leaving it out means. For any other it means what it
 did: a checkpoint of BitNet, say, may hold plain weights beside its configuration.
@@ -22,12 +23,14 @@ from ...engine import Finding, Patch, Rewrite
 _KEY = "quantization_config"
 
 
-def without_none(stored: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_none(stored: dict[str, Any], kwargs: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """``kwargs`` for the configuration ``stored``, without a None for the quantization that it has.
 
-    ``AutoModel`` asks for what the configuration does not use; who asks for a configuration alone may mean the None.
+    ``AutoModel`` asks for what the configuration does not use, and ``pipeline`` says so in what was ``asked``; who asks for
+    a configuration alone may mean the None.
     """
-    if kwargs.get("return_unused_kwargs") and kwargs.get(_KEY, "") is None and _of_bitsandbytes(stored.get(_KEY)):
+    for_a_model = asked.get("return_unused_kwargs") or asked.get("_from_pipeline")
+    if for_a_model and kwargs.get(_KEY, "") is None and _of_bitsandbytes(stored.get(_KEY)):
         return {name: value for name, value in kwargs.items() if name != _KEY}
     return kwargs
 
@@ -85,8 +88,17 @@ PATCH = Patch(
         Rewrite(
             "transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
             find="config_class.from_dict(config_dict, **unused_kwargs)",
-            replace="config_class.from_dict(config_dict, **_patches_without_none(config_dict, unused_kwargs))",
+            replace="config_class.from_dict(config_dict, **_patches_without_none(config_dict, unused_kwargs, kwargs))",
             names={"_patches_without_none": without_none},
+        ),
+        Rewrite(  # a class that comes with the checkpoint (trust_remote_code=True)
+            "transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
+            find="config_class.from_pretrained(pretrained_model_name_or_path, **kwargs)",
+            replace="""
+                config_class.from_pretrained(
+                    pretrained_model_name_or_path, **_patches_without_none(config_dict, kwargs, kwargs)
+                )
+            """,
         ),
     ),
     defect=defect,

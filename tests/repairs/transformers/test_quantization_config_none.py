@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,41 @@ def test_a_configuration_alone_loses_it_where_that_is_asked_for(folder: Path) ->
     with patches.applied(ID):
         config = transformers.AutoConfig.from_pretrained(folder / "int8", quantization_config=None)
     assert config.quantization_config is None
+
+
+@pytest.mark.parametrize("kind", HOW)
+def test_a_pipeline_is_what_it_is_without_it(folder: Path, kind: str) -> None:
+    def pipe(**options: Any) -> Any:
+        tokenizer = transformers.ByT5Tokenizer()
+        return transformers.pipeline(
+            "text-generation", str(folder / kind), tokenizer=tokenizer, device_map="cpu", model_kwargs=options
+        ).model.eval()
+
+    ids = torch.arange(8)[None]
+    expected = pipe()
+    with patches.applied(ID):
+        loaded = pipe(quantization_config=None)
+    assert [type(module) for module in loaded.modules()] == [type(module) for module in expected.modules()]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids)[0], expected(ids)[0])
+
+
+def test_a_class_that_comes_with_the_checkpoint_keeps_its_quantization(
+    folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    path = tmp_path / "own"
+    shutil.copytree(folder / "int8", path)
+    (path / "own_model.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((path / "config.json").read_text())
+    own = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_model.OwnModel"}
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": own}))
+    with patches.applied(ID):
+        loaded = load(path, quantization_config=None, trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnModel"
+    assert type(loaded.model.layers[0].mlp.up_proj).__name__ == "Linear8bitLt"
