@@ -93,5 +93,5 @@ def test_codes_that_were_cast_to_floats_are_an_error_that_names_the_layer():
         layer = layer_of(8)
         layer(X)
         layer.weight.data = layer.weight.data.half()
-        with pytest.raises(RuntimeError, match="Linear8bitLt '0' was replaced by whole numbers up to 127"):
+        with pytest.raises(RuntimeError, match="Linear8bitLt '0' was replaced by integers up to 127"):
             cpu_offload(torch.nn.Sequential(layer), execution_device=torch.device("cpu"))

@@ -47,8 +47,8 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
         if codes is not None and prefix + "SCB" in state_dict and _not_quantized(layer, codes, local_metadata):
             lists[-1].append(
                 f"While loading the INT8 weight {prefix + 'weight'!r}: Loading a quantized checkpoint into non-quantized "
-                f"{type(layer).__name__} is not supported: its weight is {layer.weight.dtype}. Please call module.cuda() (or "
-                '.to("cpu")) before module.load_state_dict(), or load_state_dict(..., assign=True)'
+                f"{type(layer).__name__} is not supported: its weight is {layer.weight.dtype}. Move the layer to a device first, "
+                "which quantizes it, or call load_state_dict(..., assign=True)"
             )
             return
         load(state_dict, prefix, local_metadata, strict, *lists)

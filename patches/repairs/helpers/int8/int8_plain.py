@@ -104,7 +104,7 @@ def refuse_codes(layer: Any, weight: Tensor) -> None:
 
 
 def are_codes(weight: Tensor) -> bool:
-    """Whether ``weight``, of floating point, holds whole numbers up to 127 : codes that were cast."""
+    """Whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
     return bool(_are_codes(weight[:1])) and bool(_are_codes(weight))
 
 
