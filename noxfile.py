@@ -33,6 +33,8 @@ ONCE = ("harm/test_aot_cache.py",)
 """Slow, and about torch: run with one release, which has less to do otherwise."""
 BETWEEN_RELEASES = "not slow and not release"
 """What `tests` runs; a test marked ``release`` says at its mark what stands for it every day."""
+OLDER = ("oldest", "transformers 4.57")
+"""The stacks of the table that `make test` meets; `make stacks` meets all, each with its own torch."""
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
 WITHOUT_TORCH = (
@@ -87,6 +89,16 @@ def tests_all(session: nox.Session, bnb: str) -> None:
     for release in ASKED if bnb == SHORT[-1] else ():
         release.install()
     run_suite(session, bnb, [f"--ignore=tests/{name}" for name in (*without, *(ONCE if bnb != SHORT[1] else ()))])
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("name", OLDER, ids=OLDER)
+def stack(session: nox.Session, name: str) -> None:
+    """Of a whole stack that people are pinned to, with the torch that is installed here, what it can change."""
+    env = environment(*stacks.folders(name, stacks.declared()[name]), ROOT)
+    files = ("stacks/slice_defects.py", "stacks/slice_harm.py", "programs/test_stack.py", "test_sources.py")
+    pytest = ("-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    session.run(sys.executable, *pytest, *(f"tests/{file}" for file in files), env=env, external=True)
 
 
 @nox.session(venv_backend="none")

@@ -40,7 +40,7 @@ def digest(patch_id: str, release: str) -> str | None:
     if not all(_fits(text, release) for text in patch.requires):
         return None
     edits = [edit for edit in patch.edits if all(_fits(text, release) for text in edit.when.split(" and ") if text)]
-    sources = [_source(edit, release) for edit in edits if module_of(edit).startswith("bitsandbytes")]
+    sources = [source(edit, ROOT / ".bnb" / release) for edit in edits if module_of(edit).startswith("bitsandbytes")]
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
 
@@ -75,10 +75,13 @@ def _fits(text: str, release: str) -> bool:
     return needed.name != "bitsandbytes" or needed.contains(release)
 
 
-def _source(edit: Edit, release: str) -> str:
-    """What ``edit`` stands in: the function; the class, of an attribute that is new; else the module."""
+def source(edit: Edit, folder: Path) -> str:
+    """What ``edit`` stands in: the function; the class, of an attribute that is new; else the module.
+
+    ``folder`` holds the package; where it does not, the answer is that of an empty file.
+    """
     module, _, name = edit.target.partition(":")
-    node: ast.AST = _tree(module, release)
+    node: ast.AST = _tree(module, folder)
     if isinstance(edit, Rewrite) and edit.reach is not None:
         return ast.dump(node)
     for part in name.split("."):
@@ -90,8 +93,8 @@ def _source(edit: Edit, release: str) -> str:
 
 
 @functools.cache
-def _tree(module: str, release: str) -> ast.Module:
-    path = (ROOT / ".bnb" / release).joinpath(*module.split("."))
+def _tree(module: str, folder: Path) -> ast.Module:
+    path = folder.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     tree = ast.parse(file.read_text() if file.exists() else "")
     for node in ast.walk(tree):

@@ -1,0 +1,89 @@
+"""What of an older stack `make test` looks at: that each patch fits it, and each defect whose source is another there.
+
+Run by the session ``stack`` of nox, with the packages of a stack first on the path. ``make stacks`` runs all reproducers,
+each in four phases; here it is two: as installed, and with all patches.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from patches import REGISTRY
+from patches.engine import gate, needs
+from patches.engine.edits import Edit, module_of
+from patches.engine.patch import Patch
+from patches.engine.report import Status
+from patches.features import verify
+from patches.features.verify import processes
+from tests import releases
+from tests.test_sources import file_of
+
+OF_A_STACK = ("transformers", "peft", "accelerate")
+NEWEST = Path(sysconfig.get_path("purelib"))
+
+
+@functools.cache
+def folder_of(package: str) -> Path:
+    """Where the stack has it."""
+    file = file_of(package)
+    assert file is not None, f"{package} is not in this stack"
+    return file.parents[1]
+
+
+def is_other(edit: Edit) -> bool:
+    """Whether the stack has another source than the newest release for what ``edit`` stands in."""
+    package = module_of(edit).partition(".")[0]
+    return package in OF_A_STACK and releases.source(edit, folder_of(package)) != releases.source(edit, NEWEST)
+
+
+def is_chosen(patch: Patch) -> bool:
+    return gate.check(patch).status in (Status.AVAILABLE, Status.NOT_AFFECTED) and any(
+        map(is_other, needs.edits(patch))
+    )
+
+
+CHOSEN = [patch.id for patch in REGISTRY.patches.values() if is_chosen(patch)]
+APPLIED = """
+import patches
+for patch in patches.REGISTRY.patches.values():
+    patches.REGISTRY.import_targets(patch)
+patches.apply()
+bad = patches.report().with_status(patches.Status.CONFLICT, patches.Status.FAILED, patches.Status.PENDING)
+print({each.id: each.reason for each in bad})
+"""
+
+
+def test_every_patch_fits(fresh):
+    assert fresh(APPLIED).splitlines()[-1] == "{}"
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[tuple[str, str], tuple[bool | None, str]]:
+    """What each reproducer says in each of the two phases."""
+    available = [name for name in CHOSEN if gate.check(REGISTRY.patches[name]).status is Status.AVAILABLE]
+    tasks = [*((name, "unpatched") for name in CHOSEN), *((name, "all") for name in available)]
+    preload = ["torch", *map(gate.module_name, (*OF_A_STACK, "bitsandbytes"))]
+    module = verify.__name__
+    answers = processes.ask(f"{module}:answer", tasks, preload, f"{module}:prepare", jobs=2)
+    return {tasks[index]: answer for index, answer in answers}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_it_is_there_as_installed_and_absent_with_the_plugin(name, said):
+    unpatched, figure = said[name, "unpatched"]
+    if unpatched is None and ("cannot show" in figure or (name, "all") not in said):
+        pytest.skip(f"this stack has no program for it: {figure}")
+    if (name, "all") not in said:
+        reason = gate.check(REGISTRY.patches[name]).reason
+        assert not unpatched or not gate.satisfied(REGISTRY.patches[name].requires[0]), f"{reason}, but: {figure}"
+        return
+    assert [unpatched, said[name, "all"][0]] == [True, False], json.dumps([figure, said[name, "all"][1]])
+
+
+def test_a_stack_changes_something():
+    assert len(CHOSEN) > 10
