@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tests.stacks.flows import FLOWS, is_right
 from tools.stacks import RESULTS, declared
 
-PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes")
+PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "trl")
 HOW = ("unpatched", "patched")
 LEFT = "the defect is there, and is not repaired there"
 """What `verify` says of them."""
 Found = Mapping[str, Any]
+_DISPATCHED = (
+    "transformers refuses device maps with the CPU or the disk there; see [what does not fit](does_not_fit.md)"
+)
+REASONS = (
+    ("Some modules are dispatched|cannot send layers of such a checkpoint", _DISPATCHED),
+    (
+        "INT8: FSDP2.*(floating point dtype can require gradients|nothing was saved)",
+        "FSDP2 of this torch cannot shard integer weights",
+    ),
+    (
+        "_enable_peft_forward_hooks",
+        "Dynamo of this torch does not trace the context manager that peft enters in each forward: no cell is one graph",
+    ),
+    (
+        r"TRL.*resumed: 0\.00\d+$",
+        "TRL trains the adapter of a quantized model in bfloat16; resumed from a checkpoint it is float32, without the plugin too",
+    ),
+)
+"""Why a flow is not right: a pattern in its name and what it says, and the reason."""
 
 
 def fragment() -> str:
@@ -40,7 +60,7 @@ def _stacks(known: Found) -> Iterator[str]:
         flows = found.get("flows", {})
         right = [sum(is_right(flow, answer[how]) for flow, answer in flows.items()) for how in HOW]
         packages = [found["versions"].get(package, "") for package in PACKAGES]
-        counts = [f"{each} of {len(flows)}" if flows else "" for each in right]
+        counts = [f"{each} of {len(flows)}" if flows else "not run" for each in right]
         yield f"| {' | '.join([name, torch, *packages, said, *counts])} |"
 
 
@@ -58,25 +78,53 @@ def _graphs(known: Found) -> Iterator[str]:
 
 
 def _flows(known: Found) -> Iterator[str]:
-    """What is not right patched, with what it says; and each reproducer that is wrong."""
+    """What is not right patched, with what it says and why; and each reproducer that is wrong."""
     rows = list(_not_right(known))
-    yield (
-        "Not right with the plugin (0 is the reference; of graphs 1):"
-        if rows
-        else "All flows are right with the plugin."
-    )
+    yield "Not right with the plugin:" if rows else "All flows are right with the plugin."
     if rows:
-        yield from ("", "| stack | torch | flow or patch | unpatched | patched |", "|---|---|---|---|---|", *rows)
+        yield from (
+            "",
+            "| stack | torch | flows, or a patch | unpatched | patched | why |",
+            "|---|---|---|---|---|---|",
+            *rows,
+        )
 
 
 def _not_right(known: Found) -> Iterator[str]:
     for name, torch, found in _runs(known):
+        alike: dict[tuple[str, str], dict[str, str]] = {}
         for flow, said in found.get("flows", {}).items():
             if not is_right(flow, said["patched"]):
-                yield f"| {name} | {torch} | {flow} | {_cell(said['unpatched'])} | {_cell(said['patched'])} |"
+                alike.setdefault((_shown(said["patched"]), why(flow, said["patched"])), {})[flow] = _shown(
+                    said["unpatched"]
+                )
+        for (patched, reason), flows in alike.items():
+            before = "; ".join(map(_cell, dict.fromkeys(flows.values())))
+            yield f"| {name} | {torch} | {_titles(flows)} | {before} | {_cell(patched)} | {reason} |"
         for row in found.get("verify", ()):
             if row["verdict"] == "wrong":
-                yield f"| {name} | {torch} | `{row['id']}` | | {_cell(row['reason'])} |"
+                yield f"| {name} | {torch} | `{row['id']}` | | {_cell(row['reason'])} | |"
+
+
+def _titles(flows: Iterable[str]) -> str:
+    """The names of ``flows``, those of both precisions once."""
+    kinds: dict[str, list[str]] = {}
+    for flow in flows:
+        kind, _, title = flow.partition(": ")
+        kinds.setdefault(title, []).append(kind)
+    return "; ".join(f"{title} ({' and '.join(found)})" for title, found in kinds.items())
+
+
+def why(flow: str, said: str) -> str:
+    """The reason for what a flow says, where it is known; a figure stands for itself otherwise."""
+    return next((reason for pattern, reason in REASONS if re.search(pattern, f"{flow}: {said}")), "")
+
+
+def _shown(said: str) -> str:
+    """Without what differs from flow to flow: figures of how far, numbers of graphs."""
+    if re.fullmatch(r"0\.00\d+", said):
+        return "a difference in rounding"
+    return re.sub(r"^\d+: no full graph: ", "", said).removeprefix("'").split(" | ")[0].split(". ")[0]
 
 
 def _left(known: Found) -> Iterator[str]:
