@@ -175,7 +175,8 @@ def newest(session: nox.Session) -> None:
 def run_suite(session: nox.Session, release: str, chosen: list[str]) -> None:
     """Run pytest with bitsandbytes ``release`` first on the path, over what is ``chosen``."""
     # A file is run whole by one worker, for its tests share what they launch; tests/conftest.py has the order.
-    whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *chosen]
+    slowest = ["--durations", "30", "--durations-min", "4"]
+    whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *slowest, *chosen]
     env = environment(bitsandbytes(session, release), ROOT)
     session.run(sys.executable, "-m", "pytest", *(session.posargs or whole), env=env, external=True)
 
