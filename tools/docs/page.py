@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 
+from packaging.version import Version
+
 from patches import Patch
 from patches.command_line import explain
 from patches.engine import needs
@@ -12,6 +14,7 @@ from patches.engine import needs
 from . import prose
 from .figures import Figure
 from .reports import Seen
+from .stacks import shown_on
 from .symptoms import Symptoms
 from .words import link, releases
 
@@ -76,7 +79,7 @@ def _row(patch: Patch) -> str:
 def _facts(patch: Patch) -> str:
     rows = [
         ("releases with the defect", releases(patch)),
-        ("shown and repaired on", f"torch {', '.join(patch.seen_on)}"),
+        ("shown and repaired on", f"torch {', '.join(sorted({*patch.seen_on, *shown_on(patch.id)}, key=Version))}"),
         ("if the installed code is another", "the patch is skipped and reported as `conflict`"),
         ("to leave it out", f"`PATCHES_DISABLE={patch.id}`, or `patches.revert({patch.id!r})`"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -37,9 +38,16 @@ REASONS = (
 """Why a flow is not right: a pattern in its name and what it says, and the reason."""
 
 
+@functools.cache
+def results() -> Found:
+    """What ``make stacks`` has found."""
+    found: Found = json.loads(RESULTS.read_text("utf-8"))
+    return found
+
+
 def fragment() -> str:
     """Markdown: what was run on each declared stack, and what is not right there."""
-    known = json.loads(RESULTS.read_text("utf-8"))
+    known = results()
     return "\n".join([*_stacks(known), "", *_graphs(known), "", *_flows(known), "", *_left(known), ""])
 
 
@@ -48,6 +56,17 @@ def _runs(known: Found) -> Iterator[tuple[str, str, Found]]:
         for torch, found in known.get(name, {}).items():
             if "verify" in found:
                 yield name, torch, found
+
+
+def shown_on(patch_id: str) -> set[str]:
+    """The series of torch on which a stack showed the defect and its repair."""
+    known = results()
+    return {
+        ".".join(torch.split(".")[:2])
+        for _, torch, found in _runs(known)
+        for row in found["verify"]
+        if row["id"] == patch_id and row["verdict"] == "ok" and not row["reason"]  # with a reason it is not affected
+    }
 
 
 def _stacks(known: Found) -> Iterator[str]:

@@ -1,0 +1,37 @@
+"""What `make stacks` has found (``docs/stacks.json``) is what the documentation says: nothing is worse, and the rest has a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.stacks.flows import is_right
+from tools import stacks as tool
+from tools.docs import stacks
+
+RUNS = [(name, torch, found) for name, runs in stacks.results().items() for torch, found in runs.items()]
+pytestmark = pytest.mark.parametrize(
+    ("name", "torch", "found"), RUNS, ids=[f"{name}, {torch}" for name, torch, _ in RUNS]
+)
+
+
+def test_no_reproducer_is_wrong_and_no_patch_is_a_conflict(name, torch, found):
+    bad = [row for row in found["verify"] if row["verdict"] == "wrong" or "conflict" in row["reason"]]
+    assert not bad
+
+
+def test_what_the_plugin_does_not_repair_has_a_reason(name, torch, found):
+    said = {flow: each["patched"] for flow, each in found.get("flows", {}).items()}
+    left = {flow: words for flow, words in said.items() if not is_right(flow, words) and not stacks.why(flow, words)}
+    assert not left
+
+
+def test_no_flow_is_right_without_the_plugin_only(name, torch, found):
+    flows = found.get("flows", {}).items()
+    assert not [
+        flow for flow, each in flows if is_right(flow, each["unpatched"]) and not is_right(flow, each["patched"])
+    ]
+
+
+def test_it_was_run_on_what_the_table_declares(name, torch, found):
+    declared = {package: release for package, release in tool.declared()[name].items() if package in tool.PACKAGES}
+    assert found["versions"] == {**declared, "torch": torch}
