@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from . import sharded
 from .dense import went_dense
 from .packed import Layout, Packed
 
@@ -137,6 +138,18 @@ class QuantizedExperts(torch.Tensor):
         layout, chosen, swapped, dtype = meta
         return of_packed(Packed.laid_out(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
 
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        """What FSDP2 gathers of the part of a rank."""
+        return sharded.to_gather(self), None
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The experts of all ranks. ``out`` has been made of the same memory, which FSDP2 has filled again."""
+        return None if out is not None else (sharded.gathered(self, all_gather_outputs, param_dtype), ())
+
     def __getattr__(self, name: str) -> Any:
         tensors = vars(self)["packed"].tensors() if "packed" in vars(self) else {}
         if name in tensors:
@@ -183,6 +196,7 @@ def of_packed(packed: Packed, *args: Any, **kwargs: Any) -> QuantizedExperts:
 def in_floating_point(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``func`` on dequantized experts; an error if it would write into them."""
     _refuse_writes(func, args, kwargs)
+    sharded.refuse(func)
 
     def dense(value: Any) -> Any:
         if not isinstance(value, QuantizedExperts):

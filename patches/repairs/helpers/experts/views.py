@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import sharded
 from .dense import went_dense
 from .tensor import FUNCTIONS, RULES, QuantizedExperts, Rule
 
@@ -103,6 +104,18 @@ def reshaped(experts: QuantizedExperts, shape: list[int], **kwargs: Any) -> Any:
     return experts.like() if len(shape) == len(here) and asked == here else NotImplemented
 
 
+@rule(aten.as_strided.default)
+def as_strided(experts: QuantizedExperts, size: list[int], stride: list[int], offset: int | None = None) -> Any:
+    """Only as it is laid out."""
+    here = (list(experts.shape), list(experts.stride()), 0)
+    return experts.like() if (list(size), list(stride), offset or 0) == here else NotImplemented
+
+
+@rule(aten.is_pinned.default)
+def is_pinned(experts: QuantizedExperts, device: Any = None) -> bool:
+    return all(tensor.is_pinned() for tensor in experts.packed.tensors().values())
+
+
 # -- copies and moves ----------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +206,7 @@ def is_shared(experts: QuantizedExperts) -> bool:
     return all(tensor.is_shared() for tensor in experts.packed.tensors().values())
 
 
+RULES.update(sharded.rules())
 FUNCTIONS[torch.Tensor.share_memory_] = share_memory_
 FUNCTIONS[torch.Tensor.is_shared] = is_shared
 

@@ -1,0 +1,65 @@
+"""DistributedDataParallel refuses a model with quantized experts.
+
+When it is made, ``DistributedDataParallel`` broadcasts all parameters of rank 0, joined by dtype. Experts that
+``patches.quantize_experts`` has quantized look like floating point: they are dequantized to be joined, and what comes back
+cannot be written into packed weights. So QLoRA on several GPUs ends before its first step: ``quantized experts of shape ...
+cannot take a Tensor in torch.float32``.
+
+With the patch the packed weights and statistics are broadcast, as those of ``Linear4bit`` are: all ranks have the experts of
+rank 0. Parameters that are not quantized experts are broadcast as before.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes does not quantize)
+"""
+
+from __future__ import annotations
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.experts import sharded
+
+
+def defect() -> Finding:
+    """Wrap a module with quantized experts in DistributedDataParallel, on one rank."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+
+    from ..helpers.experts.quantize import How, packed
+    from ..helpers.experts.tensor import as_parameter
+
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4, 4)
+    module.register_parameter(
+        "experts", as_parameter(packed(torch.randn(4, 32, 64), 2, How("nf4", False, torch.uint8)))
+    )
+    with tempfile.NamedTemporaryFile() as file:
+        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            torch.nn.parallel.DistributedDataParallel(module)
+        except RuntimeError as error:
+            return Finding(True, str(error).partition(".")[0])
+        finally:
+            dist.destroy_process_group()
+    return Finding(False, "the packed weights are broadcast")
+
+
+_SYNC = "_sync_params_and_buffers(process_group, {}, broadcast_bucket_size, src)"
+
+PATCH = Patch(
+    id="torch-experts-in-ddp",
+    summary="DistributedDataParallel raises an error for a model with quantized experts",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",),
+    requires=("torch>=2.6", "bitsandbytes>=0.46.1"),
+    tested_up_to="2.13.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "torch.distributed.utils:_sync_module_states",
+            find=_SYNC.format("module_states"),
+            replace=_SYNC.format("_patches_apart(module_states)"),
+            names={"_patches_apart": sharded.apart},
+        ),
+    ),
+    defect=defect,
+)
