@@ -29,8 +29,8 @@ def defect() -> Finding:
     import torch
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-    if satisfied("transformers<5.23"):
-        raise CannotShow("before transformers 5.23 a quantized model that does not fit is refused; not repaired there")
+    if satisfied("transformers<5"):
+        raise CannotShow("before transformers 5 a quantized model that does not fit is refused; not repaired there")
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     load = LlamaForCausalLM.from_pretrained
@@ -62,7 +62,7 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/315",
         "https://github.com/huggingface/transformers/issues/26153",
     ),
-    requires=("transformers>=5.23", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
+    requires=("transformers>=5", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
     tested_up_to="5.23.0",
     seen_on=("2.13",),
     edits=(
@@ -77,26 +77,8 @@ PATCH = Patch(
         ),
         Rewrite(
             f"{_HOOKS}:_get_device_map",
-            find="""
-                infer_auto_device_map(
-                    model,
-                    max_memory=inferred_max_memory,
-                    no_split_module_classes=no_split_modules,
-                    hf_quantizer=hf_quantizer,
-                    no_placement_params=no_placement_params,
-                )
-            """,
-            replace="""
-                _patches_counted(
-                    infer_auto_device_map, model, max_memory, hf_quantizer,
-                    dict(
-                        max_memory=inferred_max_memory,
-                        no_split_module_classes=no_split_modules,
-                        hf_quantizer=hf_quantizer,
-                        no_placement_params=no_placement_params,
-                    ),
-                )
-            """,
+            find="infer_auto_device_map",
+            replace="_patches_counted(infer_auto_device_map, max_memory)",
             names={"_patches_counted": sizes.counted},
         ),
         Rewrite(
@@ -125,23 +107,25 @@ PATCH = Patch(
         ),
         Rewrite(
             _LOADING,
-            find="""
-                offload_and_maybe_resave_param(
-                    target_name, param, loading_info, disk_offload_folder, disk_offload_index, mapping
-                )
-            """,
+            find="param_device == 'disk' and (target_name not in model_buffers or offload_buffers)",
             replace="""
-                _patches_put_on_disk(
-                    offload_and_maybe_resave_param, set_param_for_module, device_map, model, hf_quantizer,
-                    target_name, param, loading_info, disk_offload_folder, disk_offload_index, mapping,
+                (
+                    param_device == 'disk' and (target_name not in model_buffers or offload_buffers)
+                    and not _patches_left(device_map, hf_quantizer, target_name, param, mapping, disk_offload_index)
                 )
             """,
-            names={"_patches_put_on_disk": placing.put_on_disk},
+            names={"_patches_left": placing.left},
         ),
         Rewrite(
             _LOADING,
-            find="set_param_for_module(model, target_name, param, loading_info, hf_quantizer)",
-            replace="_patches_put(set_param_for_module, device_map, model, target_name, param, loading_info, hf_quantizer)",
+            find="offload_and_maybe_resave_param",
+            replace="_patches_resaved(offload_and_maybe_resave_param, device_map)",
+            names={"_patches_resaved": placing.resaved},
+        ),
+        Rewrite(
+            _LOADING,
+            find="set_param_for_module",
+            replace="_patches_put(set_param_for_module, device_map)",
             names={"_patches_put": placing.put},
         ),
         Rewrite(

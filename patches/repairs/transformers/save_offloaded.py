@@ -4,7 +4,8 @@ A parameter that is on meta is looked up in the map of its hook while it is writ
 row scales of an offloaded INT8 layer are neither parameter nor buffer, and the look-up fails before that:
 ``AttributeError: `q_proj.SCB` is neither a parameter, buffer, nor extra state``. ``cpu_offload``, ``disk_offload`` and
 a layer offloaded by itself leave no device map, or one that names one device, which transformers 4 takes for none:
-``Cannot copy out of meta tensor; no data!``. transformers 4.53 to 5.23.
+``Cannot copy out of meta tensor; no data!``. transformers 4.53 to 5.23. Before 5.14, transformers 5 looks up the names of
+the checkpoint where the model has others (Llava, mixtures of experts): ``has no attribute `language_model```.
 
 In these cases the state dict that is saved is put together module by module, each brought from where it is offloaded
 and taken to CPU memory, which has to hold all of them. A model that is saved today is saved as before, a shard at a
@@ -29,7 +30,8 @@ def state_dict_of(model: Any) -> dict[str, Tensor]:
     state: dict[str, Tensor] = model.state_dict()
     away = {name for name, tensor in state.items() if tensor.is_meta}
     int8 = {name for name in away if int8_scales.is_int8(state[name])}
-    wanted = int8 if _is_looked_up(model) else away  # what transformers looks up itself it knows to be tied
+    looked_up = _is_looked_up(model) and not _is_renamed(model, {name: state[name] for name in away})
+    wanted = int8 if looked_up else away  # what transformers looks up itself it knows to be tied
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if offloaded.hook_of(module) is None or not any(each.startswith(prefix) for each in wanted):
@@ -46,6 +48,15 @@ def _is_looked_up(model: Any) -> bool:
     """Whether transformers itself looks up what is on meta; transformers 4 does where the map has several devices."""
     places = set(getattr(model, "hf_device_map", {}).values())
     return bool({"cpu", "disk"} & places) and (len(places) > 1 or satisfied("transformers>=5"))
+
+
+def _is_renamed(model: Any, away: dict[str, Tensor]) -> bool:
+    """Whether transformers gives what is on meta the names of a checkpoint before it looks them up in the model."""
+    if not away or not satisfied("transformers>=5,<5.14"):
+        return False
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return bool(revert_weight_conversion(model, away).keys() != away.keys())
 
 
 def defect() -> Finding:

@@ -64,39 +64,67 @@ def _on_disk(device_map: Places, name: str) -> bool:
     return bool(device_map.at(name) == "disk")
 
 
-def put(put_upstream: Callable[..., None], device_map: Any, model: Any, name: str, weight: Any, *also: Any) -> None:
-    """Give ``model`` the ``weight`` that was made, on the CPU if it is to wait there."""
-    if isinstance(device_map, Places) and _is_packed(weight):
-        _give_back(device_map, weight)
-        if places.is_offloaded(device_map, name.rpartition(".")[0]):
+def left(device_map: Any, quantizer: Any, name: str, weight: Any, mapping: Any, index: dict[str, Any]) -> bool:
+    """Whether :func:`put` leaves ``weight`` on the disk, and transformers does not.
+
+    It does so with packed weights, and with all that it need not copy from a checkpoint that is quantized already.
+    """
+    if not isinstance(device_map, Places):
+        return False
+    there = name in index and _lies_there(quantizer, mapping)
+    if name in index:  # in the dtype that the model has it in, which may not be that of the file
+        index[name] = {**index[name], "dtype": str(weight.dtype).removeprefix("torch.")}
+    if _is_packed(weight) and not there:
+        index[name] = _written(device_map, name, weight)
+    return there or _is_packed(weight)
+
+
+def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
+    """``set_param_for_module``: it gives a model the weight that was made, which goes to where it is to wait."""
+    if not isinstance(device_map, Places):
+        return upstream
+
+    def set_param_for_module(model: Any, name: str, weight: Any, *also: Any) -> None:
+        path, _, own = name.rpartition(".")
+        leaves = _on_disk(device_map, name) and own in model.get_submodule(path)._parameters
+        if _is_packed(weight) and not leaves and places.is_offloaded(device_map, path):
             weight = weight.to("cpu")
-    put_upstream(model, name, weight, *also)
+        upstream(model, name, weight, *also)
+        if leaves:
+            _leave(device_map, model, name, weight)
+        if _is_packed(weight):
+            _give_back(device_map, weight)
+
+    return set_param_for_module
 
 
-def put_on_disk(
-    upstream: Callable[..., Any], put_upstream: Callable[..., None], device_map: Any, model: Any, quantizer: Any,
-    name: str, weight: Any, info: Any, to: str, index: dict[str, Any], mapping: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Leave the packed weights of ``weight`` on the disk, and in ``model`` what says how to read them."""
-    there = isinstance(device_map, Places) and name in index and _lies_there(quantizer, mapping)
-    if not isinstance(device_map, Places) or not _is_packed(weight) and not there:
-        written = device_map.folder if isinstance(device_map, Places) else None
-        with contextlib.nullcontext() if written is None else written.writing(name, weight):
-            result: dict[str, Any] = upstream(name, weight, info, to, index, mapping)
-        return result
+def resaved(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
+    """``offload_and_maybe_resave_param``; what cannot be written says which weight, and where."""
+    if not isinstance(device_map, Places) or device_map.folder is None:
+        return upstream
+    writing = device_map.folder.writing
+
+    def offload_and_maybe_resave_param(name: str, weight: Any, *also: Any) -> Any:
+        with writing(name, weight):
+            return upstream(name, weight, *also)
+
+    return offload_and_maybe_resave_param
+
+
+def _leave(device_map: Places, model: Module, name: str, weight: Any) -> None:
     from accelerate.utils import set_module_tensor_to_device
 
-    put_upstream(model, name, weight, info, quantizer)
     scales = int8_scales.of(weight)
     if scales is not None:
         device_map.scales[_scales_of(name)] = scales.detach().to("cpu")
-    if there:  # in the dtype that the model has it in, which may not be that of the file
-        index[name] = {**index[name], "dtype": str(weight.dtype).removeprefix("torch.")}
-    else:
-        index[name] = _written(device_map, name, weight)
+    _unmark(weight)
     set_module_tensor_to_device(model, name, "meta")
-    _give_back(device_map, weight)
-    return index
+    model.get_parameter(name)._is_hf_initialized = True
+
+
+def _unmark(weight: Tensor) -> None:
+    """Take off what transformers notes on a weight: accelerate before 1.14 makes another weight of all its attributes."""
+    vars(weight).pop("_is_hf_initialized", None)
 
 
 def _written(device_map: Places, name: str, weight: Tensor) -> packed_files.Entry:
@@ -152,6 +180,9 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     if not isinstance(device_map, Places):
         return dispatch_model(model, **options)
     index = options["offload_index"]
+    for parameter in model.parameters():
+        _unmark(parameter)
+    tied = _untie_on_disk(model, index or {})
     options = {
         **options,
         "device_map": dict(device_map),
@@ -161,8 +192,31 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
         "state_dict": _in_memory(model, device_map, index or {}),
     }
     result = dispatch_model(model, **options)
+    for module, name, owner, source in tied:
+        module._parameters[name] = owner._parameters[source]
     model.hf_device_map = dict(device_map.given)
     return result
+
+
+def _untie_on_disk(model: Module, index: dict[str, Any]) -> list[tuple[Module, str, Module, str]]:
+    """Give weights that are tied and on meta a parameter each, and say which are to be one again.
+
+    accelerate before 1.14 knows tied weights by their address. That of all on meta is 0: it would take each for each.
+    """
+    first: dict[int, tuple[str, Module, str]] = {}
+    tied = []
+    for path, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            name = f"{path}.{own}" if path else own
+            source, *owner = first.setdefault(id(parameter), (name, module, own))
+            if source != name:
+                module._parameters[own] = type(parameter)(parameter.detach().clone(), requires_grad=False)
+                if source in index:
+                    index.setdefault(name, index[source])
+                tied.append((module, own, *owner))
+    return tied
 
 
 def _in_memory(model: Module, device_map: Places, index: dict[str, Any]) -> dict[str, Tensor] | None:

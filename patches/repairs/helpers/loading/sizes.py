@@ -42,19 +42,22 @@ Sizes = dict[str, tuple[int, int]]
 Map = dict[str, places.Place]
 
 
-def counted(infer: Callable[..., Any], model: Any, max_memory: Any, quantizer: Any, options: dict[str, Any]) -> Any:
-    """The device map that transformers infers; one by the true sizes if that would offload a quantized model."""
-    device_map = infer(model, **options)
-    if not places.offloads(device_map) or not places.supports(quantizer):
-        return device_map
-    from accelerate.utils.modeling import clean_device_map
+def counted(infer: Callable[..., Any], max_memory: Any) -> Callable[..., Any]:
+    """``infer_auto_device_map``: by the true sizes if that of transformers would offload a quantized model."""
 
-    sizes = tensor_sizes(model, quantizer)
-    blocks = set(getattr(model, "_no_split_modules", None) or ())
-    units = list(_units(model, "", sizes, blocks))
-    found = _fitted(units, sizes, *_rooms(max_memory, units))
-    _follow_tied(found, getattr(model, "all_tied_weights_keys", None) or {})
-    return clean_device_map(found)
+    def infer_auto_device_map(model: Any, **options: Any) -> Any:
+        device_map, quantizer = infer(model, **options), options["hf_quantizer"]
+        if not places.offloads(device_map) or not places.supports(quantizer):
+            return device_map
+        from accelerate.utils.modeling import clean_device_map
+
+        sizes = tensor_sizes(model, quantizer)
+        units = list(_units(model, "", sizes, set(options["no_split_module_classes"] or ())))
+        found = _fitted(units, sizes, *_rooms(max_memory, units))
+        _follow_tied(found, getattr(model, "all_tied_weights_keys", None) or {})
+        return clean_device_map(found)
+
+    return infer_auto_device_map
 
 
 def tensor_sizes(model: Any, quantizer: Any) -> Sizes:
