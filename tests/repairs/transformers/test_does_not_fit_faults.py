@@ -194,7 +194,7 @@ def test_a_map_that_names_what_is_not_there(checkpoints, off, expected):
 
 
 def test_a_map_that_leaves_something_out(checkpoints, off, expected):
-    with pytest.raises(ValueError, match="The device_map has no place for 'model.embed_tokens.weight'"):
+    with pytest.raises(ValueError, match="The device_map has no entry for 'model.embed_tokens.weight'"):
         load(checkpoints / "plain", {"model.layers": "disk", "lm_head": "cpu", "model.norm": "cpu"}, offload_folder=off)
     assert_a_second_try_works(checkpoints / "plain", off, expected)
 

@@ -1,0 +1,38 @@
+"""A quantized model that does not fit, on older releases of transformers: the files of tests beside this one, run there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.asked.releases import RELEASES, ROOT, Release
+
+HERE = "tests/repairs/transformers"
+ALL = ["test_refuses_what_does_not_fit.py", "test_does_not_fit_models.py"]
+FEW = ["test_refuses_what_does_not_fit.py", "-k", "loaded_whole_and_offloaded and (nf4-plain or int8-quantized)"]
+NEW = [release for release in RELEASES if release.transformers.startswith("5.")]
+
+
+def passes(release: Release, file: str, *options: str) -> None:
+    if not release.is_installed:
+        pytest.skip(f"transformers {release} is not in .stacks: `python -m tests.asked.releases --some 1` installs it")
+    path = os.pathsep.join(map(str, (release.folder, ROOT / ".bnb" / release.bitsandbytes, ROOT)))
+    env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"]
+    done = subprocess.run([*command, f"{HERE}/{file}", *options], env=env, cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("release", NEW[:1], ids=str)
+def test_two_programs(release):
+    passes(release, *FEW)
+
+
+@pytest.mark.release("test_two_programs, on one of them")
+@pytest.mark.parametrize("file", ALL)
+@pytest.mark.parametrize("release", NEW, ids=str)
+def test_all_programs(release, file):
+    passes(release, file)
