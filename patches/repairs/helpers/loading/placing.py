@@ -119,7 +119,7 @@ def _leave(device_map: Places, model: Module, name: str, weight: Any) -> None:
         device_map.scales[_scales_of(name)] = scales.detach().to("cpu")
     _unmark(weight)
     set_module_tensor_to_device(model, name, "meta")
-    model.get_parameter(name)._is_hf_initialized = True
+    vars(model.get_parameter(name))["_is_hf_initialized"] = True
 
 
 def _unmark(weight: Tensor) -> None:
