@@ -27,6 +27,10 @@ REASONS = (
         "FSDP2 of this torch cannot shard integer weights",
     ),
     (
+        "4-bit: FSDP2.*(only supports uint8 storage|nothing was saved)",
+        "bitsandbytes of this stack computes on a CPU from uint8 storage only, which FSDP2 of this torch cannot shard; no GPU was tried",
+    ),
+    (
         "_enable_peft_forward_hooks",
         "Dynamo of this torch does not trace the context manager that peft enters in each forward: no cell is one graph",
     ),
@@ -92,7 +96,10 @@ def _graphs(known: Found) -> Iterator[str]:
     yield "|---" * (len(cells) + 2) + "|"
     for name, torch, found in _runs(known):
         if flows := found.get("flows"):
-            said = [" → ".join(flows[cell][how].partition(":")[0] for how in HOW) for cell in cells]
+            counts = (
+                {how: flows[cell][how].partition(":")[0] for how in HOW} if cell in flows else {} for cell in cells
+            )
+            said = [" → ".join(count.values()) for count in counts]
             yield f"| {name} | {torch} | {' | '.join(said)} |"
 
 
