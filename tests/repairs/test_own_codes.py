@@ -250,3 +250,19 @@ def test_what_are_own_codes():
     assert not are_own(other, weight) and not are_own(weight.data[:-1], weight)
     assert not are_own(weight.data.to("meta"), weight) and not are_own(weight, weight.data.to("meta"))
     assert not are_own(weight.data[:1].expand(weight.shape), weight), "the same memory, read otherwise"
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+def test_a_part_of_what_the_layer_has_is_loaded_where_it_may_be_a_part(nested):
+    live = four_bit(nested=nested)
+    expected, quantized = live(X), "0.weight.quant_state.bitsandbytes__nf4"
+    part = {key: value.clone() for key, value in live.state_dict().items() if key != quantized}
+    part["1.bias"] += 1
+    with patches.applied(*FOUR):
+        assert live.load_state_dict(part, strict=False).missing_keys == [quantized]
+        torch.testing.assert_close(live(X), expected + 1)
+        with pytest.raises(RuntimeError, match=f'Missing key.*"{quantized}"'):
+            live.load_state_dict(part)
+        part["0.weight"][0] += 1
+        with pytest.raises(RuntimeError, match="lacks 'weight.quant_state.bitsandbytes__nf4'"):
+            live.load_state_dict(part, strict=False)

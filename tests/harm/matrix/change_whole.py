@@ -37,7 +37,7 @@ def functionally(name: str, make: Callable[[Subject], tuple[Any, torch.Tensor, f
 
 def _given(pick: Callable[[Any], Any]) -> Callable[[Subject], tuple[Any, torch.Tensor, float]]:
     def make(s: Subject) -> tuple[Any, torch.Tensor, float]:
-        layer, weight = s.donor()
+        layer, weight = s.donor(5)  # codes that no other step brings: the layer's own have the layer's scales
         return pick(layer), weight, 0.0
 
     return make
@@ -56,7 +56,7 @@ functionally("call_with_own_detached", lambda s: (s.layer.weight.detach().clone(
 def call_stacked(s: Subject) -> None:
     """One model of an ensemble, as ``stack_module_state`` gives its parameters."""
     only(s.call is None and not s.adapter and not s.offloaded and not s.tied)
-    layer, weight = s.donor()
+    layer, weight = s.donor(5)
     parameters, buffers = stack_module_state([copy.deepcopy(s.root), Holder(layer)])
     root = s.root
     given = {key: value[1] for key, value in {**parameters, **buffers}.items()}

@@ -10,6 +10,7 @@ import bitsandbytes as bnb
 import torch
 
 
+from .states import only
 from .subject import Subject, random
 
 INT8 = ("int8", "embedding8")
@@ -47,7 +48,8 @@ def nothing(s: Subject) -> None:
 
 def owner(s: Subject) -> Any:
     """Where a user finds the scales: the state once the layer ran, before that the weight."""
-    state = getattr(s.layer, "state", None)
+    weight, state = s.layer.weight, getattr(s.layer, "state", None)
+    only(weight.is_meta or bool((weight == weight.round()).all()))  # numbers of their own have no scales
     return state if state is not None and state.SCB is not None else s.layer.weight
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .readers import READERS
 from .judge import ERROR, SPOILT, WRONG, Outcome, Trace, fault, run
 from .trials import Trial
 
@@ -145,12 +146,20 @@ def worse(before: Found, after: Found) -> dict[Trial, str]:
     """Why each trial is worse; not one whose layer computes the same wrong numbers as is.
 
     Where the library raises an error in an earlier step, a repair of that step shows what comes later: that is judged
-    by what the library shows of it without that step.
+    by what the library shows of it without that step, and without the next in which it raises one.
     """
     found = {trial: why for trial in before if (why := fault(before[trial], after[trial]))}
-    others = {trial: [*_without_error(trial, before[trial]), *_until_error(trial, after[trial])] for trial in found}
-    shown = as_is(other for each in others.values() for other in each)
-    return {trial: why for trial, why in found.items() if not any(_shows(why, shown[o]) for o in others[trial])}
+    asked = {trial: [*_without_error(trial, before[trial]), *_until_error(trial, after[trial]),
+                     *(_up_to_readers(trial) if why.startswith("an error became") else ())]
+             for trial, why in found.items()}  # fmt: skip
+    while any(asked.values()):  # each time one step shorter
+        shown = as_is(other for each in asked.values() for other in each)
+        cleared = [trial for trial, others in asked.items() if any(_shows(found[trial], shown[o]) for o in others)]
+        for trial in cleared:
+            del found[trial]
+        asked = {trial: [*dict.fromkeys(less for other in asked[trial] for less in _without_error(other, shown[other])
+                                        if len(less.steps) < len(other.steps))] for trial in found}  # fmt: skip
+    return found
 
 
 def _until_error(trial: Trial, trace: Trace) -> list[Trial]:
@@ -160,6 +169,13 @@ def _until_error(trial: Trial, trace: Trace) -> list[Trial]:
         return []
     steps = trial.steps[: trial.steps.index(step) + 1]
     return [Trial(trial.kind, (*steps, end)) for end in ("forward", "forward_eval")]
+
+
+def _up_to_readers(trial: Trial) -> list[Trial]:
+    """What the library computes where each reader in the middle looks, without the readers before."""
+    changes = [[name for name in trial.steps[:at] if name not in READERS]
+               for at, name in enumerate(trial.steps[:-1]) if name in READERS]  # fmt: skip
+    return [Trial(trial.kind, (*steps, "forward")) for steps in changes]
 
 
 def _without_error(trial: Trial, trace: Any) -> list[Trial]:

@@ -77,16 +77,20 @@ def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[
             _keep_statistics(self, old)
             return
         try:
-            codes, state = read(self, _with_what_it_carries(group), assign)
+            found = read(self, _with_what_it_carries(group), assign)
         except ValueError as error:
-            error_msgs.append(f"While loading the 4-bit weight {weight!r}, which was left as it was: {error}")
-            return
+            if not (lacking := _lacking(self, group)):
+                error_msgs.append(f"While loading the 4-bit weight {weight!r}, which was left as it was: {error}")
+                return
+            found = None
         known, errors = len(missing_keys), len(error_msgs)
         others = {k: v for k, v in state_dict.items() if not (k + ".").startswith(weight + ".")}
         load(others, prefix, *rest)
         missing_keys[known:] = [key for key in missing_keys[known:] if key != weight]
-        if len(error_msgs) == errors and not (strict and missing_keys[known:]):
-            _install(self, codes, state)
+        if found is None:
+            missing_keys += [f"{weight}.{key}" for key in lacking]
+        elif len(error_msgs) == errors and not (strict and missing_keys[known:]):
+            _install(self, *found)
 
     return _load_from_state_dict
 
@@ -109,6 +113,16 @@ def _stands_alone(layer: Linear4bit, group: Tensors, assign: bool) -> bool:
     if set(group) != {""} or not four_bit_state.is_packed(layer.weight):
         return False
     return are_own(group[""], layer.weight) or (assign and _carried(group[""]) is not None)
+
+
+def _lacking(layer: Linear4bit, group: Tensors) -> list[str]:
+    """What ``group`` lacks, if all that is in it is what ``layer`` has: to load it changes nothing. Else empty."""
+    state = four_bit_state.of(layer.weight)
+    if state is None or "" not in group or not four_bit_state.is_packed(layer.weight):
+        return []
+    own = {"": layer.weight, **state.as_dict(packed=True)}
+    same = all(key in own and own[key].shape == new.shape and are_own(new, own[key]) for key, new in group.items())
+    return sorted(own.keys() - group.keys()) if same else []
 
 
 def _keep_statistics(layer: Linear4bit, old: Params4bit) -> None:

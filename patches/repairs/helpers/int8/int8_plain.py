@@ -80,6 +80,8 @@ def scale_to_save(layer: Any) -> Tensor | None:
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
+    if weight.is_floating_point() and not isinstance(weight, Int8Params) and not layer.state.has_fp16_weights:
+        refuse_codes(layer, weight)
     known: Tensor | None = layer.state.SCB
     if known is None or layer.state.has_fp16_weights or isinstance(weight, Int8Params) or weight.is_meta:
         return known
