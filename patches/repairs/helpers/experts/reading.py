@@ -75,7 +75,9 @@ def _replaced(mapping: list[Any], found: list[Found], how: Reading) -> list[Any]
         names = {name for name in left if isinstance(each, WeightConverter) and makes(each, name)}
         if names and stacked(each):
             each = ExpertsConverter.of(each, names, how)
-        left -= names
+            left -= names
+        elif names and how.asked:  # made otherwise: quantized once it is made
+            each = QuantizedWhenMade.of(each, names, how)
         result.append(each)
     whole = [ExpertsConverter.of_one(suffix, names, how) for suffix, names in _by_suffix(left).items()]
     return [*whole, *result]  # before those that take any "weight"
@@ -136,6 +138,42 @@ class _AsItIs(ConversionOps):  # type: ignore[misc]
     @property
     def reverse_op(self) -> _AsItIs:
         return self
+
+
+class QuantizedWhenMade(WeightConverter):  # type: ignore[misc]
+    """A converter of transformers that makes experts otherwise (interleaved, transposed), and quantizes them then."""
+
+    before: Any
+
+    @classmethod
+    def of(cls, before: Any, names: set[str], how: Reading) -> QuantizedWhenMade:
+        self = cls(
+            list(before._original_source_patterns), list(before._original_target_patterns), before.operations,
+            **({"force_cpu": before.force_cpu} if hasattr(before, "force_cpu") else {}),
+        )  # fmt: skip
+        self.scope_prefix, self.base_model_prefix = before.scope_prefix, before.base_model_prefix
+        self.before, self.quantization_operation = before, QuantizeMade(names, how)
+        return self
+
+    def reverse_transform(self) -> Any:
+        return self.before.reverse_transform()
+
+
+class QuantizeMade(ConversionOps):  # type: ignore[misc]
+    """Quantizes what a converter of transformers has made of other tensors, an interleaved ``gate_up_proj`` say."""
+
+    def __init__(self, names: set[str], how: Reading) -> None:
+        self.names, self.how = names, how
+
+    def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
+        return {name: self._made(name, value, model) for name, value in input_dict.items()}
+
+    def _made(self, name: str, value: Any, model: Any) -> Any:
+        whole = value[0] if isinstance(value, list) else value
+        if name not in self.names:
+            return whole
+        dtype = model.get_parameter(name).dtype
+        return self.how.quantized(((expert,) for expert in whole.to(dtype).unbind(0)), name, model, dtype)
 
 
 class MakeExperts(ConversionOps):  # type: ignore[misc]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .found import converters, makes, stacked
 from .packed import Packed
 from .tensor import QuantizedExperts
 
@@ -57,6 +58,10 @@ def names(
     What transformers would make of a parameter whose values say which expert and part they belong to.
     """
     count, parts = experts.packed.count, experts.packed.parts
+    if any(makes(each, name) and not stacked(each) for each in converters(model)):
+        return {
+            f"{name}.{expert}.weight": (expert, 0) for expert in range(count)
+        }  # the file's tensors are made otherwise
     rows = torch.cat([torch.full((part.shape[0],), i) for i, part in enumerate(parts)])
     traced = torch.arange(count)[:, None] * len(parts) + rows
     traced = traced[:, :, None].repeat(1, 1, 2)  # up to 5.17 a single column is squeezed

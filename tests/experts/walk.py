@@ -1,0 +1,187 @@
+"""``python -m tests.experts.walk``: every mixture of transformers' mappings, with its experts in 4 bits.
+
+Found by product and not by name: each architecture of tests/architectures whose tiny model has experts in parameters of three
+dimensions. Each is loaded quantized while it is read, compared with the model whose experts are rounded in floating point,
+trained (LoRA on attention, LoRA on experts), saved and loaded again. ``docs/mixtures.json`` keeps what they did;
+``docs/experts.md`` has the table of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from patches.repairs.helpers.experts import dense
+from patches.repairs.helpers.experts.found import experts_in
+from patches.repairs.helpers.experts.tensor import QuantizedExperts
+from tests.architectures import __main__ as instrument
+from tests.architectures import judged
+from tests.architectures.found import Architecture, everything
+from tests.architectures.inputs import outputs
+from tests.experts.models import rounded
+
+RESULTS = Path(__file__).parents[2] / "docs" / "mixtures.json"
+PURPOSES = ("text",)
+STEPS = ("loaded", "outputs", "LoRA on attention", "LoRA on experts", "saved", "loaded again")
+CLOSE = 1e-5
+NO_MIXTURE = "no experts of three dimensions"
+_SOURCE = re.compile(r"class \w*Experts\w*\(|use_experts_implementation|ParallelExperts")
+
+
+def mixtures(purposes: tuple[str, ...] = PURPOSES) -> Iterator[Architecture]:
+    """Architectures whose code has experts; whether their tiny model has any shows when it is built."""
+    for architecture in everything():
+        if architecture.purpose in purposes:
+            try:
+                source = inspect.getsource(sys.modules[architecture.kind.__module__])
+            except Exception:  # noqa: BLE001, S112  (what it imports is not installed)
+                continue
+            if _SOURCE.search(source):
+                yield architecture
+
+
+def result(architecture: Architecture) -> dict[str, str]:
+    """By step: "" if it is right, or what is wrong."""
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            original = judged.plain(architecture, Path(folder, "plain"))
+        except Exception as error:  # noqa: BLE001
+            return {"not built": judged.said(error)}
+        for step, wrong in _steps(architecture, original, Path(folder, "packed")):
+            found[step] = wrong
+    return found
+
+
+def _steps(architecture: Architecture, original: judged.Plain, folder: Path) -> Iterator[tuple[str, str]]:
+    import patches
+
+    dense.COUNTS.clear()
+
+    def load(where: Path, **also: Any) -> Any:
+        options = {
+            **original.also,
+            "dtype": torch.float32,
+            "device_map": {"": "cpu"},
+            "experts_implementation": "eager",
+        }
+        return architecture.kind.from_pretrained(where, **options, **also).eval()
+
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    try:
+        reference = rounded(load(original.folder, quantization_config=copy.deepcopy(config)))
+        experts = [one.full_name for one in experts_in(reference)]
+        if not experts:
+            yield "not built", NO_MIXTURE
+            return
+        with patches.quantize_experts():
+            model = load(original.folder, quantization_config=copy.deepcopy(config))
+    except Exception as error:  # noqa: BLE001  (what a user would get)
+        yield "loaded", judged.said(error)
+        return
+    left = [name for name in experts if not isinstance(model.get_parameter(name), QuantizedExperts)]
+    yield "loaded", f"not quantized: {left[0]}" if left else ""
+    yield "outputs", _tried(lambda: _same(model, reference, original))
+    yield "saved", _tried(lambda: model.save_pretrained(folder))
+    if any(folder.glob("*.safetensors")):
+        yield "loaded again", _tried(lambda: _same(load(folder), model, original))
+    yield "LoRA on attention", _tried(lambda: _lora(model, reference, original, ()))
+    yield "LoRA on experts", _tried(lambda: _lora(model, reference, original, tuple(experts)))
+    if dense.COUNTS:
+        yield "went dense", ", ".join(dense.COUNTS)
+
+
+def _tried(step: Callable[[], str | None]) -> str:
+    try:
+        return step() or ""
+    except Exception as error:  # noqa: BLE001
+        return judged.said(error)
+
+
+def _same(model: Any, other: Any, original: judged.Plain) -> str:
+    with torch.no_grad():
+        far = judged.off(*(outputs(each, original.inputs) for each in (model, other)))
+    return "" if far < CLOSE else f"off by {far:.1e} of the norm"
+
+
+def _lora(model: Any, reference: Any, original: judged.Plain, parameters: tuple[str, ...]) -> str:
+    """Gradients of the same adapters on both models."""
+    import peft
+    from bitsandbytes.nn import Linear4bit
+
+    every = [n for n, m in model.named_modules() if isinstance(m, Linear4bit) and "out_proj" not in n]  # not of Mamba
+    linears = [n for n in every if re.search("att|mixer", n)][:4] or every[:4]
+    found = []
+    for each in (model, reference):
+        torch.manual_seed(1)
+        options = {"target_modules": linears, "target_parameters": list(parameters) or None, "init_lora_weights": False}
+        wrapped = peft.get_peft_model(each, peft.LoraConfig(r=2, **options))
+        try:
+            outputs(wrapped, original.inputs).square().mean().backward()
+            found.append({n: p.grad for n, p in wrapped.named_parameters() if p.requires_grad})
+        finally:
+            wrapped.unload()
+    got, expected = found
+    named = {n for n in expected if any(p.rpartition(".")[0] in n for p in parameters)}
+    if parameters and not named:
+        return "no adapter on experts"
+    off = [judged.off(got[n], expected[n]) for n in expected if expected[n] is not None and expected[n].any()]
+    if not off or got.keys() != expected.keys():
+        return "nothing trains"
+    return "" if max(off) < 1e-3 else f"gradients off by {max(off):.1e} of the norm"
+
+
+def table(results: dict[str, dict[str, str]]) -> str:
+    """A row for each mixture that was built, a step that is wrong with its number below."""
+    rows, notes = [], []
+    for name, steps in sorted(results.items()):
+        if "not built" in steps:
+            continue
+        cells = []
+        for step in STEPS:
+            if steps.get(step):
+                notes.append(f"{len(notes) + 1}. {name}, {step}: `{steps[step]}`")
+            cells.append(f"({len(notes)})" if steps.get(step) else "yes" if step in steps else "")
+        if steps.get("went dense"):
+            notes.append(f"{len(notes) + 1}. {name} goes dense: `{steps['went dense']}`")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    head = f"| model | {' | '.join(STEPS)} |\n|---|{'---|' * len(STEPS)}"
+    return "\n".join([head, *rows, "", *notes])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.experts.walk", description=__doc__)
+    parser.add_argument("words", nargs="*", help="only architectures with one of these words")
+    parser.add_argument("--all", action="store_true", help="also models that see and hear")
+    options = parser.parse_args()
+    import patches
+
+    patches.apply()
+    instrument.quiet()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    purposes = ("text", "vision-language", "sequence-to-sequence") if options.all else PURPOSES
+    for architecture in mixtures(purposes):
+        if options.words and not any(word in str(architecture) for word in options.words):
+            continue
+        start = time.monotonic()
+        found = results[architecture.class_name] = result(architecture)
+        wrong = {step: why for step, why in found.items() if why} or "right"
+        print(f"{architecture.class_name}: {wrong} ({time.monotonic() - start:.0f} s)", flush=True)
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
