@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import patches
 from tests.device import watch
 from tests.device.models import (
     QUANTIZED, add_lora, assert_same_training, half, load, logits, quantized_layers, save_llama, train,
@@ -118,6 +119,88 @@ def test_quantized_where_it_computes(kind, llama, device, tmp_path, by_the_name_
     assert peak[0] <= stays + 7 * largest, "what is read, and for INT8 its copy in float16 and the codes"
     quantized = [name for name in seen.kernels if "quantize" in name or "vectorwise" in name]
     assert len(quantized) >= len(list(quantized_layers(model)))
+
+
+STORED = {
+    "fp4": ("fp4", torch.uint8), "fp4 nested": ("fp4-nested", torch.uint8), "bfloat16": ("nf4", torch.bfloat16),
+    "float16": ("nf4", torch.float16), "float32 nested": ("nf4-nested", torch.float32), "fp4 float32": ("fp4", torch.float32),
+}  # fmt: skip
+EACH_DAY = ("fp4 nested", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "stored", [name if name in EACH_DAY else pytest.param(name, marks=pytest.mark.release("two")) for name in STORED]
+)
+def test_each_way_to_store_4_bits(stored, llama, device, tmp_path, by_the_name_of_cuda):
+    """Of a plain checkpoint, and of a quantized one; packed weights in the dtype that they are to be stored in."""
+    kind, storage = STORED[stored]
+    how = {"quantized": {"bnb_4bit_quant_storage": storage}}
+    device_map = {"": device, "model.layers.0.mlp": "cpu", "model.layers.1": "disk"}
+    whole = load(llama, kind, {"": device}, **how)
+    expected = logits(whole, device)
+    whole.save_pretrained(tmp_path / "whole")
+    one = load(llama, kind, device_map, offload_folder=tmp_path / "off", **how)
+    two = load(tmp_path / "whole", "plain", device_map, offload_folder=tmp_path / "off")
+    saved = load_file(tmp_path / "whole" / "model.safetensors")
+    for model, name in ((one, "one"), (two, "two")):
+        for layer in quantized_layers(model):
+            assert layer.weight.dtype == storage
+        assert torch.equal(logits(model, device), expected)
+        model.save_pretrained(tmp_path / name)
+        again = load_file(tmp_path / name / "model.safetensors")
+        assert again.keys() == saved.keys()
+        wrong = [key for key in saved if again[key].dtype != saved[key].dtype or not same_bytes(again[key], saved[key])]
+        assert not wrong
+
+
+def same_bytes(one, other):
+    """Two packed values in a floating point dtype may be a NaN."""
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.release("nf4"))])
+def test_modules_to_save(kind, llama, device, tmp_path, by_the_name_of_cuda):
+    also = {"modules_to_save": ["lm_head"]}
+    whole = train(add_lora(load(llama, kind, {"": device}), **also), device)
+    model = add_lora(load(llama, kind, half(device, "disk"), offload_folder=tmp_path), **also)
+    assert_same_training(train(model, device), whole)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Two layers, each with a router and four experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, num_key_value_heads=1)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, **sizes
+    )
+    folder = tmp_path_factory.mktemp("mixture")
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["plain checkpoint", "quantized checkpoint"])
+@pytest.mark.parametrize("kind", ["nf4-nested", pytest.param("nf4", marks=pytest.mark.release("nested")), "int8"])
+def test_quantized_experts(kind, form, mixture, device, tmp_path, by_the_name_of_cuda):
+    """On the CPU they wait; the disk is refused before anything is read."""
+    with patches.quantize_experts():
+        eager = {"experts_implementation": "eager"}  # the simulated device has no grouped products
+        whole = load(mixture, kind, {"": device}, **eager)
+        whole.save_pretrained(tmp_path / "whole")
+        folder, given = (mixture, kind) if form == "plain checkpoint" else (tmp_path / "whole", "plain")
+        model = load(folder, given, {"": device, "model.layers.1": "cpu"}, **eager)
+        expected = logits(whole, device)
+        for _ in range(2):
+            assert torch.equal(logits(model, device), expected)
+        model.save_pretrained(tmp_path / "again")
+        with pytest.raises(NotImplementedError, match=r"device map sends model.layers.1.*to the disk"):
+            load(folder, given, {"": device, "model.layers.1": "disk"}, offload_folder=tmp_path / "off")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "whole"))
+    assert one.keys() == two.keys()
+    assert [key for key in one if one[key].dtype != two[key].dtype or not same_bytes(one[key], two[key])] == []
+    assert not list(tmp_path.rglob("quantized-*"))
 
 
 BIG = 12

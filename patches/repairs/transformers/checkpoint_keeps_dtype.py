@@ -33,21 +33,22 @@ def new_dtype(quantizer: Any, mapping: Any, tensor: Any, dtype: torch.dtype | No
         return quantizer.get_new_dtype(mapping, tensor, dtype)
     # A slice of a safetensors file has get_dtype.
     floating = tensor.get_dtype() in _FLOATING if hasattr(tensor, "get_dtype") else tensor.is_floating_point()
-    return dtype if floating and not _packed(quantizer, model, name) else None
+    return dtype if floating and not _packed(quantizer, mapping, model, name) else None
 
 
-def kept(quantizer: Any, model: Module, stored: str, name: str) -> bool:
+def kept(quantizer: Any, mapping: Any, model: Module, stored: str, name: str) -> bool:
     """Whether the tensor ``stored`` of the checkpoint is read in the dtype of the file for the parameter ``name``."""
-    return _packed(quantizer, model, name) if _of_bitsandbytes(quantizer) else stored != name
+    return _packed(quantizer, mapping, model, name) if _of_bitsandbytes(quantizer) else stored != name
 
 
 def _of_bitsandbytes(quantizer: Any) -> bool:
     return bool(quantizer) and quantizer.quantization_config.quant_method == "bitsandbytes"
 
 
-def _packed(quantizer: Any, model: Module, name: str) -> bool:
-    """Whether ``name`` is the weight of a quantized layer, which statistics are loaded for as well."""
-    return bool(quantizer.param_needs_quantization(model, name))
+def _packed(quantizer: Any, mapping: Any, model: Module, name: str) -> bool:
+    """Whether ``name`` is the weight of a quantized layer or of experts, which statistics are loaded for as well."""
+    experts = any(getattr(each, "reads_as_stored", False) for each in getattr(mapping, "operations", ()))
+    return experts or bool(quantizer.param_needs_quantization(model, name))
 
 
 def defect() -> Finding:
@@ -100,7 +101,7 @@ PATCH = Patch(
         Rewrite(
             _LOADING,
             find="original_key != renamed_key",
-            replace="_patches_kept(hf_quantizer, model, original_key, renamed_key)",
+            replace="_patches_kept(hf_quantizer, mapping, model, original_key, renamed_key)",
             names={"_patches_kept": kept},
             when="transformers<5.21",
         ),

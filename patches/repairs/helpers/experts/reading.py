@@ -179,6 +179,9 @@ class QuantizeMade(ConversionOps):  # type: ignore[misc]
 class MakeExperts(ConversionOps):  # type: ignore[misc]
     """What an :class:`ExpertsConverter` does with the tensors of one parameter."""
 
+    reads_as_stored = True
+    """For ``transformers-checkpoint-keeps-dtype``: statistics in bfloat16 would be others."""
+
     def __init__(self, names: set[str], how: Reading, before: Any) -> None:
         self.names, self.how, self.before, self.keys = names, how, before, list[str]()
 
