@@ -24,6 +24,7 @@ test: .venv/.dev  ## rules of style, then the suite: the newest bitsandbytes, an
 
 test-all: .venv/.dev  ## everything, against every release that a patch was written for: before a release; TESTS as for upstream
 	$(PY) -m nox --session tests_all
+	-$(PY) -m tools.mutants --sample 10 --seed $$(date +%j)  # what lives is printed: a test to write, no failure
 	$(foreach folder,$(TESTS),$(PY) -m tools.upstream $(folder) &&) true
 
 oldest: .venv/.dev  ## the oldest transformers, peft and accelerate that are supported

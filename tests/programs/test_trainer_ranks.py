@@ -107,3 +107,19 @@ def test_resumed_in_a_new_launch_equals_the_uninterrupted_run(two, resumed, bits
     assert len(set(whole["losses"].values())) == 4 and set(whole["eval losses"]) == {"2", "4"}
     for answer in resumed:
         assert answer[bits]["losses"] == whole["losses"] and answer[bits]["eval losses"] == whole["eval losses"]
+
+
+@pytest.fixture(scope="module")
+def resumed_alone(launch, two) -> dict:
+    """The last two steps of two ranks, in one process that has all four rows."""
+    answers, _ = launch("MULTI_CPU", 4, "--resume", str(two[1]))
+    return answers[0]
+
+
+@BITS
+def test_resumed_on_another_number_of_ranks_goes_on_as_the_uninterrupted_run(two, resumed_alone, bits):
+    whole, alone = two[0][0][bits], resumed_alone[bits]
+    assert whole["ranks"] == 2 and alone["ranks"] == 1
+    assert {step: alone["losses"][step] for step in "12"} == {step: whole["losses"][step] for step in "12"}, "read"
+    assert alone["losses"] == pytest.approx(whole["losses"], rel=5e-5)
+    assert alone["eval losses"] == pytest.approx(whole["eval losses"], rel=5e-5)

@@ -5,7 +5,7 @@ These tuners know nothing of quantized layers. They train beside them, which is 
 cast back to INT8. The layer goes on with the codes that it knows, so the merged model is the base model: nothing that
 was trained is in its outputs, and nothing is said. What is saved of it is neither of the two.
 C3A: peft since 0.16. MiSS: 0.17 to 0.19, before it merged through a backend that quantizes. Bone: up to 0.18.
-In 4 bits all three fail with shapes that do not fit.
+In 4 bits all three fail with shapes that do not fit, as FourierFT and WaveFT do in 4 bits and INT8.
 
 The repair is an error before anything is touched, which says what to do, as for HRA, PEANuT and DEFT
 (``codes_as_weights.py``). Unquantized layers are merged into as before.
@@ -53,6 +53,8 @@ PATCH = Patch(
         dense_weight.refuse_merge("c3a.layer:C3ALinear.merge"),
         dense_weight.refuse_merge("miss.layer:MissLinear.merge", "peft>=0.17,<0.20"),
         dense_weight.refuse_merge("bone.layer:BoneLinear.merge", "peft<0.19"),
+        dense_weight.refuse_merge("fourierft.layer:FourierFTLinear.merge"),
+        dense_weight.refuse_merge("waveft.layer:WaveFTLinear.merge", "peft>=0.18"),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
     ),
     defect=defect,

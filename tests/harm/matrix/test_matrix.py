@@ -38,7 +38,7 @@ def told(bad: dict[trials.Trial, str], before: running.Found) -> list[str]:
     return lines
 
 
-@pytest.mark.release("nf4 dora + absmax_half + backward is right in some runs only; test_sees.py runs every day")
+@pytest.mark.release("two minutes as is and two patched; test_sees.py runs every day, on what was found before")
 def test_nothing_in_the_fixed_slice_gets_worse() -> None:
     chosen = trials.fixed_slice()
     before = running.as_is(chosen)

@@ -18,7 +18,7 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """The weight of ``layer``, dequantized (to ``dtype``) if bitsandbytes quantized it; else the parameter itself."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes.nn import Params4bit
 
     weight: Tensor = layer.weight
     if weight.device.type == "meta":
@@ -36,11 +36,17 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     if isinstance(weight, Params4bit) and (state := four_bit_state.of(weight)) is not None:
         dense = dequantize_4bit(weight.data, state)
         return dense.to(dtype or dense.dtype)
-    state = four_bit_state.of(layer)
-    if isinstance(layer, Linear4bit) and state is not None and weight.shape[1:] == (1,):
-        dense = dequantize_4bit(weight.data, state)  # as FSDP2 gathers it
+    if _is_sharded(layer):
+        dense = dequantize_4bit(weight.data, four_bit_state.of(layer))  # as FSDP2 gathers it
         return dense.to(dtype or dense.dtype)
     return weight
+
+
+def _is_sharded(layer: Any) -> bool:
+    """Whether the weight of ``layer`` is its packed 4-bit weight as FSDP2 keeps it: a plain parameter."""
+    from bitsandbytes.nn import Linear4bit
+
+    return isinstance(layer, Linear4bit) and four_bit_state.of(layer) is not None and layer.weight.shape[1:] == (1,)
 
 
 def dtype_of(layer: Any) -> torch.dtype:
@@ -95,7 +101,7 @@ def unless_codes(layer: Any) -> Any:
     """``layer``, or an error: what is added to codes as if they were weights is lost, wraps around or does not fit."""
     if is_codes(layer) or is_plain_codes(layer, layer.weight):
         _refuse(layer, "INT8 codes")
-    if four_bit_state.is_packed(layer.weight):
+    if four_bit_state.is_packed(layer.weight) or _is_sharded(layer):
         _refuse(layer, "packed 4-bit weights")
     return layer
 
