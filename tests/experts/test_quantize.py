@@ -12,6 +12,7 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 transformers = pytest.importorskip("transformers", minversion="5", reason="experts are linear layers before 5")
 
 import patches  # noqa: E402
+from patches.engine.gate import satisfied  # noqa: E402
 from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
@@ -74,6 +75,8 @@ def test_equal_but_for_rounding_in_the_other_implementations(qwen3, implementati
     ids=["double", "fp4", "storage"],
 )
 def test_as_the_configuration_says(qwen3, config, quant_type, double):
+    if not double and satisfied("bitsandbytes<0.47"):
+        pytest.skip("on a CPU bitsandbytes 0.46 has NF4 in uint8 storage only")
     expected = step(rounded(loaded(qwen3, **config), quant_type, double))
     assert gap(expected, step(patches.quantize_experts(loaded(qwen3, **config)))) == 0
 

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17", reason="th
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import patches  # noqa: E402
+from patches.engine.gate import satisfied  # noqa: E402
 from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
@@ -122,7 +123,8 @@ def test_another_dtype(tmp_path, patched):
     experts = read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.experts
     assert experts.down_proj.dtype == torch.bfloat16
     expected = values["model.layers.0.mlp.experts.2.down_proj.weight"].to(torch.bfloat16)
-    assert torch.equal(experts.down_proj[2].dequantize(), expected)
+    off = 0 if satisfied("bitsandbytes>=0.49") else 1e-2  # its CPU kernel rounded to bfloat16 otherwise
+    torch.testing.assert_close(experts.down_proj[2].dequantize(), expected, rtol=off, atol=0)
 
 
 @pytest.mark.parametrize(
