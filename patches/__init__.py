@@ -17,48 +17,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import (
-        CannotShow,
-        Change,
-        Finding,
-        Patch,
-        PatchError,
-        RanksDiffer,
-        Report,
-        Result,
-        Status,
-        applied,
-        apply,
-        check_ranks,
-        compile_options,
-        inspect,
-        quantize_experts,
-        report,
-        revert,
-        verify,
-    )
+    from .api import *  # noqa: F403
+    from .api import __all__ as __all__
     from .registry import REGISTRY as REGISTRY
-
-    __all__ = [
-        "CannotShow",
-        "Change",
-        "Finding",
-        "Patch",
-        "PatchError",
-        "RanksDiffer",
-        "Report",
-        "Result",
-        "Status",
-        "applied",
-        "apply",
-        "check_ranks",
-        "compile_options",
-        "inspect",
-        "quantize_experts",
-        "report",
-        "revert",
-        "verify",
-    ]
 
 __bnb_patches__ = True
 """Tells this file from another of the same name."""

@@ -98,7 +98,7 @@ class Draft:
         fresh = []
         for slot, edit in pairs:
             known = self.slots.get(slot.key)
-            if known is not None and known.owned_by(owner):
+            if known is not None and owner in known.owners:
                 continue
             if slot.key in self._shadowed:
                 raise Conflict(f"{slot.name}: another program changed it after the patch was applied")
@@ -152,12 +152,11 @@ class Draft:
         What someone else changed after us stays, and the rest of the owner goes; an owner of whom a place
         cannot be put back stays whole.
         """
-        stuck = {owner: f"{known.slot.name} {reason}" for key, known in self.slots.items()
-                 if (reason := self._stuck(key, known, owners)) for owner, _ in known.edits if owner in owners}  # fmt: skip
+        stuck = self._stuck(owners)
         problems = {owner: Outcome(Status.APPLIED, reason) for owner, reason in stuck.items()}
         changed: set[str] = set()
         for key, known in list(self.slots.items()):
-            leaving = {owner for owner, _ in known.edits if owner in owners and owner not in stuck}
+            leaving = known.owners & set(owners) - stuck.keys()
             if not leaving:
                 continue
             if key in self._shadowed:
@@ -168,17 +167,28 @@ class Draft:
             changed |= leaving
         return changed, problems
 
-    def _stuck(self, key: Hashable, known: Installed, owners: Collection[str]) -> str:
-        """Why the edits of ``owners`` cannot leave a slot; empty if they can."""
-        rest = tuple(entry for entry in known.edits if entry[0] not in owners)
-        if len(rest) == len(known.edits) or key in self._shadowed:
-            return ""
+    def _stuck(self, owners: Collection[str]) -> dict[str, str]:
+        """Those of ``owners`` with an edit that cannot leave its slot, each with the reason."""
+        stuck: dict[str, str] = {}
+        for key, known in self.slots.items():
+            leaving = known.owners & set(owners)
+            if not leaving or key in self._shadowed:
+                continue
+            reason = self._kept_in(key, known, leaving)
+            if reason:
+                stuck |= dict.fromkeys(leaving, f"{known.slot.name} {reason}")
+        return stuck
+
+    def _kept_in(self, key: Hashable, known: Installed, leaving: Collection[str]) -> str:
+        """Why the edits of ``leaving`` have to stay in a slot; empty if they need not."""
         if key in self._refused:
             return f"cannot be reverted: {self._refused[key]}"
-        try:
-            self._builder.with_edits(known, rest) if rest else None
-        except Conflict as conflict:
-            return f"cannot be reverted alone, because another patch changed the same function: {conflict}"
+        rest = tuple((owner, edit) for owner, edit in known.edits if owner not in leaving)
+        if rest:
+            try:
+                self._builder.with_edits(known, rest)
+            except Conflict as conflict:
+                return f"cannot be reverted alone, because another patch changed the same function: {conflict}"
         return ""
 
     def _leave(self, key: Hashable, known: Installed, rest: tuple[tuple[str, Edit], ...]) -> None:
@@ -260,10 +270,9 @@ class Draft:
         """Code that was reverted, by this change or before, and is alive, as long as there are names of it."""
         if all(known.edits for known in self.slots.values()):
             return ()
-        return (
-            *(code for code in self.before.retired if code() is not None),
-            *(ref(part) for code in self._reverted() for part in nested(code)),
-        )
+        alive = [code for code in self.before.retired if code() is not None]
+        reverted = [ref(part) for code in self._reverted() for part in nested(code)]
+        return (*alive, *reverted)
 
     def _reverted(self) -> Iterator[CodeType]:
         """The code that this change takes out of the places where we had put it."""

@@ -31,8 +31,9 @@ class Installed:
         """Whether someone else has put something there since."""
         return self.slot.alive and self.slot.read() is not self.value
 
-    def owned_by(self, owner: str) -> bool:
-        return owner in [name for name, _ in self.edits]
+    @property
+    def owners(self) -> set[str]:
+        return {owner for owner, _ in self.edits}
 
 
 class Outcome(NamedTuple):

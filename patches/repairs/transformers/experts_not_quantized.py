@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Patch
+from ..helpers.loading import quantizers
 from ..helpers.loading.experts import left_in, loaded_in_4bit, readable
 from ..helpers.process.messages import LOGGER, heard
 
@@ -47,18 +48,6 @@ def tell(model: PreTrainedModel) -> None:
     )  # fmt: skip
 
 
-def _says(quantizer: str) -> Rewrite:
-    return Rewrite(
-        f"transformers.quantizers.{quantizer}._process_model_after_weight_loading",
-        find="return model",
-        replace="""
-            _patches_tell(model)
-            return model
-        """,
-        names={"_patches_tell": tell},
-    )
-
-
 PATCH = Patch(
     id="transformers-experts-not-quantized",
     summary="load_in_4bit silently leaves most of a mixture of experts unquantized",
@@ -69,9 +58,14 @@ PATCH = Patch(
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.23.0",
     seen_on=("2.13", "2.15"),
-    edits=(
-        _says("quantizer_bnb_4bit:Bnb4BitHfQuantizer"),
-        _says("quantizer_bnb_8bit:Bnb8BitHfQuantizer"),
+    edits=quantizers.in_both(
+        quantizers.AFTER_LOADING,
+        find="return model",
+        replace="""
+            _patches_tell(model)
+            return model
+        """,
+        names={"_patches_tell": tell},
     ),
     defect=defect,
 )

@@ -19,6 +19,7 @@ from typing import Any
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
 from ..helpers.experts.found import is_quantized
+from ..helpers.loading import quantizers
 
 
 def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str]) -> list[Any]:
@@ -92,15 +93,6 @@ _SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"
 _REVERTED = {"_patches_reverted": reverted}
 
 
-def _dequantize(quantizer: str) -> Rewrite:
-    return Rewrite(
-        f"transformers.quantizers.{quantizer}._dequantize",
-        find="return model",
-        replace="return _patches_dequantized(model, dtype)",
-        names={"_patches_dequantized": dequantized},
-    )
-
-
 PATCH = Patch(
     id="transformers-experts-of-linear-layers",
     summary="a quantized mixture of experts that transformers 4 saved cannot be loaded with transformers 5",
@@ -136,8 +128,12 @@ PATCH = Patch(
             replace="_patches_reverted(revert_weight_conversion, model_to_save, shard_state_dict)",
             names=_REVERTED,
         ),
-        _dequantize("quantizer_bnb_4bit:Bnb4BitHfQuantizer"),
-        _dequantize("quantizer_bnb_8bit:Bnb8BitHfQuantizer"),
+        *quantizers.in_both(
+            "_dequantize",
+            find="return model",
+            replace="return _patches_dequantized(model, dtype)",
+            names={"_patches_dequantized": dequantized},
+        ),
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.get_memory_footprint",
             find="param.nelement() * param.element_size()",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...engine import Finding, Patch, SetAttribute
+from ..helpers.loading.quantizers import QUANTIZERS
 
 _REMEDY = (
     "This checkpoint is quantized already, and from_pretrained cannot send layers of such a checkpoint to the CPU or "
@@ -22,7 +23,6 @@ _REMEDY = (
     'memory), then call accelerate.dispatch_model(model, device_map, offload_dir="...", force_hooks=True) with this device map.'
 )
 _FLAG = "self.quantization_config.llm_int8_enable_fp32_cpu_offload"
-_QUANTIZERS = ("quantizer_bnb_8bit:Bnb8BitHfQuantizer", "quantizer_bnb_4bit:Bnb4BitHfQuantizer")
 
 
 def _make(original: Callable[..., None]) -> Callable[..., None]:
@@ -68,9 +68,6 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=0.26.1"),
     tested_up_to="5.23.0",
     seen_on=("2.13", "2.15"),
-    edits=tuple(
-        SetAttribute(f"transformers.quantizers.{quantizer}.validate_environment", make=_make, over=_FLAG)
-        for quantizer in _QUANTIZERS
-    ),
+    edits=tuple(SetAttribute(f"{quantizer}.validate_environment", make=_make, over=_FLAG) for quantizer in QUANTIZERS),
     defect=defect,
 )

@@ -20,8 +20,8 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import skipped
+from ...engine import Finding, Patch
+from ..helpers.loading import quantizers, skipped
 from ..helpers.process.messages import LOGGER
 from ..helpers.reproducers import tiny_models
 
@@ -103,8 +103,6 @@ def defect() -> Finding:
     return Finding(any(quantized.values()), figure)
 
 
-_GET = "self.quantization_config.llm_int8_skip_modules"
-
 PATCH = Patch(
     id="transformers-skip-list-ignored",
     summary="llm_int8_skip_modules=['vision_tower'] is ignored: the vision tower is quantized, silently",
@@ -115,14 +113,11 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.23.0",
     seen_on=("2.13",),
-    edits=tuple(
-        Rewrite(
-            f"transformers.quantizers.{quantizer}._process_model_before_weight_loading",
-            find=_GET,
-            replace="_patches_to_skip(self, model)",
-            names={"_patches_to_skip": to_skip},
-        )
-        for quantizer in ("quantizer_bnb_4bit:Bnb4BitHfQuantizer", "quantizer_bnb_8bit:Bnb8BitHfQuantizer")
+    edits=quantizers.in_both(
+        quantizers.BEFORE_LOADING,
+        find="self.quantization_config.llm_int8_skip_modules",
+        replace="_patches_to_skip(self, model)",
+        names={"_patches_to_skip": to_skip},
     ),
     defect=defect,
 )

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import skipped
+from ..helpers.loading import quantizers, skipped
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -77,9 +77,9 @@ def defect() -> Finding:
     return Finding(True, f"the head is {type(head).__name__}, its weight {head.weight.dtype}")
 
 
-def _edit(quantizer: str, kept: str, when: str) -> Rewrite:
-    return Rewrite(
-        f"transformers.quantizers.{quantizer}._process_model_before_weight_loading",
+def _edits(kept: str, when: str) -> tuple[Rewrite, ...]:
+    return quantizers.in_both(
+        quantizers.BEFORE_LOADING,
         find=kept,
         replace=f"_patches_and_tied(self, model, {kept})",
         names={"_patches_and_tied": and_tied},
@@ -97,13 +97,9 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.23.0",
     seen_on=("2.13",),
-    edits=tuple(
-        _edit(quantizer, kept, when)
-        for quantizer in ("quantizer_bnb_4bit:Bnb4BitHfQuantizer", "quantizer_bnb_8bit:Bnb8BitHfQuantizer")
-        for kept, when in (
-            ("model._keep_in_fp32_modules", "transformers>=5"),
-            ("keep_in_fp32_modules", "transformers<5"),
-        )
+    edits=(
+        *_edits("model._keep_in_fp32_modules", "transformers>=5"),
+        *_edits("keep_in_fp32_modules", "transformers<5"),
     ),
     defect=defect,
 )

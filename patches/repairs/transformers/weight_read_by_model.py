@@ -25,8 +25,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import skipped
+from ...engine import Finding, Patch
+from ..helpers.loading import quantizers, skipped
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -179,8 +179,6 @@ def defect() -> Finding:
     return Finding(not off < 1e-2, f"logits off by {off:.1e} of their norm")
 
 
-_GET = "self.get_modules_to_not_convert"
-
 PATCH = Patch(
     id="transformers-weight-read-by-model",
     summary="LongT5, Switch and others in 4 bits compute wrong outputs: activations are cast to the dtype of packed weights",
@@ -191,14 +189,11 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.23.0",
     seen_on=("2.13",),
-    edits=tuple(
-        Rewrite(
-            f"transformers.quantizers.{quantizer}._process_model_before_weight_loading",
-            find=_GET,
-            replace="_patches_listed_and_read(self, model)",
-            names={"_patches_listed_and_read": listed_and_read},
-        )
-        for quantizer in ("quantizer_bnb_4bit:Bnb4BitHfQuantizer", "quantizer_bnb_8bit:Bnb8BitHfQuantizer")
+    edits=quantizers.in_both(
+        quantizers.BEFORE_LOADING,
+        find="self.get_modules_to_not_convert",
+        replace="_patches_listed_and_read(self, model)",
+        names={"_patches_listed_and_read": listed_and_read},
     ),
     defect=defect,
 )

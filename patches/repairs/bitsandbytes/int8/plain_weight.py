@@ -106,7 +106,7 @@ PATCH = Patch(
             """,
             names={"_patches_plain_forward": _plain_forward},
         ),
-        SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", make=int8_settled.make_scales),
+        int8_settled.SCALES_OF_THE_LAYER,
         SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr),
         SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_note)),
     ),

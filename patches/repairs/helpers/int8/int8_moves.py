@@ -119,7 +119,7 @@ KEEP_CODES: tuple[Rewrite | SetAttribute, ...] = (
         "self.weight.SCB = None\n_patches_settled(self)",
         names={"_patches_settled": int8_settled.settled},
     ),
-    SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", make=int8_settled.make_scales),
+    int8_settled.SCALES_OF_THE_LAYER,
     Rewrite(
         "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
         "super()._save_to_state_dict(destination, prefix, keep_vars)",

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ....engine import SetAttribute
 from ....engine.gate import satisfied
 from ..process import live_objects
 from ..weights import kept_weights
@@ -156,6 +157,9 @@ def _scales() -> Scales:
     namespace = {"__doc__": Scales.__doc__, "__get__": torch.compiler.disable(Scales.__get__)}
     untraced: Scales = type("Scales", (Scales,), namespace)()
     return untraced
+
+
+SCALES_OF_THE_LAYER = SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", make=make_scales)
 
 
 def make_setstate(original: Callable[..., None] | None) -> Callable[..., None]:

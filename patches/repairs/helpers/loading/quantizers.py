@@ -1,0 +1,24 @@
+"""The edits that the two quantizers of transformers for bitsandbytes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ....engine import Rewrite
+
+QUANTIZERS = (
+    "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer",
+    "transformers.quantizers.quantizer_bnb_8bit:Bnb8BitHfQuantizer",
+)
+BEFORE_LOADING = "_process_model_before_weight_loading"
+AFTER_LOADING = "_process_model_after_weight_loading"
+
+
+def in_both(
+    method: str, find: str, replace: str, names: dict[str, Callable[..., Any]], when: str = ""
+) -> tuple[Rewrite, ...]:
+    """A ``Rewrite`` of ``method`` in each of the two, for 4 bits and for INT8."""
+    return tuple(
+        Rewrite(f"{quantizer}.{method}", find=find, replace=replace, names=names, when=when) for quantizer in QUANTIZERS
+    )
