@@ -12,7 +12,8 @@ The repair looks at the contents: a weight in floating point is the weight. Pack
 
 from __future__ import annotations
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine.gate import satisfied
 from ..helpers.reproducers import tiny_models
 from ..helpers.weights import in_place
 
@@ -25,6 +26,8 @@ def defect() -> Finding:
     from peft import LoraConfig, get_peft_model
     from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
+    if satisfied("peft<0.15"):
+        raise CannotShow("peft 0.14 dequantizes on CUDA only")
     how = BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True)
     with tempfile.TemporaryDirectory() as folder:
         tiny_models.save_llama(folder)
