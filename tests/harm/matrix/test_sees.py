@@ -144,7 +144,7 @@ def test_what_only_runs_patched_is_judged_by_its_numbers() -> None:
 
 def test_an_error_that_changes_the_layer_as_is_too_is_not_worse_where_the_library_comes_to_it() -> None:
     """As is the copy to meta raises an error; without it, loading leaves the layer changed with the plugin and without."""
-    name = "fp4-stored-f16: moved_to_meta_and_back + weight_plain_own_codes + loads_assigning_one_that_ran + forward"
+    name = "nf4: moved_to_meta_and_back + weight_plain_own_codes + loads_assigning_one_that_ran + forward"
     chosen = [Trial.parse(name)]
     before = running.as_is(chosen)
     after = running.patched(chosen)

@@ -54,7 +54,9 @@ def test_the_magnitude_of_dora_is_the_norm_of_the_weight(ran):
 @pytest.mark.parametrize("cls", [Linear4bit, Linear8bitLt])
 def test_a_layer_that_was_dequantized_in_place_has_the_weight_that_it_holds(cls):
     torch.manual_seed(0)
-    layer = cls(64, 64, bias=False, **({} if cls is Linear4bit else {"has_fp16_weights": False})).to("cpu")
+    layer = cls(64, 64, bias=False, **({"quant_type": "nf4"} if cls is Linear4bit else {"has_fp16_weights": False})).to(
+        "cpu"
+    )
     codes = layer.weight.data
     dense = (
         dequantize_4bit(codes, layer.weight.quant_state)

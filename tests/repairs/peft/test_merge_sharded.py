@@ -37,7 +37,7 @@ def one_rank(tmp_path) -> Iterator[None]:
 def test_it_is_refused(method, bits, one_rank):
     torch.manual_seed(0)
     layer = (
-        Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_storage=torch.float32)
+        Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4")
         if bits == 4
         else Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
     )
