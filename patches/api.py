@@ -1,12 +1,12 @@
 """Repairs quantized fine-tuning (bitsandbytes, transformers, peft, torchao) in the running process.
 
     import patches
-    patches.apply()     # idempotent; what is not imported yet follows when it is
+    patches.apply()     # calling it again changes nothing; packages imported later follow
     print(patches.report())
     patches.revert()
 
-Distribution name ``bnb-patches``. Every patch is gated on the installed releases and on the exact
-source found, can be taken out again, and brings a reproducer of its defect (``patches.verify()``).
+Distribution name ``bnb-patches``. A patch is applied only if the installed release and source are those that it
+was written for. It can be reverted, and has a program that shows its defect (``patches.verify()``).
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ report = REGISTRY.report
 
 
 def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -> Report:
-    """Apply the named patches, or all; those whose modules are not imported yet follow when they are.
+    """Apply the named patches, or all. Patches of packages that are imported later are applied then.
 
-    Idempotent. Each patch is applied whole or not at all; interrupted, the call has done nothing or all.
-    ``PATCHES_DISABLE`` is obeyed.
+    Calling it again changes nothing. Each patch is applied whole or not at all, and an interrupted call has changed
+    nothing or all. Patches in ``PATCHES_DISABLE`` are not applied.
 
     Parameters
     ----------
@@ -88,9 +88,9 @@ def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -
 def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
     """Run the reproducers of the named patches, or of all, in fresh processes.
 
-    Each without its patch, with it alone, with all patches together, and after everything was taken out. It may be
-    called anywhere: in a script without a main guard, a notebook, a thread. The processes end with the call, also where
-    an exception or Ctrl-C ends it.
+    Each runs without its patch, with it alone, with all patches together, and after revert. The call works anywhere: in
+    a script without a main guard, a notebook, a thread. The processes end with the call, also if an exception or
+    Ctrl-C ends it.
 
     Parameters
     ----------
@@ -114,11 +114,11 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
 
 
 def inspect(model: Any, optimizer: Any = None) -> Inspection:
-    """What a live model is made of, what of it trains, and what will go wrong, as one table.
+    """Say in one table what a live model consists of, what of it trains, and what will go wrong.
 
-    It changes nothing, reads no tensor's contents, imports nothing, and needs no patch applied. ``print()`` shows
-    the table and below it each problem with what to do; in a notebook it is a table. ``.problems`` are those that
-    no applied patch has repaired; also ``.to_dict()`` and ``.to_json()``.
+    It changes nothing, reads no contents of tensors, imports nothing, and needs no patch applied. ``print()`` shows
+    the table and below it each problem with what to do; a notebook shows it as a table. ``.problems`` has the problems
+    that no applied patch has repaired. Programs use ``.problems``, ``.to_dict()`` and ``.to_json()``.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def inspect(model: Any, optimizer: Any = None) -> Inspection:
     Raises
     ------
     TypeError
-        They are something else.
+        ``model`` or ``optimizer`` has another type.
     """
     from .features.inspection import inspect
 

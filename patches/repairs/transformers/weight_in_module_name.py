@@ -2,7 +2,7 @@
 
 The loader finds the tensors of a quantized layer by the names "weight", "weight.absmax" and so on, wherever they stand
 in a key. Of a layer named ``block_inject_weight`` (Qwen4) the key ``block_inject_weight.weight.absmax`` is taken for the
-weight itself: what was saved in 4 bits loads without a word, and forward ends in ``quant_state is required``. transformers
+weight itself: what was saved in 4 bits loads silently, and forward ends in ``quant_state is required``. transformers
 5.0 to 5.23.
 
 With the repair these names count as whole components alone. Keys of other layers match as before.
