@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from . import adapters, asked, layers, problems, training, walk
+from . import adapters, asked, layers, places, problems, training, walk
 from .naming import Naming
 from .records import Facts, Problem
 from .shown import Inspection
@@ -58,6 +58,7 @@ def _read(model: Any, optimizer: Any) -> Facts:
         optimizer=state,
         problems=tuple(_with_status(wrong)),
         asked=asked.read(base, naming),
+        places=places.of(base),
     )
 
 

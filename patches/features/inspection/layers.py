@@ -9,7 +9,7 @@ from typing import Any
 
 from .naming import Naming
 from .records import Layers
-from .tensors import dtype, execution_device, home, library, of_class, offloading, stored, total
+from .tensors import dtype, execution_device, home, library, of_class, offloading, size, stored, total
 from .walk import Modules
 from .weights import Weight, read
 
@@ -28,6 +28,10 @@ class Layer:
     """Where it rests; empty if it is offloaded."""
     offloaded: str
     """Where it is kept, and where it runs."""
+    waits: int
+    """Bytes of its own that are kept there."""
+    brings: int
+    """Bytes that each use brings, with what it shares with another layer."""
     lost: bool
     """It is on meta and nothing brings its weights."""
     tied: bool
@@ -66,6 +70,8 @@ def _layer(name: str, module: Any, hook: tuple[Any, str] | None, owners: Counter
     parameters = {key: p for key, p in module._parameters.items() if p is not None}
     weight = read(module, hook[0] if hook else None)
     buffers = [b for b in module._buffers.values() if b is not None]
+    meta = [p for p in parameters.values() if p.is_meta]
+    waits, brings = total(meta, set(seen)), sum(map(size, meta))
     counted = bool(parameters) and all(id(p) in seen for p in parameters.values())
     number = total((*parameters.values(), *buffers, *weight.extra), seen)
     where = sorted({str(t.device) for t in (parameters or module._buffers).values() if t is not None})
@@ -75,11 +81,13 @@ def _layer(name: str, module: Any, hook: tuple[Any, str] | None, owners: Counter
         lost = "" in homes
         if hook is not None and not lost:
             offloaded = f"{' and '.join(sorted(homes))}, runs on {execution_device(hook[0])}"
+        if hook is not None and home(hook[0], f"{hook[1]}SCB"):
+            brings += 4 * int(module._parameters["weight"].shape[0])  # row scales
     device = "" if offloaded else " and ".join(where)
     tied = any(owners[id(p)] > 1 for p in parameters.values())
     if counted:  # with the module that it shares them with
         weight = replace(weight, parameters=0)
-    return Layer(name, module, weight, number, device, offloaded, lost, tied)
+    return Layer(name, module, weight, number, device, offloaded, waits, brings, lost, tied)
 
 
 def lines(layers: Iterable[Layer], naming: Naming) -> tuple[Layers, ...]:

@@ -38,6 +38,19 @@ class Layers:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A device, "cpu" or "disk", of a model that is offloaded in part."""
+
+    where: str
+    layers: int
+    quantized: int
+    bytes: int
+    """Of what lies there between uses, each tensor once."""
+    brings: dict[str, int]
+    """To which device the layers are brought, and the bytes of one use of each: a forward."""
+
+
+@dataclass(frozen=True)
 class Adapters:
     """Adapters of one kind and name."""
 
@@ -168,6 +181,8 @@ class Facts:
     problems: tuple[Problem, ...]
     asked: Asked | None = None
     """None for a model that bitsandbytes did not quantize while loading."""
+    places: tuple[Place, ...] = ()
+    """What lies where; empty for a model of which nothing is offloaded."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...engine import table
-from .records import Adapters, Asked, Checkpointing, Facts, Layers, OptimizerState, Problem, Training
+from .records import Adapters, Asked, Checkpointing, Facts, Layers, OptimizerState, Place, Problem, Training
 from .tensors import readable
 
 EXAMPLES = 3
@@ -54,6 +54,7 @@ class Inspection:
             yield _asked(facts.asked)
         yield from map(_layers, facts.layers)
         yield from map(_adapters, facts.adapters)
+        yield from map(_place, facts.places)
         yield _training(facts.training)
         if facts.checkpointing is not None:
             yield _checkpointing(facts.checkpointing)
@@ -91,6 +92,14 @@ def _layers(line: Layers) -> table.Row:
         f"{line.tied} tied" if line.tied else "",
     ]
     return _row("layer", line.kind, line.count, line.bytes, facts)
+
+
+def _place(line: Place) -> table.Row:
+    facts = [
+        f"{line.quantized} quantized",
+        *(f"a forward brings {readable(size)} to {runs}" for runs, size in line.brings.items()),
+    ]
+    return _row("place", line.where, line.layers, line.bytes, facts)
 
 
 def _asked(line: Asked) -> table.Row:

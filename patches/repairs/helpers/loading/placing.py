@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..int8 import int8_scales
+from ..process.messages import LOGGER
 from . import packed_files, places
+from .experts import readable
 from .places import Places
 
 if TYPE_CHECKING:
@@ -195,6 +198,7 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     for module, name, owner, source in tied:
         module._parameters[name] = owner._parameters[source]
     model.hf_device_map = dict(device_map.given)
+    _say(model, device_map)
     return result
 
 
@@ -217,6 +221,28 @@ def _untie_on_disk(model: Module, index: dict[str, Any]) -> list[tuple[Module, s
                     index.setdefault(name, index[source])
                 tied.append((module, own, *owner))
     return tied
+
+
+def _say(model: Module, device_map: Places) -> None:
+    """Once for each model that is loaded."""
+    layers: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if own:
+            place = str(device_map.at(name) if device_map.at(name) is not None else device_map.main)
+            layers[place] += 1
+            held[place] += sum(parameter.nbytes for parameter in own)
+    LOGGER.info(
+        "%s is loaded quantized over %s. Each forward brings what waits on the CPU or the disk to %s: %s. "
+        "patches.inspect(model) shows it",
+        type(model).__name__,
+        ", ".join(f"{place} ({count} layers, {readable(held[place])})" for place, count in layers.items()),
+        device_map.main,
+        readable(
+            sum(size for place, size in held.items() if place == "disk" or place == "cpu" != str(device_map.main))
+        ),
+    )
 
 
 def _in_memory(model: Module, device_map: Places, index: dict[str, Any]) -> dict[str, Tensor] | None:
