@@ -87,10 +87,15 @@ def _home_of(weight: Any) -> Any:
 
 
 def is_foreign(module: Any) -> bool:
-    """Whether ``module`` is no layer of bitsandbytes (any more), and multiplies by its weight as it is."""
+    """Whether ``module`` is a layer of torch (by now), which multiplies by its weight as it is.
+
+    A module with a forward of its user's may read codes and scales of its weight: it is quantized as before.
+    """
     from bitsandbytes.nn import Embedding8bit, Linear8bitLt
 
-    return not isinstance(module, (Linear8bitLt, Embedding8bit))
+    if isinstance(module, (Linear8bitLt, Embedding8bit)):
+        return False
+    return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.")
 
 
 def has_other_forward(module: Any) -> bool:
@@ -103,11 +108,13 @@ def has_other_forward(module: Any) -> bool:
 def is_outside(weight: Any) -> bool:
     """Whether ``weight`` was dequantized in place, and its module is no layer of bitsandbytes any more.
 
-    Slow for one that has not settled, so ask this only of weights in floating point that were quantized.
+    Slow for one that has not settled and is not noted, so ask this only of weights in floating point that were quantized.
     """
     if (layer := _home_of(weight)) is not None:
         return is_foreign(layer)
-    found = [m for m in live_objects.holders(weight, depth=1) if m._parameters.get("weight") is weight]
+    found = [layer for layer in [*_noted] if layer._parameters.get("weight") is weight]
+    if not found:
+        found = [m for m in live_objects.holders(weight, depth=1) if m._parameters.get("weight") is weight]
     return bool(found) and all(map(is_foreign, found))
 
 

@@ -8,8 +8,10 @@ from bitsandbytes.functional import int8_vectorwise_dequant
 from bitsandbytes.nn import Int8Params, Linear8bitLt
 
 import patches
+from patches.repairs.helpers.process import live_objects
 
 ID = "bitsandbytes-int8-dequantized-in-place"
+NOTES = "bitsandbytes-int8-plain-weight"  # which knows the layer of a weight that has not
 HOMES = "bitsandbytes-int8-requantized-codes"  # which knows the layer of a weight that has run
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
 RAN = pytest.mark.parametrize("ran", [False, True], ids=["cold", "ran"])
@@ -51,3 +53,36 @@ def test_a_linear8bit_with_new_weights_is_quantized_as_before(ran):
 def test_a_weight_of_nobody_is_quantized_as_before():
     with patches.applied(ID):
         assert Int8Params(torch.randn(4, 64), requires_grad=False).to("cpu").dtype == torch.int8
+
+
+class ReadsCodes(torch.nn.Module):
+    """A module of a user's, which computes with the codes of its weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = Int8Params(weight, has_fp16_weights=False, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ int8_vectorwise_dequant(self.weight.CB, self.weight.SCB).t()
+
+
+def test_a_module_that_reads_codes_is_quantized_again_with_new_weights():
+    def outputs() -> torch.Tensor:
+        torch.manual_seed(0)
+        module = ReadsCodes(torch.randn(48, 64)).to("cpu")
+        module.weight.data = torch.randn(48, 64)
+        return module.to("cpu")(X)
+
+    expected = outputs()
+    with patches.applied(ID):
+        assert torch.equal(outputs(), expected)
+
+
+def test_new_weights_for_layers_that_have_not_run_need_no_walk_over_all_objects(monkeypatch):
+    with patches.applied(ID, NOTES):
+        layers = torch.nn.Sequential(*(quantized(False)[0] for _ in range(3)))
+        for layer in layers:
+            layer.weight.data = torch.randn(48, 64)
+        monkeypatch.setattr(live_objects, "holders", lambda *_, **__: pytest.fail("walked over all objects"))
+        layers.to("cpu")
+        assert {layer.weight.dtype for layer in layers} == {torch.int8}
