@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import patches
+from patches.engine import gate
 
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
@@ -26,6 +27,7 @@ HOW = {
     "nf4 nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
 }
 MODELS = ("llama", "gpt2", "mixtral")
+MENDED = gate.satisfied("transformers>=5.24")
 SIZE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 
 
@@ -70,6 +72,8 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 @pytest.mark.parametrize("plain", [False, True], ids=["quantized", "dequantized"])
 @pytest.mark.parametrize("how", HOW)
 def test_without_the_patch_nothing_is_saved(how, plain, tmp_path):
+    if plain and MENDED:
+        pytest.skip("transformers 5.24 saves models that were dequantized")
     model = load(saved_quantized(tmp_path, "llama", how))
     model = model.dequantize() if plain else model
     with pytest.raises(NotImplementedError):
@@ -78,6 +82,8 @@ def test_without_the_patch_nothing_is_saved(how, plain, tmp_path):
 
 def test_without_the_patch_nothing_is_saved_of_an_offloaded_model(tmp_path):
     accelerate = pytest.importorskip("accelerate")
+    if MENDED:
+        pytest.skip("transformers 5.24 saves models that were dequantized")
     model = load(saved_quantized(tmp_path, "llama", "nf4")).dequantize()
     accelerate.dispatch_model(model, offload_map(), main_device="cpu", offload_dir=tmp_path / "off", force_hooks=True)
     with pytest.raises((RuntimeError, NotImplementedError), match="could not revert some weight conversions|^$"):
