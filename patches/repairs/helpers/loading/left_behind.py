@@ -23,13 +23,13 @@ def hold(folder: str) -> int | None:
     try:
         import fcntl
 
-        boot = _boot()
+        where = _where(folder)
         lock = os.open(os.path.join(folder, f"{_LOCK}.part"), os.O_RDWR | os.O_CREAT, 0o600)
     except (ImportError, OSError):  # not Linux, or a full disk: the next write says so
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(lock, boot)
+        os.write(lock, where)
         os.rename(os.path.join(folder, f"{_LOCK}.part"), os.path.join(folder, _LOCK))  # locked before it has the name
     except OSError:
         os.close(lock)
@@ -55,13 +55,13 @@ def _is_abandoned(file: Path) -> bool:
     with contextlib.suppress(ImportError, OSError), file.open("r+b") as lock:
         import fcntl
 
-        if lock.read() != _boot():  # another machine, whose locks may not be seen here
+        if lock.read() != _where(file.parent):  # another machine or mount, whose locks may not be seen here
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
 
 
-def _boot() -> bytes:
-    """What all processes under this kernel have in common, since it was started."""
-    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+def _where(folder: str | Path) -> bytes:
+    """What all processes have in common that see each other's locks in ``folder``: a kernel since its start, a mount."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes() + str(os.stat(folder).st_dev).encode()
