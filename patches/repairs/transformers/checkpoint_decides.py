@@ -149,7 +149,7 @@ PATCH = Patch(
     summary="layers that a 4-bit checkpoint stores in 16 bits become Linear4bit without a quantization state",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L190",),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
         Rewrite(

@@ -88,7 +88,7 @@ PATCH = Patch(
     summary="dtype= is ignored for the weights of a quantized checkpoint: bf16 weights with fp16 biases",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L131",),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
         Rewrite(

@@ -56,7 +56,7 @@ PATCH = Patch(
     summary="model.load_adapter reads adapters of experts saved by peft 0.17 or 0.18 as something else, silently",
     links=("https://github.com/huggingface/peft/issues/3165",),
     requires=("transformers>=5", "peft>=0.19"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
         Rewrite(

@@ -56,7 +56,7 @@ PATCH = Patch(
         "https://github.com/unslothai/unsloth/issues/4032",
     ),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13", "2.15"),
     edits=quantizers.in_both(
         quantizers.AFTER_LOADING,

@@ -101,7 +101,7 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/issues/39859",
     ),
     requires=("transformers>=5.17", "bitsandbytes>=0.46.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
         Rewrite(

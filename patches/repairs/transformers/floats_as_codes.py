@@ -44,7 +44,7 @@ PATCH = Patch(
     summary="dequantize() fails or is wrong on INT8 models with llm_int8_has_fp16_weight=True",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=tuple(
         Rewrite(

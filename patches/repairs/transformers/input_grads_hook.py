@@ -68,7 +68,7 @@ PATCH = Patch(
     summary="torch.compile splits the model at the hook that makes the embedding's output require grad",
     links=("https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",),
     requires=("transformers>=4.53", "torch>=2.7"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(

@@ -65,7 +65,7 @@ PATCH = Patch(
         "https://github.com/huggingface/trl/blob/main/trl/models/utils.py",
     ),
     requires=("transformers>=5",),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(

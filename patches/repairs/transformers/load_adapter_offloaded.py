@@ -71,7 +71,7 @@ PATCH = Patch(
     summary="model.load_adapter silently leaves adapters of layers on disk at random values",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/peft.py#L296",),
     requires=("transformers>=5.4", "peft>=0.14", "accelerate>=0.26.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(

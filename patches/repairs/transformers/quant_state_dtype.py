@@ -78,7 +78,7 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py",
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
         Rewrite(

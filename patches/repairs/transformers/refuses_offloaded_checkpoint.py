@@ -66,7 +66,7 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py",
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=0.26.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13", "2.15"),
     edits=tuple(SetAttribute(f"{quantizer}.validate_environment", make=_make, over=_FLAG) for quantizer in QUANTIZERS),
     defect=defect,

@@ -63,7 +63,7 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/issues/26153",
     ),
     requires=("transformers>=5", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
         *(

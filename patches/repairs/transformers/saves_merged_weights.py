@@ -70,7 +70,7 @@ PATCH = Patch(
     summary="a 4-bit or INT8 model whose checkpoint joins layers (HRM) is saved without its quantization states",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L1882",),
     requires=("transformers>=5.10", "bitsandbytes>=0.46.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
         Rewrite(

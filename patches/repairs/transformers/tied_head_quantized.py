@@ -95,7 +95,7 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
         *_edits("model._keep_in_fp32_modules", "transformers>=5"),

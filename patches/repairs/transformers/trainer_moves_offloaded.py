@@ -48,7 +48,7 @@ PATCH = Patch(
     summary="the Trainer raises an error for a model that was offloaded without a device map",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py#L4750",),
     requires=("transformers>=4.53", "accelerate>=1.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(

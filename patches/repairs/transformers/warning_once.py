@@ -62,7 +62,7 @@ PATCH = Patch(
     summary="torch.compile splits the model wherever its forward warns through logger.warning_once",
     links=("https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/misc.py",),
     requires=("transformers>=4.53", "torch>=2.13"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite(

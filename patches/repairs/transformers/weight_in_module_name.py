@@ -68,7 +68,7 @@ PATCH = Patch(
     summary="a 4-bit layer whose name ends in 'weight' is loaded without its quantization state",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L956",),
     requires=("transformers>=5.0", "bitsandbytes>=0.46.1"),
-    tested_up_to="5.23.0",
+    tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
         Rewrite(
