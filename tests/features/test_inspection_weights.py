@@ -37,7 +37,7 @@ def test_a_plain_weight_in_an_int8_layer_and_the_patch_for_it():
     problem = only(model)
     assert problem.where == ("lm_head",) and problem.patch == "bitsandbytes-int8-plain-weight"
     assert problem.status in ("available", "reverted"), "by a test before this one"
-    assert f"repairs it; it is {problem.status} here." in " ".join(str(patches.inspect(model)).split())
+    assert f"repairs it; the patch is {problem.status} here." in " ".join(str(patches.inspect(model)).split())
     with pytest.raises(AttributeError, match="CB"):
         loss(model)
     with patches.applied(problem.patch):
