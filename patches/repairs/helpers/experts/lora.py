@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.unmerged import digest
-from . import int8
 
 if TYPE_CHECKING:
     from .adapted import Factors
@@ -106,35 +106,19 @@ def _warn() -> None:
 
 def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, checked: str | None = None) -> Packed:
     """Experts plus ``adapter``, quantized as they are. ``checked``: the name of an adapter that may be broken."""
+    from .quantize import How, packed_matrices
+
+    return packed_matrices(_added(experts.packed, adapter, sign, checked), How.of_packed(experts.packed))
+
+
+def _added(packed: Packed, adapter: Factors, sign: float, checked: str | None) -> Iterator[Sequence[Any]]:
+    """The matrices of one expert after the other in floating point, with ``adapter`` added."""
     import torch
 
-    from .packed import Packed
-
-    packed = experts.packed
-    matrices: list[list[Any]] = [[] for _ in packed.parts]
     rows = [part.shape[0] for part in packed.parts]
     for number in range(packed.count):
         left, right = adapter.left[number].detach().float(), adapter.right[number].detach().float()
         dense = torch.addmm(packed.dequantize(number).float(), left, right, alpha=sign * adapter.scaling)
         if checked is not None and not dense.isfinite().all():
             raise ValueError(f"NaNs detected in the merged weights. The adapter {checked} seems to be broken")
-        for found, matrix in zip(matrices, dense.to(packed.kind.dtype).split(rows)):
-            found.append(_quantized(matrix.contiguous(), packed))
-    if packed.kind.int8:
-        return Packed.of_scales(matrices, packed.kind.dtype, packed.kind.threshold)
-    return Packed.of_states(matrices)
-
-
-def _quantized(matrix: Any, packed: Packed) -> Any:
-    from bitsandbytes.functional import quantize_4bit
-
-    kind = packed.kind
-    if kind.int8:
-        return int8.quantized(matrix)
-    return quantize_4bit(
-        matrix,
-        quant_type=kind.quant_type,
-        blocksize=kind.blocksize,
-        compress_statistics=packed.nested_code is not None,
-        quant_storage=packed.parts[0].codes.dtype,
-    )
+        yield dense.to(packed.kind.dtype).split(rows)

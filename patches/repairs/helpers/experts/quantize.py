@@ -22,6 +22,15 @@ class How(NamedTuple):
     storage: torch.dtype
     threshold: float | None = None
     """Of INT8."""
+    blocksize: int | None = None
+    """Of 4 bits; None: the default of bitsandbytes."""
+
+    @classmethod
+    def of_packed(cls, packed: Packed) -> How:
+        """As ``packed`` was quantized."""
+        kind = packed.kind
+        codes = packed.parts[0].codes
+        return cls(kind.quant_type, packed.nested_code is not None, codes.dtype, kind.threshold, kind.blocksize)
 
     @classmethod
     def said_by(cls, config: Any) -> How:
@@ -73,8 +82,14 @@ def _packed_matrix(matrix: torch.Tensor, how: How) -> Any:
 
     if how.quant_type == "int8":
         return int8.quantized(matrix)
-    options = {"quant_type": how.quant_type, "compress_statistics": how.double, "quant_storage": how.storage}
-    return quantize_4bit(matrix.contiguous(), **options)
+    options: dict[str, Any] = {} if how.blocksize is None else {"blocksize": how.blocksize}
+    return quantize_4bit(
+        matrix.contiguous(),
+        quant_type=how.quant_type,
+        compress_statistics=how.double,
+        quant_storage=how.storage,
+        **options,
+    )
 
 
 def wanted(model: Any) -> tuple[list[Found], How]:
@@ -83,7 +98,8 @@ def wanted(model: Any) -> tuple[list[Found], How]:
     if quantizer is None:
         raise ValueError(
             f"this {type(model).__name__} is not quantized: load it with "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), which also says how to quantize experts"
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), which also says how to "
+            "quantize experts"
         )
     how = How.said_by(quantizer.quantization_config)
     found = [one for one in experts_in(model) if is_wanted(one.full_name, quantizer)]
