@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .found import is_quantized
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,9 +23,7 @@ TABLES = ("code", "nested_code")
 
 def zeros(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
     """``like.new_zeros(size)``: of quantized experts packed ones, if the ranks have as many experts each."""
-    from .tensor import QuantizedExperts
-
-    even = isinstance(like, QuantizedExperts) and size[1:] == like.shape[1:] and like.shape[0] == size[0] * ranks
+    even = is_quantized(like) and size[1:] == like.shape[1:] and like.shape[0] == size[0] * ranks
     if not even or like.chosen is not None or like.swapped:
         made: torch.Tensor = like.new_zeros(size)
         return made
@@ -34,7 +34,7 @@ def zeros(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.view(-1)``, which nobody reads of a tensor that has ``fsdp_pre_all_gather``."""
-    return tensor if hasattr(tensor, "fsdp_pre_all_gather") and hasattr(tensor, "packed") else tensor.view(-1)
+    return tensor if is_quantized(tensor) else tensor.view(-1)
 
 
 def to_gather(experts: QuantizedExperts) -> tuple[torch.Tensor, ...]:
@@ -93,11 +93,9 @@ def scattered(outputs: list[Any], inputs: list[list[Any]], *rest: Any) -> Any:
 
 def apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Quantized experts as the tensors that they hold, which can be broadcast and written into."""
-    from .tensor import QuantizedExperts
-
     found: list[torch.Tensor] = []
     for tensor in tensors:
-        found += tensor.packed.tensors().values() if isinstance(tensor, QuantizedExperts) else [tensor]
+        found += vars(tensor)["packed"].tensors().values() if is_quantized(tensor) else [tensor]
     return found
 
 
