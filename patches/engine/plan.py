@@ -152,11 +152,12 @@ class Draft:
         What someone else changed after us stays, and the rest of the owner goes; an owner of whom a place
         cannot be put back stays whole.
         """
-        stuck = self._stuck(owners)
+        asked = set(owners)
+        stuck = self._stuck(asked)
         problems = {owner: Outcome(Status.APPLIED, reason) for owner, reason in stuck.items()}
         changed: set[str] = set()
         for key, known in list(self.slots.items()):
-            leaving = known.owners & set(owners) - stuck.keys()
+            leaving = known.owners & asked - stuck.keys()
             if not leaving:
                 continue
             if key in self._shadowed:
@@ -167,11 +168,11 @@ class Draft:
             changed |= leaving
         return changed, problems
 
-    def _stuck(self, owners: Collection[str]) -> dict[str, str]:
+    def _stuck(self, owners: set[str]) -> dict[str, str]:
         """Those of ``owners`` with an edit that cannot leave its slot, each with the reason."""
         stuck: dict[str, str] = {}
         for key, known in self.slots.items():
-            leaving = known.owners & set(owners)
+            leaving = known.owners & owners
             if not leaving or key in self._shadowed:
                 continue
             reason = self._kept_in(key, known, leaving)
