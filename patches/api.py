@@ -148,8 +148,8 @@ def quantize_experts(model: Model) -> Model: ...
 def quantize_experts(model: Any = None) -> Any:
     """Quantize the experts of a mixture to 4 bits or INT8, as its ``BitsAndBytesConfig`` says.
 
-    ``load_in_4bit`` and ``load_in_8bit`` quantize linear layers. transformers 5 keeps the experts of a layer in parameters of three
-    dimensions (experts, rows, columns), which stay in floating point: most of the model. This replaces each of them by
+    ``load_in_4bit`` and ``load_in_8bit`` quantize linear layers. transformers 5 keeps the experts of a layer in parameters
+    of three dimensions (experts, rows, columns), which stay in floating point: most of the model. This replaces each by
     an ``Experts4bit`` or ``Experts8bit``: a parameter of the same shape and dtype that holds packed weights, quantized
     matrix by matrix as ``Linear4bit`` and ``Linear8bitLt`` do. Products take one expert at a time, in the forward pass and
     again in the backward pass.
@@ -169,8 +169,8 @@ def quantize_experts(model: Any = None) -> Any:
     Parameters
     ----------
     model:
-        A ``PreTrainedModel`` of transformers 5, loaded with ``BitsAndBytesConfig(load_in_4bit=True)`` or ``load_in_8bit=True``. Without it,
-        the call gives a context manager for models that are loaded inside of it, in the same thread.
+        A ``PreTrainedModel`` of transformers 5, loaded with ``BitsAndBytesConfig(load_in_4bit=True)`` or
+        ``load_in_8bit=True``. Without it, the call gives a context manager for models that are loaded inside of it, in the same thread.
 
     Raises
     ------

@@ -2,7 +2,7 @@
 
 transformers 4 kept each expert as linear layers, so its 4-bit checkpoints name each matrix:
 ``experts.3.gate_proj.weight``, ``experts.3.gate_proj.weight.absmax`` and so on. transformers 5 says by a ``WeightConverter``
-which of them make up one parameter. The converters here take their place and make an ``QuantizedExperts`` of what is packed.
+which of them make up one parameter. The converters here take their place and make ``QuantizedExperts`` of what is packed.
 """
 
 from __future__ import annotations

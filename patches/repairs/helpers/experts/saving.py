@@ -59,9 +59,8 @@ def names(
     """
     count, parts = experts.packed.count, experts.packed.parts
     if any(makes(each, name) and not stacked(each) for each in converters(model)):
-        return {
-            f"{name}.{expert}.weight": (expert, 0) for expert in range(count)
-        }  # the file's tensors are made otherwise
+        # The checkpoint's own tensors are made otherwise.
+        return {f"{name}.{expert}.weight": (expert, 0) for expert in range(count)}
     rows = torch.cat([torch.full((part.shape[0],), i) for i, part in enumerate(parts)])
     traced = torch.arange(count)[:, None] * len(parts) + rows
     traced = traced[:, :, None].repeat(1, 1, 2)  # up to 5.17 a single column is squeezed

@@ -230,7 +230,8 @@ def _say(model: Module, device_map: Places) -> None:
     for name, module in model.named_modules():
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
         if own:
-            place = str(device_map.at(name) if device_map.at(name) is not None else device_map.main)
+            at = device_map.at(name)
+            place = str(device_map.main if at is None else at)
             layers[place] += 1
             held[place] += sum(parameter.nbytes for parameter in own)
     LOGGER.info(
