@@ -49,7 +49,7 @@ class Settings:
             if own := _group(name, known):
                 disabled |= own
             else:
-                _log(logging.WARNING, "PATCHES_DISABLE: %s", unknown(name, known))
+                _log(logging.WARNING, "PATCHES_DISABLE: %s", unknown(name, known, "patch or group"))
         return cls(
             autoload=_flag(environ, "PATCHES_AUTOLOAD", cls.autoload),
             strict=_flag(environ, "PATCHES_STRICT", cls.strict),

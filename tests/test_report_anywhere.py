@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from patches import REGISTRY, Status
-from patches.command_line import explain, glance, main
+from patches.command_line import colour, explain, glance, main
 from patches.engine.report import Report, Result
 from patches.features import symptoms
 
@@ -129,6 +129,12 @@ def test_total_first_then_what_one_acts_on_then_the_groups():
     assert not any(r.id in text for r in fine[3:]) and len(lines) < 30
 
 
+def test_what_a_user_has_disabled_is_one_line():
+    off = [result(i, Status.DISABLED, "PATCHES_DISABLE names it or its group") for i in [*REGISTRY.patches][:9]]
+    lines = [line for line in glance.report(Report(tuple(off))).split("\n\n") if line.startswith("disabled: ")]
+    assert len(lines) == 1 and "and 6 more: PATCHES_DISABLE names them" in " ".join(lines[0].split())
+
+
 @NEEDS_STACK
 def test_all_has_a_line_for_each_patch_and_without_it_a_screen():
     short, whole = run("report").stdout, run("report", "--all").stdout
@@ -183,3 +189,41 @@ def test_what_nobody_knows_is_exit_code_1_and_one_line(capsys):
     assert main(["explain", "an error that was never seen anywhere qqq"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "python -m patches list" in err
+
+
+def test_what_a_repair_costs_is_said_once():
+    why, costs = explain.told("It fails.\n\nIt is mended. What it costs: a copy. It is freed.\n\nA step is 3% slower.")
+    assert why == ["It fails.", "It is mended.", "A step is 3% slower."]
+    assert costs == ["A copy. It is freed.", "A step is 3% slower."]
+
+
+# -- colour --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command, text, painted", [
+    ("report", "3 patches: 2 applied, 1 conflict", "3 patches: 2 \x1b[32mapplied\x1b[0m, 1 \x1b[31mconflict\x1b[0m"),
+    ("report", "note: not applied", "\x1b[33mnote\x1b[0m: not applied"),
+    ("verify", "ok  a-b\n    unpatched: ok", "\x1b[32mok\x1b[0m  a-b\n    unpatched: ok"),
+    ("diff", "+++ b/f\n@@ -1 +1 @@\n-x\n y", "\x1b[1m+++ b/f\x1b[0m\n\x1b[36m@@ -1 +1 @@\x1b[0m\n\x1b[31m-x\x1b[0m\n y"),
+    ("explain", "a-b\n\nCost\n  Cost", "\x1b[1ma-b\x1b[0m\n\n\x1b[1mCost\x1b[0m\n  Cost"),
+    ("list", "On a CPU (cpu)\na-b  c (d)", "\x1b[1mOn a CPU (cpu)\x1b[0m\na-b  c (d)"),
+])  # fmt: skip
+def test_colour_says_which_state_or_line_it_is(command, text, painted):
+    assert colour.painted(text, command) == painted
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no terminal to open")
+def test_colour_is_for_terminals_and_asked_for_otherwise():
+    """Not for pipes, ``--json`` and ``NO_COLOR``."""
+    import pty
+
+    def shown(*arguments: str, **environ: str) -> bool:
+        screen, out = pty.openpty()
+        env = {**os.environ, "NO_COLOR": "", "TERM": "xterm", **environ}
+        subprocess.run([sys.executable, "-m", "patches", "explain", PEFT, *arguments], stdout=out, env=env, timeout=300)
+        text = os.read(screen, 65536)
+        os.close(screen), os.close(out)
+        return b"\x1b[" in text
+
+    assert "\x1b[" not in run("list").stdout and "\x1b[1m" in run("list", FORCE_COLOR="1").stdout
+    assert shown() and not shown("--json") and not shown(NO_COLOR="1") and not shown(TERM="dumb")

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
@@ -21,7 +21,7 @@ from ..engine import gate
 from ..engine.report import Report, Result, Status
 from ..features.verify.processes import NoInterpreter
 from ..registry import REGISTRY
-from . import explain, glance, streams
+from . import colour, explain, glance, streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +51,8 @@ def command() -> int:
             return int(left.code or 0)
         out = streams.reserve_output()
         text, code = _answer(options)
+        if not options.json and colour.wanted(out):
+            text = colour.painted(text, options.command)
         try:
             streams.write(out, text)
         except OSError as error:
@@ -92,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m patches", description="What the plugin repairs, what it has changed, and whether that holds."
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for name, run, text in (
         ("list", _list, "every patch: what it repairs, and for which releases"),
         ("report", _report, "what is applied here and what is not, with the reason"),
@@ -192,8 +194,10 @@ def _say(notes: Sequence[str]) -> None:
 
 def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
     """Import what the patches are for, apply them, and report; ``automatic``: what a program here gets by itself."""
+    handler = logging.StreamHandler()
+    handler.addFilter(_once())
+    logging.getLogger("bnb_patches").addHandler(handler)
     off = automatic and not autoload.Settings.read(REGISTRY.patches).autoload
-    logging.getLogger("bnb_patches").addHandler(logging.StreamHandler())
     said: list[str] = [second_name.taken()]
     before = os.environ.get("PATCHES_AUTOLOAD")
     os.environ["PATCHES_AUTOLOAD"] = "0"  # while it imports: one way of applying is enough
@@ -211,6 +215,20 @@ def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
         said.append("PATCHES_AUTOLOAD is off: a program here gets no patch unless it calls patches.apply()")
     notes = tuple(dict.fromkeys(filter(None, (*said, *report.notes))))
     return replace(report, notes=notes)
+
+
+def _once() -> Callable[[logging.LogRecord], bool]:
+    """A filter for what is logged again: both ways of applying read the settings."""
+    seen: set[str] = set()
+
+    def new(record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        if said in seen:
+            return False
+        seen.add(said)
+        return True
+
+    return new
 
 
 def _only_by_hand(result: Result) -> Result:

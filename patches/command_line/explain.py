@@ -10,12 +10,16 @@ from typing import Any
 
 from ..engine import needs, table
 from ..engine.patch import Patch
-from ..engine.report import Result
+from ..engine.report import Result, Status
 from ..features import symptoms
 
 HEADINGS = ("What you see", "Why", "What changes", "Cost", "Safe when")
 NO_COST = "Not measured for this patch alone. What all patches cost together is in"
+_COSTS = "What it costs: "
+"""What follows it in a story is about cost, to the end of the paragraph."""
 _COST = re.compile(r"\bcosts?\b|\bslower\b|\bfaster\b|\bas fast\b|\btakes? (?:no|as|more|less|\d)", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"(?<=[.!])\s+")
+_ITEMS = re.compile(r"\n(?=[-*] )")
 
 
 def matching(text: str, patches: dict[str, Patch]) -> list[str]:
@@ -41,27 +45,40 @@ def story(patch: Patch) -> str:
 
 def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
     """The paragraphs under each of :data:`HEADINGS`."""
-    told = story(patch)
-    why = told.split("\n\n")[1:] or ["The source file of the patch says it; no sources are installed here."]
-    edits = [f"{edit.target}" for edit in needs.edits(patch)] or [edit.target for edit in patch.edits]
+    why, costs = told(story(patch).partition("\n\n")[2])
+    edits = [edit.target for edit in needs.edits(patch) or patch.edits]
     return dict(zip(HEADINGS, (
         [*_seen(patch)],
-        [*why, *patch.links],
+        [*(why or ["The source file of the patch says it; no sources are installed here."]), *patch.links],
         [*dict.fromkeys(edits), f"The changed lines: python -m patches diff {patch.id}"],
-        cost(told) or [f"{NO_COST} docs/speed.md."],
+        costs or [f"{NO_COST} docs/speed.md."],
         [
             f"For {', '.join(patch.requires)}; tested up to {patch.package} {patch.tested_up_to}. "
             "If the installed code differs from what the patch expects, the patch is skipped and reported as `conflict`.",
-            f"Here: {result.status}{f' ({result.reason})' if result.reason else ''}.",
+            f"Here: {_here(patch, result)}.",
             f"To see the defect and its repair: python -m patches verify {patch.id}. "
             f"To disable it: PATCHES_DISABLE={patch.id}, or patches.revert({patch.id!r}) in a running program.",
         ],
     )))  # fmt: skip
 
 
-def cost(told: str) -> list[str]:
-    """The sentences of a story that say what the repair costs."""
-    return [text for text in re.split(r"(?<=[.!])\s+", " ".join(told.split())) if _COST.search(text)]
+def told(text: str) -> tuple[list[str], list[str]]:
+    """The paragraphs of a story, without those that say what the repair costs; and what they say, in sentences."""
+    why, costs = [], []
+    for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
+        said, _, cost = paragraph.partition(_COSTS)
+        why += [said.strip()] if said.strip() else []
+        costs += [f"{cost[0].upper()}{cost[1:]}"] if cost else []
+        costs += [sentence for sentence in _SENTENCE_END.split(" ".join(said.split())) if _COST.search(sentence)]
+    return why, costs
+
+
+def _here(patch: Patch, result: Result) -> str:
+    """What a program on this machine gets."""
+    if result.status in (Status.PENDING, Status.AVAILABLE):
+        found = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+        return f"{found}; a program that imports {patch.package} gets the patch, unless PATCHES_AUTOLOAD=0 is set"
+    return f"{result.status}{f' ({result.reason})' if result.reason else ''}"
 
 
 def _seen(patch: Patch) -> Iterator[str]:
@@ -76,5 +93,9 @@ def page(patch: Patch, result: Result) -> str:
     """One patch, for people."""
     lines = [patch.id]
     for heading, paragraphs in sections(patch, result).items():
-        lines += ["", heading, *(table.wrapped(" ".join(p.split()), indent="  ") for p in paragraphs)]
+        lines += ["", heading, *(_wrapped(part) for paragraph in paragraphs for part in _ITEMS.split(paragraph))]
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return table.wrapped(" ".join(text.replace("``", "`").split()), indent="  ")

@@ -9,9 +9,11 @@ from ..engine.patch import Patch
 from ..engine.report import Report, Result, Status
 from ..features import symptoms
 
-ACTED_ON = (Status.CONFLICT, Status.FAILED, Status.SHADOWED, Status.UNTESTED, Status.DISABLED)
-"""Where the defect may be there and is not repaired."""
+ACTED_ON = (Status.CONFLICT, Status.FAILED, Status.SHADOWED, Status.UNTESTED)
+"""Where the defect may be there and is not repaired, and nobody has asked for that."""
 
+_NAMED = 3
+"""So many ids of disabled patches are shown."""
 _ORDER = sorted(Status, key=lambda status: status is not Status.APPLIED)
 
 
@@ -28,6 +30,9 @@ def report(found: Report) -> str:
 def _problems(found: Report) -> Iterator[str]:
     for result in sorted(found.with_status(*ACTED_ON), key=lambda result: ACTED_ON.index(result.status)):
         yield f"{result.status}: {result.id}: {result.reason}; without it: {result.summary}"
+    if disabled := [result.id for result in found.with_status(Status.DISABLED)]:
+        which = ", ".join(disabled[:_NAMED]) + (f" and {more} more" if (more := len(disabled) - _NAMED) > 0 else "")
+        yield f"disabled: {which}: PATCHES_DISABLE names them or their group"
     for result in found:
         yield from (f"note: {result.id}: {note}" for note in result.notes)
     yield from (f"feature: {feature.id}: {feature.status}: {feature.reason}" for feature in found.features)

@@ -97,8 +97,8 @@ class Patch:
             return (f"looking for what was damaged before failed: {type(error).__name__}: {error}",)
 
 
-def unknown(patch_id: str, known: Iterable[str]) -> str:
-    """The message for an id that does not exist."""
+def unknown(patch_id: str, known: Iterable[str], kind: str = "patch") -> str:
+    """The message for an id, or other name of a ``kind``, that does not exist."""
     near = difflib.get_close_matches(str(patch_id), list(known), n=3, cutoff=0.4)
     hint = f"the nearest: {', '.join(near)}" if near else "`python -m patches list` shows all"
-    return f"no patch is named {patch_id!r}; {hint}"
+    return f"no {kind} is named {patch_id!r}; {hint}"

@@ -29,7 +29,7 @@ class Nearest(NamedTuple):
 
     def __str__(self) -> str:
         if not self.others:
-            return f"this stack was tested: {self.name}"
+            return f"these releases were tested together (stack {self.name!r} in docs/releases.md)"
         said = ", ".join(f"{package} {here} (tested: {run})" for package, (here, run) in self.others.items())
         return f"the nearest tested stack is {self.name}; not tested with it: {said}"
 

@@ -36,12 +36,12 @@ def page(patch: Patch, symptoms: Symptoms, figure: Figure | None, changes: Itera
     """A page in Markdown, under the headings of ``python -m patches explain``."""
     first, rest = prose.story(patch)
     upstream = ", ".join(map(link, patch.links))
-    cost = explain.cost(f"{first}\n\n{rest}") or [f"{explain.NO_COST} [](../speed.md)."]
+    why, cost = explain.told(rest)
     parts = (
         [*_says(patch, symptoms), *_measured(patch, figure)],
-        [first, *([rest] if rest else []), f"Upstream: {upstream}. File: `{prose.file(patch)}`."],
+        [first, *why, f"Upstream: {upstream}. File: `{prose.file(patch)}`."],
         [*_changed(patch, list(changes))],
-        cost,
+        cost or [f"{explain.NO_COST} [](../speed.md)."],
         [_facts(patch), REPRODUCER.format(id=patch.id), _block("python", inspect.getsource(patch.defect))],
     )
     title = f"# {patch.id}\n\n**{_sentence(patch.summary)}**"
