@@ -127,6 +127,11 @@ def write(known: Mapping[str, Any]) -> None:
     SHIPPED.write_text(shipped(), "utf-8")
 
 
+def series(release: str) -> str:
+    """``2.13`` of ``2.13.0``."""
+    return ".".join(release.split(".")[:2])
+
+
 def shipped() -> str:
     """What the package knows of the table: the oldest of each package, and of each stack that was run its releases.
 

@@ -68,7 +68,8 @@ class Patch:
         Runs the smallest organic case, offline, on a CPU, in about a second, and says whether
         the defect is there. Raises :class:`CannotShow` where the host cannot run it.
     seen_on:
-        The torch releases on which it was run by hand or in CI.
+        The series of torch on which it was shown by hand or in CI. One that a stack of the table has
+        is named only if ``make stacks`` has shown it there.
     damage:
         Names, in words, objects alive in this process that the defect had already damaged when
         the patch was applied. Runs once, right after it is applied; changes nothing.

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import pytest
 
+from patches import REGISTRY
 from tests.stacks.flows import is_right
 from tools import stacks as tool
 from tools.docs import stacks
 
 RUNS = [(name, torch, found) for name, runs in stacks.results().items() for torch, found in runs.items()]
-pytestmark = pytest.mark.parametrize(
+each_run = pytest.mark.parametrize(
     ("name", "torch", "found"), RUNS, ids=[f"{name}, {torch}" for name, torch, _ in RUNS]
 )
 
 
+@each_run
 def test_no_reproducer_is_wrong_and_no_patch_is_a_conflict(name, torch, found):
     bad = [row for row in found["verify"] if row["verdict"] == "wrong" or "conflict" in row["reason"]]
     assert not bad
 
 
+@each_run
 def test_what_the_plugin_does_not_repair_has_a_reason(name, torch, found):
     said = {flow: each["patched"] for flow, each in found.get("flows", {}).items()}
     left = {flow: words for flow, words in said.items() if not is_right(flow, words) and not stacks.why(flow, words)}
     assert not left
 
 
+@each_run
 def test_no_flow_is_right_without_the_plugin_only(name, torch, found):
     flows = found.get("flows", {}).items()
     assert not [
@@ -32,6 +36,14 @@ def test_no_flow_is_right_without_the_plugin_only(name, torch, found):
     ]
 
 
+@each_run
 def test_it_was_run_on_what_the_table_declares(name, torch, found):
     declared = {package: release for package, release in tool.declared()[name].items() if package in tool.PACKAGES}
     assert found["versions"] == {**declared, "torch": torch}
+
+
+def test_a_patch_names_a_torch_of_the_table_only_if_it_was_shown_there():
+    of_the_suite = tool.series(tool.declared()["newest"]["torch"])  # the contract of each patch shows it every day
+    measured = {tool.series(torch) for _, torch, _ in RUNS} - {of_the_suite}
+    claimed = {name: measured & set(patch.seen_on) for name, patch in REGISTRY.patches.items()}
+    assert {name: torch for name, torch in claimed.items() if not torch <= stacks.shown_on(name)} == {}

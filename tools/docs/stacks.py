@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tests.stacks.flows import FLOWS, is_right
-from tools.stacks import RESULTS, declared
+from tools.stacks import RESULTS, declared, series
 
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "trl")
 HOW = ("unpatched", "patched")
@@ -67,7 +67,7 @@ def shown_on(patch_id: str) -> set[str]:
     """The series of torch on which a stack showed the defect and its repair."""
     known = results()
     return {
-        ".".join(torch.split(".")[:2])
+        series(torch)
         for _, torch, found in _runs(known)
         for row in found["verify"]
         if row["id"] == patch_id and row["verdict"] == "ok" and not row["reason"]  # with a reason it is not affected
