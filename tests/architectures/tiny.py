@@ -43,7 +43,8 @@ SIZES = {
     "mamba_expand": 2, "n_groups": 1, "mamba_n_groups": 1, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "num_kv_shared_layers": 0, "mamba_d_ssm": 2 * WIDTH,
     # tokens
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "decoder_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "decoder_vocab_size",
+                     "unpadded_vocab_size"), VOCABULARY),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions"), 128),
     "max_source_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
     "num_codebooks": 1,
