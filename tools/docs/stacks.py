@@ -30,7 +30,6 @@ REASONS = (
         "4-bit: FSDP2.*(only supports uint8 storage|nothing was saved)",
         "bitsandbytes of this stack computes on a CPU from uint8 storage only, which FSDP2 of this torch cannot shard; no GPU was tried",
     ),
-    ("experts, saved.*invalid python storage", "quantized experts are saved and read from transformers 5.17 on"),
     (
         "_enable_peft_forward_hooks",
         "Dynamo of this torch does not trace the context manager that peft enters in each forward: no cell is one graph",

@@ -3,7 +3,8 @@
 transformers 4 kept each expert as linear layers, which ``load_in_4bit`` and ``load_in_8bit`` quantized: the 4-bit mixtures
 of the Hub have packed weights and a quantization state for each matrix of each expert, the INT8 ones scales (``SCB``).
 transformers 5 keeps all experts of a layer in one parameter of three dimensions. It stacks the packed weights as if they
-were matrices and finds no place for the statistics: loading ends in a mismatch of shapes (5.17 to 5.23).
+were matrices and finds no place for the statistics: loading ends in a mismatch of shapes, or from 5.0 to 5.16 in a model
+whose experts have the shape of packed weights.
 
 With the repair such a parameter is an ``Experts4bit`` or ``Experts8bit``: it has the shape and dtype of the experts in
 floating point, and holds packed weights and statistics as they are in the file. Nothing is dequantized while loading, and
@@ -74,8 +75,6 @@ def defect() -> Finding:
 
     if satisfied("transformers<5"):
         raise CannotShow("transformers 4 keeps each expert as linear layers, and loads them as it saved them")
-    if satisfied("transformers<5.17"):
-        raise CannotShow("from transformers 5.0 to 5.16 such a mixture is refused; not repaired there")
     with tempfile.TemporaryDirectory() as packed:
         values = mixtures.save_as_transformers_4(packed)
         try:
@@ -100,7 +99,7 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/huggingface/transformers/issues/39859",
     ),
-    requires=("transformers>=5.17", "bitsandbytes>=0.46.1"),
+    requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     seen_on=("2.13",),
     edits=(
@@ -126,6 +125,7 @@ PATCH = Patch(
             _SAVE,
             find="revert_weight_conversion(model_to_save, shard_state_dict)",
             replace="_patches_reverted(revert_weight_conversion, model_to_save, shard_state_dict)",
+            when="transformers>=5.14",
             names=_REVERTED,
         ),
         *quantizers.in_both(

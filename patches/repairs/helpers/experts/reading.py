@@ -111,16 +111,20 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     @classmethod
     def of(cls, before: Any, names: set[str], how: Reading) -> ExpertsConverter:
         """In place of ``before``, which makes the parameters ``names``."""
-        sources = list(before._original_source_patterns)
-        self = cls(_with_statistics(sources), list(before._original_target_patterns), [MakeExperts(names, how, before)])
-        self.scope_prefix, self.base_model_prefix = before.scope_prefix, before.base_model_prefix
+        sources, targets = _patterns(before)
+        self = cls(_with_statistics(sources), targets, operations=[MakeExperts(names, how, before)])
         self.before = before
+        _scope(self, before)
         return self
 
     @classmethod
     def of_one(cls, suffix: str, names: set[str], how: Reading) -> ExpertsConverter:
         """For parameters that a checkpoint has whole, or one expert after the other as we write them."""
-        self = cls([*_with_statistics([f"{suffix}.*.weight"]), f"{suffix}$"], suffix, [MakeExperts(names, how, None)])
+        self = cls(
+            [*_with_statistics([f"{suffix}.*.weight"]), f"{suffix}$"],
+            suffix,
+            operations=[MakeExperts(names, how, None)],
+        )
         self.before = None
         return self
 
@@ -128,13 +132,28 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         """For names: what is packed is taken apart by ``.saving``."""
         if self.before is not None:
             return self.before.reverse_transform()
-        target = self._original_target_patterns[0]
-        return WeightConverter(target, target, [_AsItIs()])
+        target = _patterns(self)[1][0]
+        return WeightConverter(target, target, operations=[_AsItIs()])
 
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         for operation in self.operations:
             operation.keys = sorted(self.layer_targets.get(layer_name, ()))
         return super().convert(layer_name, *args, **kwargs)
+
+
+def _patterns(converter: Any) -> tuple[list[str], list[str]]:
+    """Sources and targets as they were given; transformers before 5.1 has them as it changed them."""
+    return tuple(  # type: ignore[return-value]
+        list(getattr(converter, f"_original_{side}_patterns", getattr(converter, f"{side}_patterns")))
+        for side in ("source", "target")
+    )
+
+
+def _scope(converter: Any, before: Any) -> None:
+    """For the part of the model that ``before`` is for, where transformers has such parts."""
+    for name in ("scope_prefix", "base_model_prefix"):
+        if hasattr(before, name):
+            setattr(converter, name, getattr(before, name))
 
 
 def _with_statistics(sources: list[str]) -> list[str]:
@@ -159,10 +178,10 @@ class QuantizedWhenMade(WeightConverter):  # type: ignore[misc]
     @classmethod
     def of(cls, before: Any, names: set[str], how: Reading) -> QuantizedWhenMade:
         self = cls(
-            list(before._original_source_patterns), list(before._original_target_patterns), before.operations,
+            *_patterns(before), operations=before.operations,
             **({"force_cpu": before.force_cpu} if hasattr(before, "force_cpu") else {}),
         )  # fmt: skip
-        self.scope_prefix, self.base_model_prefix = before.scope_prefix, before.base_model_prefix
+        _scope(self, before)
         self.before, self.quantization_operation = before, QuantizeMade(names, how)
         return self
 
