@@ -32,6 +32,21 @@ def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str
     return reading.converters(mapping, model, load_config, state, asked_for.now())
 
 
+def noted(quantizer: Any, files: Iterable[str] | None, state: Any) -> Any:
+    """``quantizer``, which knows then how many bytes experts of the checkpoint take."""
+    if quantizer is None:
+        return None
+    from ..helpers.experts import sizes
+
+    return sizes.noted(quantizer, files, state)
+
+
+def element_size(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
+    from ..helpers.experts import sizes
+
+    return sizes.of_element(quantizer, model, name, parameter)
+
+
 def without_ties(remove: Callable[..., Any], state: dict[str, Any], model: Any) -> dict[str, Any]:
     from ..helpers.experts import saving
 
@@ -108,6 +123,22 @@ PATCH = Patch(
             find="load_config.weight_mapping or []",
             replace="_patches_mapped(load_config.weight_mapping or [], model, load_config, state_dict)",
             names={"_patches_mapped": mapped},
+        ),
+        Rewrite(
+            "transformers.modeling_utils:PreTrainedModel.from_pretrained",
+            find="_get_device_map(model, device_map, max_memory, hf_quantizer)",
+            replace="""
+                _get_device_map(
+                    model, device_map, max_memory, _patches_noted(hf_quantizer, checkpoint_files, state_dict)
+                )
+            """,
+            names={"_patches_noted": noted},
+        ),
+        Rewrite(
+            "transformers.quantizers.base:HfQuantizer.param_element_size",
+            find="param.element_size()",
+            replace="_patches_element_size(self, model, param_name, param)",
+            names={"_patches_element_size": element_size},
         ),
         Rewrite(
             _SAVE,

@@ -38,19 +38,29 @@ class Found(NamedTuple):
 
 def experts_in(model: torch.nn.Module) -> Iterator[Found]:
     """As many matrices in one parameter, in a module that is called experts, or that transformers treats as such."""
-    from torch.nn.modules.conv import _ConvNd
-
     for path, module in model.named_modules():
-        if isinstance(module, _ConvNd) or not _is_experts(path, module):
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.dim() == 3 and min(parameter.shape) > 1:
-                if parameter.is_floating_point():
+        if _is_experts(path, module):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and _stacks_matrices(parameter):
                     yield Found(module, path, name)
+
+
+def is_one(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
+    """Whether :func:`experts_in` finds the parameter ``name`` of ``model``."""
+    path = name.rpartition(".")[0]
+    return _stacks_matrices(parameter) and _is_experts(path, model.get_submodule(path))
+
+
+def _stacks_matrices(parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point()
 
 
 def _is_experts(path: str, module: Any) -> bool:
     """``is_transposed`` and ``has_gate`` are what ``use_experts_implementation`` sets."""
+    from torch.nn.modules.conv import _ConvNd
+
+    if isinstance(module, _ConvNd):
+        return False
     named = "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
     return named or (hasattr(module, "is_transposed") and hasattr(module, "has_gate"))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..loading import skipped
+from ..process import freed
 from . import int8
 from .found import Found, converters, experts_in, matrices_of
 from .packed import Packed
@@ -51,6 +52,13 @@ class How(NamedTuple):
             )
         return cls(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_storage)
 
+    def bytes(self, columns: int) -> float:
+        """Of a number in a matrix with so many columns, with its part of the statistics."""
+        if self.quant_type == "int8":
+            return 1 + 4 / columns
+        blocksize = self.blocksize or 64
+        return 0.5 + (1 + 4 / 256 if self.double else 4) / blocksize
+
     def of(self, module: Any) -> How:
         """Of the experts in ``module``.
 
@@ -72,6 +80,8 @@ def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: How) -> Pack
         found = found or [[] for _ in matrices]
         for states, matrix in zip(found, matrices):
             states.append(_packed_matrix(matrix.detach(), how))
+            if matrix.device.type == "cpu":
+                freed.quantized(states[-1][0].nbytes)
             dtype = matrix.dtype
     return Packed.of_scales(found, dtype, how.threshold) if how.quant_type == "int8" else Packed.of_states(found)
 

@@ -20,7 +20,7 @@ from .products import know_transformers
 from .quantize import How, is_wanted, packed_matrices
 from .tensor import as_parameter
 
-_OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?(weight\.absmax|SCB)$")
+OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?(weight\.absmax|SCB)$")
 """``experts.3.gate_proj.weight.absmax``, or ``gate_up_proj.3.weight.absmax``."""
 _TRANSPOSED = re.compile(r"experts\.\w+_projs\.\d+\.weight\.absmax$")
 
@@ -31,7 +31,7 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     config = getattr(quantizer, "quantization_config", None)
     if not (getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False)):
         return mapping
-    packed = quantizer.pre_quantized and any(map(_OF_AN_EXPERT.search, keys))
+    packed = quantizer.pre_quantized and any(map(OF_AN_EXPERT.search, keys))
     asked = asked and not quantizer.pre_quantized
     if not packed and not asked:
         return mapping

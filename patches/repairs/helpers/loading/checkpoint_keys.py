@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
@@ -34,6 +34,19 @@ def read(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> d
         else:
             return None
     return found
+
+
+def names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> Iterator[str]:
+    """The names of the tensors alone; none of files in another format."""
+    if state_dict is not None:
+        yield from state_dict
+        return
+    for file in map(str, files or ()):
+        if file.endswith(".safetensors"):
+            with _opened(file) as opened:
+                yield from opened.keys()
+        elif file.endswith((".bin", ".pt", ".pth")):
+            yield from _in_pickle(file)
 
 
 def whole(files: list[str]) -> str:

@@ -37,8 +37,6 @@ class Places(dict[str, Place]):
         """The error that a program was dealing with when it began to load, such as that of loading whole."""
         self.scales: dict[str, Tensor] = {}
         """Row scales of INT8 weights on the disk, by the names of a state dict."""
-        self.quantized = 0
-        """Bytes of packed weights since memory was last given back."""
 
     def at(self, name: str) -> Place:
         """Where the module or tensor ``name`` waits; None if nothing says so."""

@@ -6,14 +6,13 @@ weights go to the CPU or the disk, and the layer is what it would be had it been
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..int8 import int8_scales
+from ..process import freed
 from ..process.messages import LOGGER
 from . import packed_files, places
 from .experts import readable
@@ -22,9 +21,6 @@ from .places import Places
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-
-_OFTEN = 4 * 2**20
-"""Packed weights in bytes after which freed memory is returned: some milliseconds each time."""
 
 
 def device_of(get_device: Callable[..., Any], device_map: Any, name: str, model: Any, quantizer: Any) -> Any:
@@ -95,8 +91,8 @@ def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
         upstream(model, name, weight, *also)
         if leaves:
             _leave(device_map, model, name, weight)
-        if _is_packed(weight):
-            _give_back(device_map, weight)
+        if type(weight).__name__ == "Params4bit" and weight.device.type == "cpu":
+            freed.quantized(weight.nbytes)
 
     return set_param_for_module
 
@@ -145,19 +141,6 @@ def _lies_there(quantizer: Any, mapping: Any) -> bool:
     """Whether the checkpoint has the weight as it is: packed, or one that is not quantized."""
     operations = [type(operation).__name__ for operation in getattr(mapping, "operations", ())]
     return bool(quantizer.pre_quantized) and operations in (["Bnb4bitDeserialize"], ["Bnb8bitDeserialize"])
-
-
-def _give_back(device_map: Places, weight: Tensor) -> None:
-    """Return to the system what was freed while weights were quantized to 4 bits on the CPU.
-
-    The C library keeps it: statistics, which stay, lie between what was freed, and it would add up to the whole model.
-    """
-    if type(weight).__name__ == "Params4bit" and weight.device.type == "cpu":
-        device_map.quantized += weight.nbytes
-    if device_map.quantized >= _OFTEN:
-        device_map.quantized = 0
-        with contextlib.suppress(OSError, AttributeError):  # not the C library of GNU
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_packed(weight: Any) -> bool:

@@ -67,9 +67,14 @@ def tensor_sizes(model: Any, quantizer: Any) -> Sizes:
     for name, parameter in model.named_parameters():
         if name not in tied:
             quantized = quantizer.param_needs_quantization(model, name)
-            sizes[name] = packed(parameter) if quantized else (parameter.nbytes, 0)
+            sizes[name] = packed(parameter) if quantized else (_bytes(quantizer, model, name, parameter), 0)
     sizes.update({name: (0, buffer.nbytes) for name, buffer in model.named_buffers()})
     return sizes
+
+
+def _bytes(quantizer: Any, model: Any, name: str, parameter: Any) -> int:
+    """Of what is no linear layer's weight; experts that are quantized while they are read take less."""
+    return int(parameter.numel() * quantizer.param_element_size(model, name, parameter))
 
 
 def packed(weight: Any) -> tuple[int, int]:
