@@ -81,9 +81,13 @@ class Index(dict[str, Entry]):
         super().__init__(entries)
         self.folder = folder
         self._known: dict[str, tuple[int, int]] = {}
-        for file in {entry["safetensors_file"] for entry in entries.values() if "safetensors_file" in entry}:
+        self.know()
+
+    def know(self) -> None:
+        """Know the files again that the entries lead to now."""
+        for file in {entry["safetensors_file"] for entry in self.values() if "safetensors_file" in entry}:
             with contextlib.suppress(OSError):  # gone already: the first read says so
-                self._known[file] = _stamp(file, self._is_ours(file))
+                self._known.setdefault(file, _stamp(file, self._is_ours(file)))
 
     def __getitem__(self, name: str) -> Entry:
         entry = super().__getitem__(name)

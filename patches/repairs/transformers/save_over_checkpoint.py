@@ -1,0 +1,80 @@
+"""``save_pretrained`` into the folder that an offloaded model reads from destroys the checkpoint.
+
+A model with layers on the disk that was loaded from safetensors is not copied: accelerate's hooks read its layers from the
+checkpoint. ``save_pretrained`` into that folder first removes the shards whose names it will not write again, and then
+reads them: ``FileNotFoundError: No such file or directory: .../model-00001-of-00003.safetensors``. The weights are gone
+from the disk and the model. With as many shards as before, a shard may be written over before its last layer is read.
+Whoever fine-tunes, merges and saves in place meets it, on transformers 4.53 to 5.24, quantized or not.
+
+With the repair the new files are written beside those that the model reads, and take their names when all are written.
+If saving fails or is interrupted before, the checkpoint is as it was, its ``config.json`` too. The old files stay until
+the model is gone, in a folder beside the checkpoint (a second name: a link), and the model reads on from there.
+What it costs: the disk has to hold both for that long. Nothing changes if the model reads nothing in that folder.
+"""
+
+from __future__ import annotations
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.offload import saved_over
+
+
+def defect() -> Finding:
+    """Load a tiny Llama of three shards with its layers on the disk, and save it to where it came from."""
+    import tempfile
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    on_cpu = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
+    device_map = {**dict.fromkeys(on_cpu, "cpu"), "model.layers": "disk"}
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as off:
+        model.save_pretrained(folder, max_shard_size="1KB")
+        offloaded = LlamaForCausalLM.from_pretrained(folder, device_map=device_map, offload_folder=off)
+        try:
+            offloaded.save_pretrained(folder)
+        except FileNotFoundError as error:
+            return Finding(True, f"{type(error).__name__}: the checkpoint is lost: {error.args[0].split('/')[0]}")
+        again = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    wrong = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, again[name])]
+    return Finding(bool(wrong), f"tensors that differ: {len(wrong)}")
+
+
+_SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"
+
+PATCH = Patch(
+    id="transformers-save-over-checkpoint",
+    summary="save_pretrained into the folder that an offloaded model reads from destroys the checkpoint",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3540",),
+    requires=("transformers>=4.53", "accelerate>=0.26.1"),
+    tested_up_to="5.24.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            _SAVE,
+            find="model_to_save.config.save_pretrained(save_directory)",
+            replace="_patches_config(model_to_save, save_directory)",
+            names={"_patches_config": saved_over.config},
+        ),
+        Rewrite(
+            _SAVE,
+            find="os.listdir(save_directory)",
+            replace="_patches_removable(os.listdir(save_directory), model_to_save, save_directory)",
+            names={"_patches_removable": saved_over.removable},
+        ),
+        Rewrite(
+            _SAVE,
+            find="state_dict_split.filename_to_tensors.items()",
+            replace="_patches_shards(state_dict_split.filename_to_tensors.items(), model_to_save, save_directory)",
+            names={"_patches_shards": saved_over.Shards},
+        ),
+        Rewrite(
+            _SAVE,
+            find="safe_save_file",
+            replace="_patches_saved(safe_save_file, model_to_save)",
+            names={"_patches_saved": saved_over.saved},
+        ),
+    ),
+    defect=defect,
+)  # fmt: skip
