@@ -36,7 +36,9 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     make().save_pretrained(folder / "plain", max_shard_size=BEFORE)
     if len(FORMS) > 1:
-        load(folder / "plain", "quantized now", {"": "cpu"}).save_pretrained(folder / "quantized", max_shard_size="30KB")
+        load(folder / "plain", "quantized now", {"": "cpu"}).save_pretrained(
+            folder / "quantized", max_shard_size="30KB"
+        )
     return folder
 
 
