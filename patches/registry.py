@@ -9,15 +9,16 @@ from .engine import catalog, compiler, gate
 from .engine.build import Builder
 from .engine.registry import Registry
 from .engine.report import Report
+from .repairs.helpers.experts import dense
 from .repairs.helpers.process import compiled_code, live_objects
 
 
 class _OverStacks(Registry):
-    """Says in the report of all patches which stack that was run is nearest to the installed one."""
+    """Says in the report which tested stack is nearest, and which operations made quantized experts dense."""
 
     def report(self, *ids: str) -> Report:
         found = super().report(*ids)
-        return found if ids else replace(found, notes=(*found.notes, *stacks.notes()))
+        return found if ids else replace(found, notes=(*found.notes, *stacks.notes(), *dense.notes()))
 
 
 gate.floors.update(stacks.floors())

@@ -156,6 +156,21 @@ def test_counted_and_shown(qwen3):
     assert not any("expert" in problem.what for problem in shown.problems)
 
 
+def test_what_went_dense_is_shown(qwen3):
+    model = patches.quantize_experts(loaded(qwen3))
+    step(model)
+    assert not [p for p in patches.inspect(model).problems if "at once" in p.what] and not dense.notes()
+    experts = model.model.layers[0].mlp.experts.down_proj
+    for part in (experts, experts[:2]):
+        part.sum()
+    said = "aten.sum.default (2 times, up to 0.1 MB)"
+    (problem,) = (p for p in patches.inspect(model).problems if "at once" in p.what)
+    assert problem.what.endswith(f"dequantized all experts of a parameter at once: {said}")
+    assert "model.layers.0.mlp.experts" in problem.where and problem.patch == "peft-lora-quantized-experts"
+    assert any(note.endswith(said) for note in patches.report().notes) and "aten.sum" in str(patches.report())
+    assert not any("at once" in p.what for p in patches.inspect(loaded(qwen3)).problems), "it has no quantized experts"
+
+
 def test_on_the_cpu_between_calls(qwen3):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     model, x = patches.quantize_experts(loaded(qwen3)), torch.randn(1, 8, 64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ...repairs.helpers.experts import dense
 from .adapters import Found
 from .layers import Layer, experts
 from .naming import Naming
@@ -95,6 +96,7 @@ def find(
 ) -> Iterator[Problem]:
     yield from _of_weights(layers)
     yield from _of_experts(layers, naming)
+    yield from _of_dense(layers)
     yield from _of_compute(layers, naming)
     yield from _of_adapters(adapters, training)
     yield from _of_gradients(training, on)
@@ -136,6 +138,19 @@ def _of_experts(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
         "peft-upcasts-experts" if "float32" in kept else "transformers-experts-not-quantized",
         effect=WARNS,
     )
+
+
+def _of_dense(layers: Sequence[Layer]) -> Iterator[Problem]:
+    quantized = tuple(layer.name for layer in layers if layer.weight.how.partition(",")[0].endswith(" experts"))
+    if quantized and (found := dense.summary()):
+        yield Problem(
+            f"operations in this process dequantized all experts of a parameter at once: {found}",
+            quantized,
+            "Results are right, memory is not saved while they run. For LoRA on experts apply the patch; in code of your "
+            "own take experts one by one (experts[i]), or by a product (torch.bmm, grouped_mm).",
+            "peft-lora-quantized-experts",
+            effect=PREVENTS,
+        )
 
 
 def _of_compute(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:

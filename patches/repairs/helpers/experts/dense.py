@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 COUNTS: Counter[str] = Counter()
 """Name of the operation to how often it dequantized more than one expert at once, in this process."""
+LARGEST: dict[str, int] = {}
+"""Name of the operation to the most bytes that its experts took in floating point."""
 
 
 def went_dense(operation: str, experts: torch.Tensor) -> None:
@@ -19,6 +21,7 @@ def went_dense(operation: str, experts: torch.Tensor) -> None:
     if experts.dim() < 3:
         return
     COUNTS[operation] += 1
+    LARGEST[operation] = max(LARGEST.get(operation, 0), experts.numel() * experts.element_size())
     if COUNTS[operation] == 1:
         LOGGER.warning(
             "%s needs all experts at once: while it runs, %d experts (%s, %s) are dequantized together, which takes %.1f MB. "
@@ -26,3 +29,19 @@ def went_dense(operation: str, experts: torch.Tensor) -> None:
             operation, experts.shape[0], tuple(experts.shape), str(experts.dtype).removeprefix("torch."),
             experts.numel() * experts.element_size() / 1e6,
         )  # fmt: skip
+
+
+def summary() -> str:
+    """Each operation with its count and size; empty if no operation needed all experts."""
+    return ", ".join(
+        f"{name} ({count} {'time' if count == 1 else 'times'}, up to {LARGEST.get(name, 0) / 1e6:.1f} MB)"
+        for name, count in COUNTS.items()
+    )
+
+
+def notes() -> tuple[str, ...]:
+    """What the report of all patches says of it."""
+    found = summary()
+    return (
+        (f"operations in this process that dequantized all experts of a parameter at once: {found}",) if found else ()
+    )
