@@ -83,7 +83,7 @@ def four_bit_t5(said: dict[str, Any]) -> str:
 
 
 TASKS = (
-    ("1. 4-bit LoRA on a model that does not fit: a device map leaves half of its layers on disk", does_not_fit),
+    ("1. 4-bit LoRA on a model that does not fit: `max_memory` leaves half of its layers on disk", does_not_fit),
     ("2. 4-bit QLoRA with gradient checkpointing under torch.compile", compiled),
     ("3. LongT5 loaded in 4 bits", four_bit_t5),
 )
