@@ -111,10 +111,31 @@ def test_every_public_name_and_every_command_has_its_place():
         assert f"usage: python -m patches {command} [-h]" in sources()["generated/commands.md"]
 
 
+def promised(row: str) -> set[str]:
+    """The names in a row of the table of docs/stability.md."""
+    (line,) = (line for line in sources()["stability.md"].splitlines() if line.startswith(f"| {row}"))
+    return set(re.findall(r"`([\w.]+)`", line.rpartition(" | ")[2]))
+
+
+def test_every_public_name_is_promised():
+    rows = ("functions of `patches`", "what they return and raise", "how a patch is declared")
+    engine = {"Rewrite", "SetAttribute", "DeleteAttribute"}
+    assert set.union(*map(promised, rows)) - {"to_dict", "patches.engine"} == set(patches.__all__) | engine
+    assert all(hasattr(patches.engine, name) for name in engine)
+
+
 def test_the_variables_that_are_read_are_promised():
     code = [*(ROOT / "patches").rglob("*.py"), ROOT / "bnb_patches_autoload.py"]
-    read = {name for file in code for name in re.findall(r"\bPATCHES_[A-Z]+\b", file.read_text("utf-8"))}
-    assert read == set(re.findall(r"\bPATCHES_[A-Z]+\b", sources()["stability.md"]))
+    read = {name for file in code for name in re.findall(r"\bPATCHES_[A-Z_]*[A-Z]\b", file.read_text("utf-8"))}
+    assert read == promised("environment variables")
+    assert all(f"`{name}=" in sources()["use.md"] for name in read)
+
+
+def test_the_commands_and_their_options_are_promised():
+    helped = sources()["generated/commands.md"]
+    assert set(re.findall(r"^## python -m patches (\w+)$", helped, re.M)) == promised("commands")
+    (line,) = (line for line in sources()["stability.md"].splitlines() if line.startswith("| options of commands"))
+    assert set(re.findall(r"(--\w+)", line)) | {"--help"} == set(re.findall(r"(--\w+)\b", helped))
 
 
 # -- figures -----------------------------------------------------------------------------------
@@ -168,6 +189,9 @@ def halves(text):
         "ValueError: If you want to dispatch the model on the CPU or the disk while keeping these modules in 32-bit, "
         "you need to set `llm_int8_enable_fp32_cpu_offload=True` and pass a custom `device_map` to `from_pretrained`."
     )[1:]),
+    *((half, "transformers-refuses-what-does-not-fit") for half in halves(
+        "Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized model."
+    )),
     ("recompile", "bitsandbytes-matmul4bit-aot-cache"),
     ("torch.compile: too many recompilations", "bitsandbytes-int8-cold-state"),
     ("graph break", "transformers-input-grads-hook"),
@@ -177,6 +201,13 @@ def halves(text):
 ])  # fmt: skip
 def test_words_that_people_search_for_lead_to_patches(pasted, patch_id):
     assert patch_id in explain.matching(pasted, REGISTRY.patches)
+
+
+def test_the_search_of_the_site_finds_the_pages_of_patches_by_these_words():
+    """It looks for words of a page, and knows nothing of `symptoms.json`."""
+    for words in KNOWN.words:
+        for patch_id in words.patches:
+            assert words.text in sources()[f"patches/{patch_id}.md"], (patch_id, words.text)
 
 
 def test_words_name_patches_that_there_are():

@@ -27,8 +27,8 @@ def test_every_make_target_and_file_that_it_names_is_there():
 
 def test_every_environment_variable_that_the_code_reads_is_named():
     files = [ROOT / "bnb_patches_autoload.py", *(ROOT / "patches").rglob("*.py")]
-    read = {name for file in files for name in re.findall(r'"(PATCHES_[A-Z]+)"', file.read_text("utf-8"))}
-    assert read and read <= set(re.findall(r"PATCHES_[A-Z]+", TEXT))
+    read = {name for file in files for name in re.findall(r'"(PATCHES_[A-Z_]+)"', file.read_text("utf-8"))}
+    assert read and read <= set(re.findall(r"PATCHES_[A-Z_]+", TEXT))
 
 
 def test_every_command_runs():

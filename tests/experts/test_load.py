@@ -51,8 +51,8 @@ def test_by_the_environment(tmp_path, monkeypatch):
     saved(tmp_path, "qwen3_moe")
     monkeypatch.setenv("PATCHES_QUANTIZE_EXPERTS", "1")
     assert any(isinstance(parameter, Experts4bit) for parameter in loaded(tmp_path).parameters())
-    monkeypatch.setenv("PATCHES_QUANTIZE_EXPERTS", "yes")
-    with pytest.raises(ValueError, match="PATCHES_QUANTIZE_EXPERTS='yes': expected 1 or 0"):
+    monkeypatch.setenv("PATCHES_QUANTIZE_EXPERTS", "4bit")
+    with pytest.raises(ValueError, match="PATCHES_QUANTIZE_EXPERTS='4bit' is not valid; expected one of 1, true"):
         loaded(tmp_path)
 
 

@@ -91,6 +91,8 @@ def _says(patch: Patch, symptoms: Symptoms) -> Iterator[str]:
     yield from (_block("text", text) for text in said)
     if patch.id in symptoms.silent:
         yield "In other cases there is no message." if said else "There is no message."
+    if words := [each for found in symptoms.words if patch.id in found.patches for each in (found.text, *found.also)]:
+        yield f"People search for: {', '.join(dict.fromkeys(words))}."
 
 
 def _measured(patch: Patch, figure: Figure | None) -> Iterator[str]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 VARIABLE = "PATCHES_QUANTIZE_EXPERTS"
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _ASKED: contextvars.ContextVar[bool] = contextvars.ContextVar("bnb_patches_quantize_experts", default=False)
 
 
@@ -17,11 +18,11 @@ def now() -> bool:
 
 
 def by_environment() -> bool:
-    """``PATCHES_QUANTIZE_EXPERTS=1``; an error for what is neither 1 nor 0."""
-    value = os.environ.get(VARIABLE, "").strip()
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}={value!r}: expected 1 or 0")
-    return value == "1"
+    """``PATCHES_QUANTIZE_EXPERTS=1``; an error for what is neither on nor off."""
+    value = os.environ.get(VARIABLE, "").strip().lower()
+    if value not in ("", *_YES, *_NO):
+        raise ValueError(f"{VARIABLE}={value!r} is not valid; expected one of {', '.join((*_YES, *_NO))}")
+    return value in _YES
 
 
 @contextlib.contextmanager
