@@ -111,33 +111,6 @@ def test_every_public_name_and_every_command_has_its_place():
         assert f"usage: python -m patches {command} [-h]" in sources()["generated/commands.md"]
 
 
-def promised(row: str) -> set[str]:
-    """The names in a row of the table of docs/stability.md."""
-    (line,) = (line for line in sources()["stability.md"].splitlines() if line.startswith(f"| {row}"))
-    return set(re.findall(r"`([\w.]+)`", line.rpartition(" | ")[2]))
-
-
-def test_every_public_name_is_promised():
-    rows = ("functions of `patches`", "what they return and raise", "how a patch is declared")
-    engine = {"Rewrite", "SetAttribute", "DeleteAttribute"}
-    assert set.union(*map(promised, rows)) - {"to_dict", "patches.engine"} == set(patches.__all__) | engine
-    assert all(hasattr(patches.engine, name) for name in engine)
-
-
-def test_the_variables_that_are_read_are_promised():
-    code = [*(ROOT / "patches").rglob("*.py"), ROOT / "bnb_patches_autoload.py"]
-    read = {name for file in code for name in re.findall(r"\bPATCHES_[A-Z_]*[A-Z]\b", file.read_text("utf-8"))}
-    assert read == promised("environment variables")
-    assert all(f"`{name}=" in sources()["use.md"] for name in read)
-
-
-def test_the_commands_and_their_options_are_promised():
-    helped = sources()["generated/commands.md"]
-    assert set(re.findall(r"^## python -m patches (\w+)$", helped, re.M)) == promised("commands")
-    (line,) = (line for line in sources()["stability.md"].splitlines() if line.startswith("| options of commands"))
-    assert set(re.findall(r"(--\w+)", line)) | {"--help"} == set(re.findall(r"(--\w+)\b", helped))
-
-
 # -- figures -----------------------------------------------------------------------------------
 
 
