@@ -13,9 +13,16 @@ BY_MESSAGE = {
 }
 
 BY_NAME = {
-    r"streamed \+ dequantize_by_": (
-        "peft and transformers dequantize with layer.state.SCB where weight.CB and weight.SCB are new and forward would "
-        "take them; a bias that requires gradients raises an error first as is"
+    r"^nf4.*(pickled|copied_shallowly).* codebook_replaced .*": (
+        "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, "
+        "an earlier error hides it: a pickled or copied weight is no Params4bit"
+    ),
+    r"^(nf4|fp4).*forward_of_its_own \+ (saved_by_torch|state_dict|safetensors)$": (
+        "statistics are saved beside a weight that was dequantized in place, with the plugin and without; as is, the "
+        "assertion of the repacking on AVX512-BF16 comes first"
+    ),
+    r"^int8.*weight_plain_own_codes.* codes_replaced": (
+        "codes were replaced in one of two places after a forward, and nothing tells which is newer (docs/state.md)"
     ),
     r"^int8.*loads_partly": (
         "bitsandbytes-int8-codes-without-scales refuses codes that come in one load_state_dict(strict=False) and their "

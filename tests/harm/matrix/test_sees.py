@@ -45,12 +45,18 @@ def both(*parts: Callable[[], None]) -> Callable[[], None]:
 HELPERS = "patches.repairs.helpers"
 TAKEN_OUT = {
     "A1: the weight keeps scales of its own after a forward": (
-        behaves(f"{HELPERS}.int8.int8_settled:settled", """
+        both(
+            behaves(f"{HELPERS}.int8.int8_settled:settled", """
 def old(layer):
     weight = layer._parameters.get("weight")
     if weight is not None and layer.state.CB is not None:
         vars(weight)["SCB"] = layer.state.SCB
 """),
+            behaves(f"{HELPERS}.int8.int8_settled:agree", """
+def old(layer):
+    return None
+"""),
+        ),
         ["int8: ran + scales_replaced + state_dict", "int8: ran + scales_equalized + offload_to_cpu",
          "int8: trained + rows_permuted + loaded"],
     ),

@@ -99,7 +99,7 @@ def _is_quantized_group(layer: Linear4bit, group: Tensors) -> bool:
     """Whether ``group`` (keys after ``weight.``, the weight itself under "") is ours to load or to refuse."""
     from bitsandbytes.nn import Params4bit
 
-    if not group or not isinstance(layer.weight, Params4bit):
+    if not group or not isinstance(layer._parameters.get("weight"), Params4bit):  # a parametrized one has other keys
         return False
     return set(group) != {""} or four_bit_state.is_packed(layer.weight) or _is_packed(layer, group[""])
 

@@ -39,6 +39,15 @@ def is_settled(weight: Any) -> bool:
     return is_int8(weight) and has_scales(weight) and not is_unsettled(weight)
 
 
+def current(weight: Any, state: Any) -> Any:
+    """The row scales of ``weight``: of a new one its own, else what ``state`` has.
+
+    It is new if its layer has run with another. Before a first forward peft itself gives the state scales, and users write there.
+    """
+    is_new = is_unsettled(weight) and state.CB is not None and not is_lost(of(weight))
+    return of(weight) if is_new else state.SCB
+
+
 def of_product(state: Any) -> tuple[Any, Any]:
     """The codes and scales that a product with ``state`` computes with; None where it has none yet."""
     return state.CB, state.SCB

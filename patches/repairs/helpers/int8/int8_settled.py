@@ -204,12 +204,19 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def came(layer: Any, weight: Any) -> None:
-    """``weight`` was assigned to ``layer``, which has run: with its scales it is a new one, without it is watched."""
+    """``weight`` was assigned to ``layer``, which has run: with its scales it is a new one, without it is watched.
+
+    With those that the layer computes with, under the same codes, it is a copy: the state goes on owning both.
+    """
     state = layer.state
     if not int8_scales.is_settled(weight) or state.CB is None:
         return
-    if vars(weight).get("SCB") is not None:
-        weight.CB = weight.data
+    if (scale := vars(weight).get("SCB")) is not None:
+        if state.SCB is not None and _are_equal(scale, state.SCB) and _are_equal(weight, state.CB):
+            vars(weight)["SCB"], weight.data = None, state.CB  # as the next forward does
+            settled(layer)
+        else:
+            weight.CB = weight.data
     elif state.SCB is not None:
         _homes[id(weight)] = _Home(weakref.ref(layer), 0, weakref.ref(state.SCB))
 
@@ -234,7 +241,12 @@ def agree(layer: Any) -> None:
     weight, state = layer._parameters.get("weight"), layer.state
     if not int8_scales.is_settled(weight) or state.CB is None or weight.is_meta or state.CB.is_meta:
         return
-    if weight.data_ptr() == state.CB.data_ptr() or weight.dtype != state.CB.dtype or _are_equal(weight, state.CB):
+    if weight.dtype != state.CB.dtype:
+        return
+    if weight.data_ptr() == state.CB.data_ptr() or _are_equal(weight, state.CB):
+        if state.SCB is not None:
+            vars(weight)["SCB"] = None  # forward uses the state's, and so does whoever reads the weight
+            settled(layer)
         return
     home = _homes.get(id(weight))
     settled_in: Any = None if home is None else home.layer()

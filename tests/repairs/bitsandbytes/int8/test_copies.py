@@ -238,3 +238,28 @@ def test_a_compiled_embedding_is_one_graph(device):
     expected = layer(ids)
     with patches.applied(ID):
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(ids), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_that_its_layer_gets_back_takes_the_scales_that_the_state_is_given(way):
+    """As without the plugin: the layer has run with these packed weights, so its state owns the scales."""
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear8bitLt(64, 16, bias=False, has_fp16_weights=False).requires_grad_(False).to("cpu")
+    x = torch.randn(4, 64)
+    with patches.applied(ID):
+        expected = 2 * layer(x)
+        layer.weight = WAYS[way](layer.weight)
+        layer.state.SCB = layer.state.SCB * 2
+        torch.testing.assert_close(layer(x), expected)
+        assert torch.equal(layer.state_dict()["SCB"], layer.state.SCB)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_of_another_weight_brings_its_scales(way):
+    torch.manual_seed(0)
+    layers = [bnb.nn.Linear8bitLt(64, 16, bias=False, has_fp16_weights=False).to("cpu") for _ in range(2)]
+    x = torch.randn(4, 64)
+    with patches.applied():
+        expected = [layer(x) for layer in layers]
+        layers[0].weight = way(layers[1].weight)
+        torch.testing.assert_close(layers[0](x), expected[1])

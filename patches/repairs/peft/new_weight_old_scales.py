@@ -1,0 +1,53 @@
+"""Merging, DoRA and ``dequantize_module_weight`` read an INT8 layer that got a new weight with the scales of the weight before.
+
+A ``Linear8bitLt`` computes with ``layer.state`` from its first forward on. A weight that is assigned to it later
+(``layer.weight = Int8Params(...).to("cpu")``, or floats and ``model.to(device)``) brings packed weights and row scales of
+its own, which the next forward takes. ``dequantize_bnb_weight`` of peft reads ``layer.state.SCB`` before that, and multiplies
+the new packed weights by the old scales: a merged model computes other numbers, silently. All releases.
+
+The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing changes.
+"""
+
+from __future__ import annotations
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.int8 import int8_scales
+
+
+def defect() -> Finding:
+    """Run a layer, give it a new quantized weight, and merge an adapter that adds nothing."""
+    import bitsandbytes as bnb
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False)).to("cpu")
+    x, new = torch.randn(4, 64), torch.randn(32, 64) * torch.logspace(-1, 1, 32)[:, None]
+    model(x)
+    model[0].weight = bnb.nn.Int8Params(new, requires_grad=False, has_fp16_weights=False).to("cpu")
+    model.is_loaded_in_8bit = True  # type: ignore[assignment]
+    with torch.no_grad():
+        merged = get_peft_model(model, LoraConfig(r=2, target_modules=["0"])).merge_and_unload()
+        error = ((merged(x) - x @ new.T).norm() / (x @ new.T).norm()).item()
+    return Finding(error > 0.1, f"an adapter that adds nothing, merged: output off by {error:.1e} of its norm")
+
+
+PATCH = Patch(
+    id="peft-new-weight-old-scales",
+    summary="merging and DoRA read a new INT8 weight with the row scales of the old one",
+    links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
+    requires=("peft>=0.15", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=tuple(
+        Rewrite(
+            "peft.utils.integrations:dequantize_bnb_weight",
+            find=f"bnb.functional.int8_vectorwise_dequant(weight.data, state.SCB{moved})",
+            replace=f"bnb.functional.int8_vectorwise_dequant(weight.data, _patches_current_scales(weight, state){moved})",
+            names={"_patches_current_scales": int8_scales.current},
+            when=when,
+        )
+        for moved, when in (("", "peft<0.20"), (".to(weight.data.device)", "peft>=0.20"))
+    ),
+    defect=defect,
+)

@@ -1,0 +1,57 @@
+"""``dequantize()`` reads an INT8 layer that got a new weight with the scales of the weight before.
+
+A ``Linear8bitLt`` computes with ``layer.state`` from its first forward on. A weight that is assigned to it later
+(``layer.weight = Int8Params(...).to("cpu")``, or floats and ``model.to(device)``) brings packed weights and row scales of
+its own, which the next forward takes. ``dequantize_bnb_weight`` of transformers reads ``layer.state.SCB`` before that, and multiplies
+the new packed weights by the old scales: the dequantized layer computes other numbers, silently. All releases.
+
+The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing changes.
+"""
+
+from __future__ import annotations
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.int8 import int8_scales
+from ..helpers.reproducers import tiny_models
+
+
+def defect() -> Finding:
+    """Load a tiny Llama, run it, give one layer a new quantized weight, and dequantize it."""
+    import tempfile
+
+    import torch
+    from bitsandbytes.nn import Int8Params
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    how = BitsAndBytesConfig(load_in_8bit=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_models.save_llama(folder)
+        model = LlamaForCausalLM.from_pretrained(
+            folder, quantization_config=how, device_map="cpu", **tiny_models.in_dtype(torch.float32)
+        )
+    model(torch.arange(8)[None])
+    layer = model.model.layers[0].mlp.up_proj
+    new = torch.randn(layer.weight.shape) * torch.logspace(-1, 1, len(layer.weight))[:, None]
+    layer.weight = Int8Params(new, requires_grad=False, has_fp16_weights=False).to("cpu")
+    found = model.dequantize().model.layers[0].mlp.up_proj.weight.float()
+    error = ((found - new).norm() / new.norm()).item()
+    return Finding(error > 0.1, f"the dequantized weight is off by {error:.1e} of its norm")
+
+
+PATCH = Patch(
+    id="transformers-new-weight-old-scales",
+    summary="dequantize() reads a new INT8 weight with the row scales of the old one",
+    links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
+    tested_up_to="5.24.0",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            "transformers.integrations.bitsandbytes:dequantize_bnb_weight",
+            find="bnb.functional.int8_vectorwise_dequant(weight.data, state.SCB)",
+            replace="bnb.functional.int8_vectorwise_dequant(weight.data, _patches_current_scales(weight, state))",
+            names={"_patches_current_scales": int8_scales.current},
+        ),
+    ),
+    defect=defect,
+)
