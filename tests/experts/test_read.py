@@ -149,14 +149,58 @@ def test_another_dtype(tmp_path, patched):
 def test_a_checkpoint_that_is_not_whole(tmp_path, patched, change, message, caplog, monkeypatch):
     packed(tmp_path)
     rewrite(tmp_path, change)
+    refused(tmp_path, message, caplog, monkeypatch)
+
+
+def experts_named(tensors, end):
+    return [name for name in tensors if ".experts." in name and name.endswith(end)]
+
+
+def shorter(end, length):
+    return lambda tensors: tensors.update({name: tensors[name][:length] for name in experts_named(tensors, end)})
+
+
+def one_too_many(tensors):
+    tensors.update({n.replace(".2.", ".4."): t.clone() for n, t in tensors.items() if ".experts.2." in n})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shorter(".absmax", 3), r"expert 0 has shape \(64, 64\), but absmax of 3 values: expected 64"),
+        (shorter("_proj.weight", 100), "but packed weights of 100 values: expected 2048"),
+        (shorter(".quant_map", 4), "but quant_map of 4 values: expected 16"),
+        (shorter("nested_absmax", 0), "but nested_absmax of 0 values: expected 1"),
+        (lambda t: t.update({f"{EXPERT}.quant_map": t[f"{EXPERT}.quant_map"] * 2}), "expert 2 has another quant_map"),
+        (one_too_many, r"has 5 experts of \S+, the model 4"),
+    ],
+    ids=["absmax", "packed weights", "quant_map", "nested_absmax", "another quant_map", "an expert too many"],
+)
+def test_tensors_of_another_length(tmp_path, patched, change, message, caplog, monkeypatch):
+    """A kernel would read beyond them."""
+    packed(tmp_path, double=True)
+    rewrite(tmp_path, change)
+    refused(tmp_path, message, caplog, monkeypatch)
+
+
+def test_an_expert_of_another_shape(tmp_path, patched, caplog, monkeypatch):
+    saved(tmp_path, "qwen3_moe")
+    rewrite(tmp_path, lambda tensors: tensors.update({EXPERT: tensors[EXPERT][:32]}))
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    with patches.quantize_experts():
+        message = r"expert 2 of \S+up_proj.weight has shape \(32, 64\), expert 0 \(64, 64\)"
+        refused(tmp_path, message, caplog, monkeypatch, quantization_config=config)
+
+
+def refused(folder, message, caplog, monkeypatch, **options):
     logger = logging.getLogger("transformers")  # it has a stream of its own, and what other tests left of its level
     caplog.set_level(logging.WARNING, logger="transformers")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     with pytest.raises(RuntimeError) as raised:
-        read(tmp_path)
+        read(folder, **options)
     text = str(raised.value) + caplog.text
     assert re.search(message, text), text[-3000:]
-    assert "model.layers.0.mlp.experts" in text
+    assert "mlp.experts" in text
 
 
 def test_the_disk_is_refused(tmp_path, patched):
@@ -175,6 +219,19 @@ def test_after_revert_the_model_still_runs(tmp_path):
             expected = model(IDS).logits
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, expected)
+
+
+def test_a_quantized_checkpoint_with_experts_in_floating_point(tmp_path, patched):
+    """As transformers 5 saves it by itself; experts are quantized if that is asked for."""
+    from tests.experts.models import loaded
+
+    plain = loaded(saved(tmp_path / "dense", "qwen3_moe"))
+    plain.save_pretrained(tmp_path / "half")
+    assert not any(isinstance(one.parameter, Experts4bit) for one in experts_in(read(tmp_path / "half")))
+    with patches.quantize_experts():
+        model = read(tmp_path / "half")
+    assert all(isinstance(one.parameter, Experts4bit) for one in experts_in(model))
+    assert gap(step(patches.quantize_experts(plain)), step(model)) == 0
 
 
 # -- quantized by us ---------------------------------------------------------------------------------------------------

@@ -36,7 +36,13 @@ WORKER = """
                 weight = torch.randn(getattr(layer.mlp.experts, name).shape) / 8
                 setattr(layer.mlp.experts, name, as_parameter(packed(weight, count, how)))
             layer.mlp.gate.weight.requires_grad_(True)
-        return made
+        if mode != "lora":
+            return made
+        import peft
+
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+        return peft.get_peft_model(made, lora)
 
     def step(made):
         ids = torch.arange(24)[None] % 32
@@ -51,10 +57,10 @@ WORKER = """
     made, mesh = model(experts), init_device_mesh("cpu", (2,))
     whole = sum(p.nbytes for p in made.parameters() if isinstance(p, QuantizedExperts))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mode == "mixed" else None)
-    for layer in made.model.layers:
+    for layer in made.get_decoder().layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(made, mesh=mesh, mp_policy=policy)
-    held = [p.to_local() for n, p in made.named_parameters() if "experts" in n]
+    held = [p.to_local() for n, p in made.named_parameters() if "experts" in n and "lora" not in n]
     found = {"whole": whole, "held": sum(p.nbytes for p in held), "kinds": sorted({type(p).__name__ for p in held})}
     for _ in range(2):
         made.zero_grad()
@@ -62,6 +68,7 @@ WORKER = """
     found["logits"] = float((logits - expected).norm() / expected.norm())
     assert grads.keys() == gradients.keys() and grads
     found["gradients"] = max(float((grads[n] - gradients[n]).norm() / gradients[n].norm()) for n in grads)
+    found["trained"] = sum("lora" in n and "experts" in n for n in grads)
     found["dense"] = sum(dense.COUNTS.values())
     with open(f"{out}/{dist.get_rank()}.json", "w") as file:
         json.dump(found, file)
@@ -86,6 +93,15 @@ def test_two_ranks(two_ranks, tmp_path, mode):
         assert found["kinds"] == ["Experts8bit" if mode == "int8" else "Experts4bit"]
         assert found["held"] < 0.6 * found["whole"] and not found["dense"]
         assert found["logits"] < rounds and found["gradients"] < 5 * rounds
+
+
+@pytest.mark.release("test_two_ranks, and tests/experts/test_lora.py on one rank")
+def test_lora_on_experts(two_ranks, tmp_path):
+    pytest.importorskip("peft", minversion="0.19", reason="it adapts experts from 0.19 on")
+    for found in ranks(two_ranks, tmp_path, "lora"):
+        assert found["kinds"] == ["Experts4bit"] and found["held"] < 0.6 * found["whole"] and not found["dense"]
+        assert found["trained"] == 2 * 2 * 2
+        assert found["logits"] < 1e-5 and found["gradients"] < 5e-5
 
 
 @pytest.mark.release("test_two_ranks")

@@ -98,14 +98,31 @@ def _stacked_int8(name: str, matrices: list[list[Any]], target: Any, how: How) -
 def _stacked(name: str, matrices: list[list[Any]], target: Any, how: How) -> Packed:
     for group in matrices:
         first = group[0][1]
-        for number, (_, state) in enumerate(group):
+        for number, (codes, state) in enumerate(group):
             if (state.shape, state.blocksize) != (first.shape, first.blocksize):
                 raise ValueError(
                     f"{name}: expert {number} has shape {tuple(state.shape)} and blocks of {state.blocksize}, expert 0 "
                     f"{tuple(first.shape)} and {first.blocksize}"
                 )
+            _check_lengths(f"{name}: expert {number}", codes, state, first)
             state.dtype = target.dtype  # as transformers-quant-state-dtype for linear layers
     return Packed.of_states(matrices)
+
+
+def _check_lengths(what: str, codes: Any, state: Any, first: Any) -> None:
+    """An error if tensors of a matrix have other lengths than its shape asks for: a kernel would read beyond them."""
+    values = state.shape.numel()
+    blocks = -(-values // state.blocksize)
+    lengths = [("packed weights", codes.nbytes, -(-values // 2)), ("absmax", state.absmax.numel(), blocks)]
+    if state.nested:
+        double = state.state2
+        lengths.append(("nested_absmax", double.absmax.numel(), -(-blocks // double.blocksize)))
+        lengths.append(("nested_quant_map", double.code.numel(), 256))
+    for part, got, expected in [*lengths, ("quant_map", state.code.numel(), 16)]:
+        if got != expected:
+            raise ValueError(f"{what} has shape {tuple(state.shape)}, but {part} of {got} values: expected {expected}")
+    if not torch.equal(state.code, first.code):
+        raise ValueError(f"{what} has another quant_map than expert 0")
 
 
 def dense(matrix: Any, dtype: Any) -> Any:

@@ -32,7 +32,7 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     if not (getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False)):
         return mapping
     packed = quantizer.pre_quantized and any(map(OF_AN_EXPERT.search, keys))
-    asked = asked and not quantizer.pre_quantized
+    asked = asked and not packed  # of a checkpoint with packed experts the file decides
     if not packed and not asked:
         return mapping
     found = [one for one in experts_in(model) if packed or is_wanted(one.full_name, quantizer)]
@@ -254,7 +254,11 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
 
     def _check_counts(self, name: str, matrices: dict[str, list[Any]], target: Any) -> None:
         for source, group in matrices.items():
-            if len(group) != target.shape[0]:
+            if len(group) > target.shape[0]:
+                raise ValueError(
+                    f"{name}: the checkpoint has {len(group)} experts of {source}, the model {target.shape[0]}"
+                )
+            if len(group) < target.shape[0]:
                 numbers = {int(n) for key in self.keys for n in re.findall(_numbered(source), key)}
                 missing = sorted(set(range(target.shape[0])) - numbers)
                 raise ValueError(
@@ -271,6 +275,7 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
 
     def _floating(self, matrices: dict[str, list[Any]], name: str, target: Any, model: Any, kwargs: Any) -> Any:
         floating = {source: [dense(one, target.dtype) for one in group] for source, group in matrices.items()}
+        _check_shapes(name, floating)
         if self.how.asked and name in self.names:
             return self.how.quantized(zip(*floating.values()), name, model, target.dtype)
         if self.before is None:
@@ -280,6 +285,15 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         for operation in self.before.operations:
             result = operation.convert(result, full_layer_name=name, model=model, **{**kwargs, **known})
         return next(iter(result.values()))
+
+
+def _check_shapes(name: str, floating: dict[str, list[Any]]) -> None:
+    for source, group in floating.items():
+        for number, matrix in enumerate(group):
+            if matrix.shape != group[0].shape:
+                raise ValueError(
+                    f"{name}: expert {number} of {source} has shape {tuple(matrix.shape)}, expert 0 {tuple(group[0].shape)}"
+                )
 
 
 def _numbered(source: str) -> str:

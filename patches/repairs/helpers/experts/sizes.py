@@ -39,7 +39,7 @@ def of_element(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
 def _quantizes(quantizer: Any) -> bool:
     if not _of_bitsandbytes(quantizer) or getattr(quantizer.quantization_config, "llm_int8_has_fp16_weight", False):
         return False
-    return bool(vars(quantizer).get(_PACKED) if quantizer.pre_quantized else asked_for.now())
+    return bool(vars(quantizer).get(_PACKED)) or asked_for.now()
 
 
 def _of_bitsandbytes(quantizer: Any) -> bool:
