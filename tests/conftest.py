@@ -89,8 +89,10 @@ def unpatched() -> Iterator[None]:
         assert not patches.report().with_status(patches.Status.APPLIED, patches.Status.SHADOWED)
         _clean = registry.read()
     yield
-    if registry.read() is not _clean:
-        patches.revert()
+    if registry.read() is not _clean and not patches.revert().with_status(
+        patches.Status.APPLIED, patches.Status.SHADOWED
+    ):
+        _clean = registry.read()
 
 
 def _succeeded(done: subprocess.CompletedProcess[str]) -> str:

@@ -20,9 +20,17 @@ from patches.engine.edits import Edit, Rewrite, module_of
 ROOT = Path(__file__).parents[1]
 SHORT = ("0.46.1", "0.48.2", "0.49.2", "0.50.2")
 """The releases that `make test` meets, oldest first: the first, the last, and the last of the two series between."""
-ALWAYS = ("tests/test_contract.py", "tests/test_sources.py", "tests/harm/test_catalogue.py", "tests/harm/test_packed.py",
-          "tests/programs/test_stack.py")  # fmt: skip
-"""What every release runs: each reproducer, each rewrite, the catalogue of harm, and one natural flow."""
+ALWAYS = (
+    "tests/test_contract.py",
+    "tests/test_sources.py",
+    "tests/harm/test_catalogue.py",
+    "tests/programs/test_stack.py",
+)
+"""What every release runs: each reproducer, each rewrite, the catalogue of harm, and one natural flow.
+
+The catalogue on a processor with AVX512-BF16 (``tests/harm/test_packed.py``) is run on the newest. On an older one the
+reproducers are run on such a processor, and the tests of the patches whose source differs there.
+"""
 
 
 def installed(release: str) -> bool:

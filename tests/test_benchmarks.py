@@ -21,6 +21,7 @@ EAGER = {
 HALF = {**EAGER, "seconds": [0.5, 1.5, 1.0], "cpu_s": [0.1, 0.1, 0.1], "graphs": 3}
 
 
+@pytest.mark.release("the pair of eager processes, and the tests of the table")
 def test_one_tiny_case_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     size = ["--size", "tiny", "--rounds", "2", "--steps", "1", "--threads", "1", "--device", "cpu"]
     only = ["--only", "patched eager", "patched compiled", "--backend", "eager", "--no-cost"]

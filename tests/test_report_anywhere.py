@@ -29,6 +29,29 @@ def run(*arguments: str, before: tuple[str, ...] = (), path: Path | None = None,
     return subprocess.run(command, capture_output=True, text=True, env={**env, **environ}, timeout=300)
 
 
+MANY = """
+import contextlib, io, json, os, sys
+from patches.command_line import main
+answers = []
+for line, environ in json.loads(sys.argv[1]):
+    os.environ.update(environ)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(line)
+    answers.append((code, out.getvalue(), err.getvalue()))
+sys.__stdout__.write("\\n" + json.dumps(answers))
+"""
+
+
+def answers(*lines: tuple[str, ...], path: Path | None = None, environs: tuple = ()) -> list[tuple[int, str, str]]:
+    """Exit code, output and complaints of each command, one after the other in one process."""
+    asked = json.dumps([*zip(lines, environs or [{}] * len(lines))])
+    known = os.environ.get("PYTHONPATH", "")
+    env = {**os.environ, "PATCHES_AUTOLOAD": "1", "PYTHONPATH": f"{path}{os.pathsep}{known}" if path else known}
+    done = subprocess.run([sys.executable, "-c", MANY, asked], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [tuple(each) for each in json.loads(done.stdout.splitlines()[-1])]
+
+
 # -- what is around ------------------------------------------------------------------------------
 
 
@@ -47,13 +70,12 @@ def test_a_neighbour_that_cannot_be_imported_is_a_note(tmp_path, package, error)
         pytest.skip(f"{package} is not installed")
     (tmp_path / f"{package}-9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: {version}\n")
     ids = [p.id for p in REGISTRY.patches.values() if p.package == package][:2]
-    done = run("report", *ids, path=tmp_path)
-    assert done.returncode == 0 and all(patch_id in done.stdout for patch_id in ids), done.stderr
-    assert f"{error}: built for another torch" in done.stdout
-    found = json.loads(run("report", "--json", *ids, path=tmp_path).stdout)
+    shown, data, diff = answers(("report", *ids), ("report", "--json", *ids), ("diff", *ids), path=tmp_path)
+    assert shown[0] == 0 and all(patch_id in shown[1] for patch_id in ids), shown[2]
+    assert f"{error}: built for another torch" in shown[1]
+    found = json.loads(data[1])
     assert [r["id"] for r in found["results"]] == ids and error in str(found["notes"])
-    diff = run("diff", *ids, path=tmp_path)
-    assert diff.returncode == 0 and error in diff.stderr
+    assert diff[0] == 0 and error in diff[2]
 
 
 @NEEDS_STACK
@@ -70,11 +92,11 @@ def test_a_conflict_under_patches_strict_is_a_row(tmp_path):
     changed = text[at:].replace(old, f"{old} or None", 1)
     assert changed != text[at:]
     file.write_text(text[:at] + changed)
-    done = run("report", path=tmp_path, PATCHES_STRICT="1")
-    assert done.returncode == 1 and "conflict: bitsandbytes-" in done.stdout, done.stderr
-    found = run("report", "--json", path=tmp_path, PATCHES_STRICT="1")
-    assert found.returncode == 1 and "conflict" in {r["status"] for r in json.loads(found.stdout)["results"]}
-    assert run("diff", path=tmp_path, PATCHES_STRICT="1").returncode == 0
+    strict = {"PATCHES_STRICT": "1"}
+    shown, data, diff = answers(("report",), ("report", "--json"), ("diff",), path=tmp_path, environs=(strict,) * 3)
+    assert shown[0] == 1 and "conflict: bitsandbytes-" in shown[1], shown[2]
+    assert data[0] == 1 and "conflict" in {r["status"] for r in json.loads(data[1])["results"]}
+    assert diff[0] == 0
 
 
 @NEEDS_STACK
@@ -97,12 +119,13 @@ def test_without_docstrings():
 
 @NEEDS_STACK
 def test_where_no_program_gets_any_the_report_does_not_say_applied():
-    done = run("report", PEFT, "--json", PATCHES_AUTOLOAD="0")
-    found = json.loads(done.stdout)
+    line = ("report", PEFT, "--json")
+    off, on = answers(line, line, environs=({"PATCHES_AUTOLOAD": "0"}, {"PATCHES_AUTOLOAD": "1"}))
+    found = json.loads(off[1])
     (row,) = found["results"]
     assert row["status"] == "available" and "patches.apply()" in row["reason"] and not row["changes"]
     assert any("PATCHES_AUTOLOAD is off" in note for note in found["notes"])
-    assert json.loads(run("report", PEFT, "--json").stdout)["results"][0]["status"] == "applied"
+    assert json.loads(on[1])["results"][0]["status"] == "applied"
 
 
 # -- at a glance ---------------------------------------------------------------------------------
@@ -137,7 +160,7 @@ def test_what_a_user_has_disabled_is_one_line():
 
 @NEEDS_STACK
 def test_all_has_a_line_for_each_patch_and_without_it_a_screen():
-    short, whole = run("report").stdout, run("report", "--all").stdout
+    (_, short, _), (_, whole, _) = answers(("report",), ("report", "--all"))
     assert len(short.splitlines()) < 30 < len(whole.splitlines())
     assert all(patch_id in whole for patch_id in REGISTRY.patches)
 

@@ -39,12 +39,14 @@ def test_every_return_on_toys(toys, verb, start, bytecode_is_written):
     assert os.listdir(toys.kept.parent) in ([], [toys.kept.name]), "no draft is left"
 
 
+@pytest.mark.parametrize("step", [29, pytest.param(7, marks=pytest.mark.release("every 29th bytecode"))])
 @pytest.mark.parametrize("verb", ["apply", "revert"])
-def test_every_seventh_bytecode_on_toys(toys, verb):
+def test_bytecodes_on_toys(toys, verb, step):
+    """At every ``step``-th of them; both are prime, so that no loop is always met at the same place."""
     total = count(toys, verb, fine=True)
     if not total and sys.version_info[:2] == (3, 12):
         pytest.skip("the first releases of Python 3.12 tell a tracer of no bytecode")
-    assert torture(toys, verb, iter(range(1, total + 1, 7)), fine=True)
+    assert torture(toys, verb, iter(range(1, total + 1, step)), fine=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +61,10 @@ def whole() -> Subject:
      ("revert", False, Start.WARM), ("revert", True, Start.WARM)],
     ids=["apply", "apply-bytecodes", "apply-kept", "apply-cold", "revert", "revert-bytecodes"],
 )  # fmt: skip
-def test_a_sample_of_steps_on_the_whole_registry(whole, verb, fine, start, bytecode_is_written):
+@pytest.mark.parametrize("size", [5, pytest.param(12, marks=pytest.mark.release("a sample of five"))])
+def test_a_sample_of_steps_on_the_whole_registry(whole, verb, fine, start, size, bytecode_is_written):
     total = count(whole, verb, fine, start)
-    steps = sorted(random.Random(f"{verb}{fine}{start}").sample(range(1, total + 1), 12))
+    steps = sorted(random.Random(f"{verb}{fine}{start}").sample(range(1, total + 1), size))
     assert torture(whole, verb, iter(steps), fine, start)
     assert os.listdir(whole.kept.parent) in ([], [whole.kept.name]), "no draft is left"
 

@@ -12,7 +12,10 @@ from packaging.version import Version
 
 from tests import forks, processor
 
-PROCESSORS = pytest.mark.parametrize("kind", ["emulated", "host"])
+_BESIDE_THE_INSTRUCTION = [pytest.mark.release("the same on the host, which has the instruction")]
+PROCESSORS = pytest.mark.parametrize("kind", [
+    pytest.param("emulated", marks=_BESIDE_THE_INSTRUCTION if processor.host_has_avx512bf16() else []), "host",
+])  # fmt: skip
 """``emulated`` stands in for the instruction, not for the library: see :mod:`tests.processor`."""
 
 
