@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...repairs.helpers.offload.brought import by_a_use
 from .naming import Naming
 from .records import Layers
-from .tensors import dtype, execution_device, home, library, of_class, offloading, size, stored, total
+from .tensors import dtype, execution_device, home, library, of_class, offloading, stored, total
 from .walk import Modules
 from .weights import Weight, read
 
@@ -71,7 +72,7 @@ def _layer(name: str, module: Any, hook: tuple[Any, str] | None, owners: Counter
     weight = read(module, hook[0] if hook else None)
     buffers = [b for b in module._buffers.values() if b is not None]
     meta = [p for p in parameters.values() if p.is_meta]
-    waits, brings = total(meta, set(seen)), sum(map(size, meta))
+    waits = total(meta, set(seen))
     counted = bool(parameters) and all(id(p) in seen for p in parameters.values())
     number = total((*parameters.values(), *buffers, *weight.extra), seen)
     where = sorted({str(t.device) for t in (parameters or module._buffers).values() if t is not None})
@@ -81,13 +82,11 @@ def _layer(name: str, module: Any, hook: tuple[Any, str] | None, owners: Counter
         lost = "" in homes
         if hook is not None and not lost:
             offloaded = f"{' and '.join(sorted(homes))}, runs on {execution_device(hook[0])}"
-        if hook is not None and home(hook[0], f"{hook[1]}SCB"):
-            brings += 4 * int(module._parameters["weight"].shape[0])  # row scales
     device = "" if offloaded else " and ".join(where)
     tied = any(owners[id(p)] > 1 for p in parameters.values())
     if counted:  # with the module that it shares them with
         weight = replace(weight, parameters=0)
-    return Layer(name, module, weight, number, device, offloaded, waits, brings, lost, tied)
+    return Layer(name, module, weight, number, device, offloaded, waits, by_a_use(module), lost, tied)
 
 
 def lines(layers: Iterable[Layer], naming: Naming) -> tuple[Layers, ...]:

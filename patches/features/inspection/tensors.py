@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...repairs.helpers.offload.brought import parts, size
+
 
 def library(module: str, name: str) -> Any:
     """``name`` of ``module``, if that is imported already; nothing is imported for this."""
@@ -18,23 +20,10 @@ def of_class(thing: object, module: str, *names: str) -> bool:
     return any(c.__name__ in names and c.__module__ == module for c in type(thing).__mro__)
 
 
-def size(tensor: Any) -> int:
-    """Its bytes in this process: of a shard what is here, of a quantized tensor of torchao its parts."""
-    if parts := _parts(tensor):
-        return sum(map(size, parts))
-    return int(tensor.numel()) * int(tensor.element_size())
-
-
 def stored(tensor: Any) -> str:
     """The dtype of what is in memory: of a quantized tensor of torchao that of its largest part."""
-    parts = _parts(tensor)
-    return stored(max(parts, key=size)) if parts else dtype(tensor)
-
-
-def _parts(tensor: Any) -> list[Any]:
-    flatten = getattr(type(tensor), "__tensor_flatten__", None)
-    found = [getattr(tensor, name) for name in flatten(tensor)[0]] if flatten is not None else []
-    return [part for part in found if hasattr(part, "element_size")]  # a DTensor names its mesh too
+    inside = parts(tensor)
+    return stored(max(inside, key=size)) if inside else dtype(tensor)
 
 
 def total(tensors: Iterable[Any], seen: set[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,7 @@ def find_scale(layer: Any) -> Tensor | None:
     the weight. ``None`` if they are nowhere. Never computed: codes do not tell their scale.
     """
     weight, state = layer.weight, layer.state
-    for scale in (of(weight), *_offloaded(layer)):
+    for scale in itertools.chain((of(weight),), _offloaded(layer)):
         if scale is not None and not is_lost(scale):
             return scale.to(weight.device)
     if is_lost(state.SCB) or is_lost(state.CB) or state.CB is getattr(weight, "CB", None):
@@ -112,10 +113,17 @@ def _offloaded(layer: Module) -> Iterator[Tensor | None]:
         weights = getattr(part, "weights_map", None)
         if weights is None:
             continue
-        if "SCB" in weights:
-            yield weights["SCB"]
-        if "weight" in weights:
-            yield of(weights["weight"])
+        yield _entry(weights, "SCB")
+        yield of(_entry(weights, "weight"))
+
+
+def _entry(weights: Any, name: str) -> Tensor | None:
+    """That of a map which may read it from the disk, also to say whether it has it; None if it has not."""
+    try:
+        found: Tensor = weights[name]
+    except KeyError:
+        return None
+    return found
 
 
 def known(layer: Any) -> Any:

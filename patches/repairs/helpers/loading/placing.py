@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..int8 import int8_scales
+from ..offload import brought, offload_maps
 from ..process import freed
 from ..process.messages import LOGGER
 from . import packed_files, places
@@ -180,6 +181,10 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     result = dispatch_model(model, **options)
     for module, name, owner, source in tied:
         module._parameters[name] = owner._parameters[source]
+    for loader in offload_maps.loaders(model):
+        loader.device = (
+            None  # not to the device at once: accelerate takes a quantized weight to the CPU, and there again
+        )
     model.hf_device_map = dict(device_map.given)
     _say(model, device_map)
     return result
@@ -210,22 +215,22 @@ def _say(model: Module, device_map: Places) -> None:
     """Once for each model that is loaded."""
     layers: Counter[str] = Counter()
     held: Counter[str] = Counter()
+    seen: set[int] = set()
     for name, module in model.named_modules():
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
         if own:
             at = device_map.at(name)
             place = str(device_map.main if at is None else at)
             layers[place] += 1
-            held[place] += sum(parameter.nbytes for parameter in own)
+            held[place] += sum(brought.size(parameter) for parameter in own if id(parameter) not in seen)
+            seen.update(map(id, own))
     LOGGER.info(
         "%s is loaded quantized over %s. Each forward brings what waits on the CPU or the disk to %s: %s. "
         "patches.inspect(model) shows it",
         type(model).__name__,
         ", ".join(f"{place} ({count} layers, {readable(held[place])})" for place, count in layers.items()),
         device_map.main,
-        readable(
-            sum(size for place, size in held.items() if place == "disk" or place == "cpu" != str(device_map.main))
-        ),
+        readable(sum(map(brought.by_a_use, model.modules()))),
     )
 
 

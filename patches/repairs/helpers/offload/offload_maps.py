@@ -17,11 +17,25 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ..int8 import int8_scales
+from . import hooks
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 _counter = itertools.count()
+
+
+def loaders(model: Module) -> list[Any]:
+    """The maps of the hooks in ``model`` that have an index of what is on the disk, each once."""
+    found = {}
+    for module in model.modules():
+        for hook in hooks.on(module):
+            weights = getattr(hook, "weights_map", None)
+            weights = getattr(weights, "dataset", weights)
+            if hasattr(weights, "index"):
+                found[id(weights)] = weights
+    return list(found.values())
 
 
 def write(hook: Any, name: str, tensor: Tensor) -> None:

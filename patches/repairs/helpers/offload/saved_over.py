@@ -15,28 +15,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..loading.packed_files import Folder, Index
-from . import hooks
+from . import offload_maps
 
 _PART = ".part"
 _WEIGHTS = ".safetensors"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
-def _loaders(model: Any) -> list[Any]:
-    """The maps of the hooks in ``model`` that read from files, each once."""
-    found = {}
-    for module in model.modules():
-        for hook in hooks.on(module):
-            weights = getattr(hook, "weights_map", None)
-            weights = getattr(weights, "dataset", weights)
-            if hasattr(weights, "index"):
-                found[id(weights)] = weights
-    return list(found.values())
-
-
 def _read(model: Any, directory: str) -> set[str]:
     """Names of the files in ``directory`` that ``model`` reads."""
-    files = {entry.get("safetensors_file") for loader in _loaders(model) for entry in loader.index.values()}
+    files = {entry.get("safetensors_file") for loader in offload_maps.loaders(model) for entry in loader.index.values()}
     there = os.path.realpath(directory)
     return {os.path.basename(file) for file in files if file and os.path.realpath(os.path.dirname(file)) == there}
 
@@ -116,7 +104,7 @@ class Shards:
             folder = self._linked(names, self.directory)
         moved = {name: os.path.join(folder.path, name) for name in names}
         there = os.path.realpath(self.directory)
-        for loader in _loaders(self.model):
+        for loader in offload_maps.loaders(self.model):
             for key, entry in list(loader.index.items()):
                 where, name = os.path.split(entry.get("safetensors_file") or "")
                 if name in moved and os.path.realpath(where) == there:
