@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from ...repairs.helpers.offload.brought import size
 from .records import Checkpointing, OptimizerState, Training
-from .tensors import dtypes, library, of_class, size
+from .tensors import dtypes, library, of_class
 from .walk import Modules
 
 Named = dict[str, Any]
