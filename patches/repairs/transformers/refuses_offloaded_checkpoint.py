@@ -5,8 +5,9 @@ For a checkpoint that is quantized already, the configuration in its ``config.js
 user passes, flag and all: whoever follows the advice reads it again, and again. All releases since 4.53.
 
 ``from_pretrained`` reads no row scales and no quantization state for a layer on disk, so the refusal is right where
-``transformers-refuses-what-does-not-fit`` is not in, which makes it load such a model. It now says what does work, with the same result bit for bit: load whole, then ``dispatch_model``. A model that is quantized
-while it is loaded is asked for the flag as before, and gets what it documents.
+``transformers-refuses-what-does-not-fit`` is not in, which makes it load such a model. It now says what does work, with
+the same result bit for bit: load whole, then ``dispatch_model``. A model that is quantized while it is loaded is asked
+for the flag as before, and gets what it documents.
 """
 
 from __future__ import annotations
@@ -14,27 +15,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...engine import Finding, Patch, SetAttribute
-from ..helpers.loading.quantizers import QUANTIZERS
+from ...engine import Finding, Patch, Rewrite
 
 _REMEDY = (
     "This checkpoint is quantized already, and from_pretrained cannot send layers of such a checkpoint to the CPU or "
     'the disk, whatever llm_int8_enable_fp32_cpu_offload says. Load it whole (device_map={"": "cpu"} needs no GPU '
     'memory), then call accelerate.dispatch_model(model, device_map, offload_dir="...", force_hooks=True) with this device map.'
 )
-_FLAG = "self.quantization_config.llm_int8_enable_fp32_cpu_offload"
 
 
-def _make(original: Callable[..., None]) -> Callable[..., None]:
-    def validate_environment(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            original(self, *args, **kwargs)
-        except ValueError as error:
-            if not self.pre_quantized or "llm_int8_enable_fp32_cpu_offload" not in str(error):
-                raise
-            raise ValueError(_REMEDY) from None
+def told(quantizer: Any) -> Callable[[str], ValueError]:
+    """``ValueError``: it says what works where the flag, which it asks for, does not."""
 
-    return validate_environment
+    def error(text: str) -> ValueError:
+        asks = quantizer.pre_quantized and "llm_int8_enable_fp32_cpu_offload" in text
+        return ValueError(_REMEDY if asks else text)
+
+    return error
+
+
+def _edit(bits: int, errors: int, when: str) -> Rewrite:
+    """In the validation of one quantizer, which raises so many of these errors."""
+    target = f"transformers.quantizers.quantizer_bnb_{bits}bit:Bnb{bits}BitHfQuantizer.validate_environment"
+    return Rewrite(
+        target, find="ValueError", replace="_patches_told(self)", count=errors, names={"_patches_told": told}, when=when
+    )
 
 
 def defect() -> Finding:
@@ -68,6 +73,9 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",
     seen_on=("2.13", "2.15"),
-    edits=tuple(SetAttribute(f"{quantizer}.validate_environment", make=_make, over=_FLAG) for quantizer in QUANTIZERS),
+    edits=(
+        *(_edit(bits, 1, "transformers>=5") for bits in (4, 8)),
+        *(_edit(bits, errors, "transformers<5") for bits, errors in ((4, 2), (8, 3))),
+    ),
     defect=defect,
 )

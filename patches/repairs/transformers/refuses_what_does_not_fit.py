@@ -17,9 +17,11 @@ What it costs: each use of an offloaded layer brings its packed weights over the
 
 from __future__ import annotations
 
-from ...engine import CannotShow, Finding, Patch, Rewrite
-from ...engine.gate import satisfied
-from ..helpers.loading import checkpoint_keys, places, placing, sizes
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.loading import checkpoint_keys, places, placing, placing_in_4, sizes
+from ..helpers.loading.quantizers import BEFORE_LOADING, in_both
 
 
 def defect() -> Finding:
@@ -29,8 +31,6 @@ def defect() -> Finding:
     import torch
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-    if satisfied("transformers<5"):
-        raise CannotShow("before transformers 5 a quantized model that does not fit is refused; not repaired there")
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     load = LlamaForCausalLM.from_pretrained
@@ -54,6 +54,146 @@ def defect() -> Finding:
 
 _LOADING = "transformers.core_model_loading:convert_and_load_state_dict_in_model"
 _HOOKS = "transformers.integrations.accelerate"
+_MODEL = "transformers.modeling_utils"
+
+
+def _edit(target: str, find: str, replace: str, when: str, **names: Any) -> Rewrite:
+    return Rewrite(
+        target, find=find, replace=replace, names={f"_patches_{name}": names[name] for name in names}, when=when
+    )
+
+
+def _common(maps: str, inferring: str, files: str, hooks: str, when: str) -> tuple[Rewrite, ...]:
+    """What both loaders do: make a map, look at the files, hang hooks on the model."""
+    planned = "return _patches_planned(model, device_map, hf_quantizer)"
+    counted = inferring.replace(
+        "infer_auto_device_map", "_patches_counted(infer_auto_device_map, max_memory, hf_quantizer)"
+    )
+    whole = "_patches_whole(checkpoint_files).endswith('.safetensors')"
+    dispatch = "_patches_dispatch(dispatch_model, model, device_map_kwargs)"
+    return (
+        _edit(maps, inferring, counted, when, counted=sizes.counted),
+        _edit(maps, "return device_map", planned, when, planned=places.planned),
+        _edit(files, "checkpoint_files[0].endswith('.safetensors')", whole, when, whole=checkpoint_keys.whole),
+        _edit(hooks, "dispatch_model(model, **device_map_kwargs)", dispatch, when, dispatch=placing.dispatch),
+    )
+
+
+def _from_5() -> tuple[Rewrite, ...]:
+    when = "transformers>=5"
+    maps, disk, hooks = (
+        f"{_HOOKS}:{name}" for name in ("_get_device_map", "accelerate_disk_offload", "accelerate_dispatch")
+    )
+    on_disk = "param_device == 'disk' and (target_name not in model_buffers or offload_buffers)"
+    left = "_patches_left(device_map, hf_quantizer, target_name, param, mapping, disk_offload_index)"
+    ended = "if thread_pool is not None: thread_pool.shutdown(wait=False, cancel_futures=True)"
+    return (
+        *in_both(
+            "validate_environment",
+            "values != {'cpu'} and ('cpu' in values or 'disk' in values)",
+            "_patches_refused(self, values)",
+            {"_patches_refused": places.refused},
+            when,
+        ),
+        *_common(maps, "infer_auto_device_map", disk, hooks, when),
+        _edit(
+            _LOADING,
+            "get_device(device_map, renamed_key, valid_torch_device=True)",
+            "_patches_device_of(get_device, device_map, renamed_key, model, hf_quantizer)",
+            when,
+            device_of=placing.device_of,
+        ),
+        _edit(
+            _LOADING,
+            "load_config.disk_offload_folder",
+            "_patches_folder(load_config, model, disk_offload_index)",
+            when,
+            folder=placing.folder,
+        ),
+        _edit(_LOADING, on_disk, f"({on_disk} and not {left})", when, left=placing.left),
+        _edit(
+            _LOADING,
+            "offload_and_maybe_resave_param",
+            "_patches_resaved(offload_and_maybe_resave_param, device_map)",
+            when,
+            resaved=placing.resaved,
+        ),
+        _edit(
+            _LOADING, "set_param_for_module", "_patches_put(set_param_for_module, device_map)", when, put=placing.put
+        ),
+        _edit(_LOADING, ended, f"_patches_ended(device_map)\n{ended}", when, ended=placing.ended),
+    )
+
+
+def _before_5() -> tuple[Rewrite, ...]:
+    when = "transformers<5"
+    maps, files = f"{_MODEL}:_get_device_map", f"{_MODEL}:PreTrainedModel._load_pretrained_model"
+    loads = f"{_MODEL}:PreTrainedModel.from_pretrained"
+    placing_one = f"{_MODEL}:_load_state_dict_into_meta_model"
+    refused = "'cpu' in device_map_without_lm_head.values() or 'disk' in device_map_without_lm_head.values()"
+    supports = {"_patches_supports": places.supports}
+    inside = "{k[len(_prefix):] if k.startswith(_prefix) else k: v for k, v in device_map.items()}"
+    given = "device_map, model, param_name, param, hf_quantizer, disk_offload_index, _load_parameter_into_model"
+    return (
+        *in_both("validate_environment", refused, f"not _patches_supports(self) and ({refused})", supports, when),
+        *in_both(
+            BEFORE_LOADING,
+            "value in ['disk', 'cpu']",
+            "value in ['disk', 'cpu'] and not _patches_supports(self)",
+            supports,
+            when,
+        ),
+        *_common(maps, "infer_auto_device_map(model, dtype=target_dtype, **device_map_kwargs)", files, loads, when),
+        _edit(
+            loads,
+            "cls._load_pretrained_model",
+            "_patches_loading(cls._load_pretrained_model, device_map)",
+            when,
+            loading=placing_in_4.loading,
+        ),
+        _edit(
+            files,
+            "expand_device_map(device_map, checkpoint_keys)",
+            "_patches_expanded(expand_device_map, device_map, checkpoint_keys)",
+            when,
+            expanded=placing_in_4.expanded,
+        ),
+        _edit(
+            files,
+            "get_disk_only_shard_files(device_map, weight_map)",
+            "_patches_skipped(get_disk_only_shard_files, device_map, weight_map)",
+            when,
+            skipped=placing_in_4.skipped,
+        ),
+        _edit(files, inside, "_patches_within(device_map, _prefix)", "transformers<4.57", within=placing_in_4.within),
+        _edit(
+            placing_one,
+            "device_map[''] not in ('cpu', torch.device('cpu'))",
+            "device_map[''] not in ('cpu', 'disk', torch.device('cpu'))",
+            when,
+        ),
+        *(
+            _edit(
+                placing_one,
+                "param_device == 'disk'",
+                f"_patches_placed({given}{of_the_quantizer}) or param_device == 'disk'",
+                release,
+                placed=placing_in_4.placed,
+            )
+            for of_the_quantizer, release in (
+                (", state_dict, unexpected_keys", "transformers<4.57"),
+                ("", "transformers>=4.57,<5"),
+            )
+        ),
+        _edit(
+            placing_one,
+            "not is_safetensors",
+            "not _patches_is_placed(device_map, is_safetensors)",
+            when,
+            is_placed=placing_in_4.is_placed,
+        ),
+    )
+
 
 PATCH = Patch(
     id="transformers-refuses-what-does-not-fit",
@@ -62,88 +202,9 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/315",
         "https://github.com/huggingface/transformers/issues/26153",
     ),
-    requires=("transformers>=5", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
+    requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
     tested_up_to="5.24.0",
     seen_on=("2.13",),
-    edits=(
-        *(
-            Rewrite(
-                f"transformers.quantizers.quantizer_bnb_{bits}bit:Bnb{bits}BitHfQuantizer.validate_environment",
-                find="values != {'cpu'} and ('cpu' in values or 'disk' in values)",
-                replace="_patches_refused(self, values)",
-                names={"_patches_refused": places.refused},
-            )
-            for bits in (4, 8)
-        ),
-        Rewrite(
-            f"{_HOOKS}:_get_device_map",
-            find="infer_auto_device_map",
-            replace="_patches_counted(infer_auto_device_map, max_memory)",
-            names={"_patches_counted": sizes.counted},
-        ),
-        Rewrite(
-            f"{_HOOKS}:_get_device_map",
-            find="return device_map",
-            replace="return _patches_planned(model, device_map, hf_quantizer)",
-            names={"_patches_planned": places.planned},
-        ),
-        Rewrite(
-            f"{_HOOKS}:accelerate_disk_offload",
-            find="checkpoint_files[0].endswith('.safetensors')",
-            replace="_patches_whole(checkpoint_files).endswith('.safetensors')",
-            names={"_patches_whole": checkpoint_keys.whole},
-        ),
-        Rewrite(
-            _LOADING,
-            find="get_device(device_map, renamed_key, valid_torch_device=True)",
-            replace="_patches_device_of(get_device, device_map, renamed_key, model, hf_quantizer)",
-            names={"_patches_device_of": placing.device_of},
-        ),
-        Rewrite(
-            _LOADING,
-            find="load_config.disk_offload_folder",
-            replace="_patches_folder(load_config, model, disk_offload_index)",
-            names={"_patches_folder": placing.folder},
-        ),
-        Rewrite(
-            _LOADING,
-            find="param_device == 'disk' and (target_name not in model_buffers or offload_buffers)",
-            replace="""
-                (
-                    param_device == 'disk' and (target_name not in model_buffers or offload_buffers)
-                    and not _patches_left(device_map, hf_quantizer, target_name, param, mapping, disk_offload_index)
-                )
-            """,
-            names={"_patches_left": placing.left},
-        ),
-        Rewrite(
-            _LOADING,
-            find="offload_and_maybe_resave_param",
-            replace="_patches_resaved(offload_and_maybe_resave_param, device_map)",
-            names={"_patches_resaved": placing.resaved},
-        ),
-        Rewrite(
-            _LOADING,
-            find="set_param_for_module",
-            replace="_patches_put(set_param_for_module, device_map)",
-            names={"_patches_put": placing.put},
-        ),
-        Rewrite(
-            _LOADING,
-            find="if thread_pool is not None: thread_pool.shutdown(wait=False, cancel_futures=True)",
-            replace="""
-                _patches_ended(device_map)
-                if thread_pool is not None:
-                    thread_pool.shutdown(wait=False, cancel_futures=True)
-            """,
-            names={"_patches_ended": placing.ended},
-        ),
-        Rewrite(
-            f"{_HOOKS}:accelerate_dispatch",
-            find="dispatch_model(model, **device_map_kwargs)",
-            replace="_patches_dispatch(dispatch_model, model, device_map_kwargs)",
-            names={"_patches_dispatch": placing.dispatch},
-        ),
-    ),
+    edits=(*_from_5(), *_before_5()),
     defect=defect,
-)  # fmt: skip
+)

@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import patches
-from patches.repairs.helpers.loading import placing
-from patches.repairs.helpers.loading.places import Places
+from patches.repairs.helpers.process import freed
 from patches.repairs.helpers.reproducers import tiny_models
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
 
 SIZE = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -158,12 +157,14 @@ def test_generation_and_a_trainer(kind, tmp_path):
     assert other == pytest.approx(losses, rel=1e-3)  # AVX512-BF16 multiplies what is not offloaded by another kernel
 
 
-def test_freed_memory_is_returned_where_the_cpu_quantizes(monkeypatch):
+def test_freed_memory_is_returned_where_the_cpu_quantizes(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(placing.ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=asked.append))
-    weight = bitsandbytes.nn.Params4bit(torch.empty(placing._OFTEN, 1, dtype=torch.uint8), requires_grad=False)
-    places = Places({}, {})
-    placing._give_back(places, weight.to("meta"))
-    assert not asked, "what an accelerator quantized was never in this memory"
-    placing._give_back(places, weight)
-    assert asked == [0]
+    monkeypatch.setattr(freed.ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=asked.append))
+    monkeypatch.setattr(freed, "OFTEN", 1)
+    tied().save_pretrained(tmp_path / "plain")
+    how = transformers.BitsAndBytesConfig(**HOW["nf4"])
+    places = {"": "cpu", "model.layers.1": "disk"}
+    transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=how, device_map=places, offload_folder=tmp_path / "off"
+    )
+    assert asked == [0] * 14, "once for each of the layers that it quantized"

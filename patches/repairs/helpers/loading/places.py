@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from .packed_files import Folder
+    from .packed_files import Entry, Folder
 
 Place = Any
 """A number, a string or a ``torch.device``; "cpu" and "disk" are where weights wait that are brought for each use."""
@@ -37,6 +37,10 @@ class Places(dict[str, Place]):
         """The error that a program was dealing with when it began to load, such as that of loading whole."""
         self.scales: dict[str, Tensor] = {}
         """Row scales of INT8 weights on the disk, by the names of a state dict."""
+        self.index: dict[str, Entry] = {}
+        """What lies on the disk, where the loader is that of transformers 4."""
+        self.root = ""
+        """What names in it have before them in the whole model."""
 
     def at(self, name: str) -> Place:
         """Where the module or tensor ``name`` waits; None if nothing says so."""

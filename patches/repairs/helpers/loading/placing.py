@@ -18,6 +18,7 @@ from ..process.messages import LOGGER
 from . import packed_files, places
 from .experts import readable
 from .places import Places
+from .quantizers import quantizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,15 +41,19 @@ def folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | 
         device_map.handled = sys.exc_info()[1]
     if not isinstance(device_map, Places) or "disk" not in device_map.values():
         return inside
+    return open_folder(device_map, model, load_config.hf_quantizer, inside, in_safetensors=bool(index))
+
+
+def open_folder(device_map: Places, model: Any, quantizer: Any, inside: Any, in_safetensors: bool) -> str | None:
+    """A folder for what is written, inside the one that the user names; an error if there is none and it is needed."""
     if inside is not None:
         device_map.folder = packed_files.Folder(str(inside))
         return device_map.folder.path
-    quantizer = load_config.hf_quantizer
     written = [
         name
         for name, _ in model.named_parameters()
-        if _on_disk(device_map, name)
-        and (not index or not quantizer.pre_quantized and quantizer.param_needs_quantization(model, name))
+        if on_disk(device_map, name)
+        and (not in_safetensors or not quantizer.pre_quantized and quantizes(quantizer, model, name))
     ]
     if written:
         raise ValueError(
@@ -60,7 +65,8 @@ def folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | 
     return None
 
 
-def _on_disk(device_map: Places, name: str) -> bool:
+def on_disk(device_map: Places, name: str) -> bool:
+    """Whether ``name`` waits on the disk."""
     return bool(device_map.at(name) == "disk")
 
 
@@ -74,9 +80,9 @@ def left(device_map: Any, quantizer: Any, name: str, weight: Any, mapping: Any, 
     there = name in index and _lies_there(quantizer, mapping)
     if name in index:  # in the dtype that the model has it in, which may not be that of the file
         index[name] = {**index[name], "dtype": str(weight.dtype).removeprefix("torch.")}
-    if _is_packed(weight) and not there:
-        index[name] = _written(device_map, name, weight)
-    return there or _is_packed(weight)
+    if is_packed(weight) and not there:
+        index[name] = written(device_map, name, weight)
+    return there or is_packed(weight)
 
 
 def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
@@ -86,12 +92,12 @@ def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
 
     def set_param_for_module(model: Any, name: str, weight: Any, *also: Any) -> None:
         path, _, own = name.rpartition(".")
-        leaves = _on_disk(device_map, name) and own in model.get_submodule(path)._parameters
-        if _is_packed(weight) and not leaves and places.is_offloaded(device_map, path):
+        leaves = on_disk(device_map, name) and own in model.get_submodule(path)._parameters
+        if is_packed(weight) and not leaves and places.is_offloaded(device_map, path):
             weight = weight.to("cpu")
         upstream(model, name, weight, *also)
         if leaves:
-            _leave(device_map, model, name, weight)
+            leave(device_map, model, name, weight)
         if type(weight).__name__ == "Params4bit" and weight.device.type == "cpu":
             freed.quantized(weight.nbytes)
 
@@ -111,12 +117,13 @@ def resaved(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]
     return offload_and_maybe_resave_param
 
 
-def _leave(device_map: Places, model: Module, name: str, weight: Any) -> None:
+def leave(device_map: Places, model: Module, name: str, weight: Any) -> None:
+    """Take ``weight``, which lies on the disk, out of ``model``; row scales stay in memory."""
     from accelerate.utils import set_module_tensor_to_device
 
     scales = int8_scales.of(weight)
     if scales is not None:
-        device_map.scales[_scales_of(name)] = scales.detach().to("cpu")
+        device_map.scales[device_map.root + _scales_of(name)] = scales.detach().to("cpu")
     _unmark(weight)
     set_module_tensor_to_device(model, name, "meta")
     vars(model.get_parameter(name))["_is_hf_initialized"] = True
@@ -127,7 +134,8 @@ def _unmark(weight: Tensor) -> None:
     vars(weight).pop("_is_hf_initialized", None)
 
 
-def _written(device_map: Places, name: str, weight: Tensor) -> packed_files.Entry:
+def written(device_map: Places, name: str, weight: Tensor) -> packed_files.Entry:
+    """Write ``weight`` to the folder of this load."""
     import torch
 
     if device_map.folder is None:
@@ -135,7 +143,7 @@ def _written(device_map: Places, name: str, weight: Tensor) -> packed_files.Entr
             f"The device_map sends {name!r} to the disk, and it has to be written there, because the checkpoint has it in "
             "another form. Name a folder: from_pretrained(..., offload_folder=...)."
         )
-    return device_map.folder.write(name, weight.detach().as_subclass(torch.Tensor).to("cpu"))
+    return device_map.folder.write(device_map.root + name, weight.detach().as_subclass(torch.Tensor).to("cpu"))
 
 
 def _lies_there(quantizer: Any, mapping: Any) -> bool:
@@ -144,7 +152,8 @@ def _lies_there(quantizer: Any, mapping: Any) -> bool:
     return bool(quantizer.pre_quantized) and operations in (["Bnb4bitDeserialize"], ["Bnb8bitDeserialize"])
 
 
-def _is_packed(weight: Any) -> bool:
+def is_packed(weight: Any) -> bool:
+    """Whether ``weight`` is, or will be, packed weights with all their statistics."""
     kind = type(weight).__name__
     return kind == "Params4bit" or kind == "Int8Params" and int8_scales.of(weight) is not None
 
@@ -242,6 +251,6 @@ def _in_memory(model: Module, device_map: Places, index: dict[str, Any]) -> dict
         for name in waiting:
             kept.update(model.get_submodule(name).state_dict(prefix=f"{name}."))
     for name, parameter in model.named_parameters():
-        if _on_disk(device_map, name) and name not in index and not parameter.is_meta:
+        if on_disk(device_map, name) and name not in index and not parameter.is_meta:
             kept[name] = parameter.detach()  # the checkpoint has none: it was initialized
     return kept or None

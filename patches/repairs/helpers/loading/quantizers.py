@@ -22,3 +22,12 @@ def in_both(
     return tuple(
         Rewrite(f"{quantizer}.{method}", find=find, replace=replace, names=names, when=when) for quantizer in QUANTIZERS
     )
+
+
+def quantizes(quantizer: Any, model: Any, name: str) -> bool:
+    """Whether ``quantizer`` makes the parameter ``name`` of ``model``, from a weight or from what is packed already."""
+    upstream = getattr(quantizer, "param_needs_quantization", None)
+    if upstream is not None:
+        return bool(upstream(model, name))
+    path, _, own = name.rpartition(".")  # up to transformers 4.56 it asks for a state dict, too
+    return own == "weight" and type(model.get_submodule(path)._parameters[own]).__name__ in ("Params4bit", "Int8Params")

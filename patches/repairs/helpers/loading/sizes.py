@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import places
+from .quantizers import quantizes
 
 
 class Unit(NamedTuple):
@@ -42,11 +43,11 @@ Sizes = dict[str, tuple[int, int]]
 Map = dict[str, places.Place]
 
 
-def counted(infer: Callable[..., Any], max_memory: Any) -> Callable[..., Any]:
+def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Callable[..., Any]:
     """``infer_auto_device_map``: by the true sizes if that of transformers would offload a quantized model."""
 
     def infer_auto_device_map(model: Any, **options: Any) -> Any:
-        device_map, quantizer = infer(model, **options), options["hf_quantizer"]
+        device_map = infer(model, **options)
         if not places.offloads(device_map) or not places.supports(quantizer):
             return device_map
         from accelerate.utils.modeling import clean_device_map
@@ -54,7 +55,7 @@ def counted(infer: Callable[..., Any], max_memory: Any) -> Callable[..., Any]:
         sizes = tensor_sizes(model, quantizer)
         units = list(_units(model, "", sizes, set(options["no_split_module_classes"] or ())))
         found = _fitted(units, sizes, *_rooms(max_memory, units))
-        _follow_tied(found, getattr(model, "all_tied_weights_keys", None) or {})
+        _follow_tied(found, _tied(model))
         return clean_device_map(found)
 
     return infer_auto_device_map
@@ -62,19 +63,30 @@ def counted(infer: Callable[..., Any], max_memory: Any) -> Callable[..., Any]:
 
 def tensor_sizes(model: Any, quantizer: Any) -> Sizes:
     """What the parameters and buffers of ``model``, which are on meta, will take once it is loaded."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = _tied(model)
     sizes: Sizes = {}
     for name, parameter in model.named_parameters():
         if name not in tied:
-            quantized = quantizer.param_needs_quantization(model, name)
-            sizes[name] = packed(parameter) if quantized else (_bytes(quantizer, model, name, parameter), 0)
+            packs = quantizes(quantizer, model, name)
+            sizes[name] = packed(parameter) if packs else (_bytes(quantizer, model, name, parameter), 0)
     sizes.update({name: (0, buffer.nbytes) for name, buffer in model.named_buffers()})
     return sizes
 
 
 def _bytes(quantizer: Any, model: Any, name: str, parameter: Any) -> int:
     """Of what is no linear layer's weight; experts that are quantized while they are read take less."""
-    return int(parameter.numel() * quantizer.param_element_size(model, name, parameter))
+    element_size = getattr(quantizer, "param_element_size", None)  # from transformers 5 on
+    return int(parameter.numel() * element_size(model, name, parameter)) if element_size else int(parameter.nbytes)
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """Names of weights that are another's, and that name. Those of transformers 4 are one parameter by now."""
+    declared: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
+    if declared is not None:
+        return declared
+    first: dict[int, str] = {}
+    names = ((name, first.setdefault(id(each), name)) for name, each in model.named_parameters(remove_duplicate=False))
+    return {name: source for name, source in names if name != source}
 
 
 def packed(weight: Any) -> tuple[int, int]:
@@ -109,7 +121,10 @@ def _unit(path: str, module: Any, sizes: Sizes, block: bool) -> Unit:
 
 def _rooms(max_memory: Any, units: list[Unit]) -> tuple[list[Room], list[Room]]:
     """Where the model can compute, and where it can wait."""
-    from transformers.integrations.accelerate import get_max_memory
+    try:
+        from transformers.integrations.accelerate import get_max_memory
+    except ImportError:  # transformers 4
+        from accelerate.utils import get_max_memory
 
     memory = {place: size for place, size in get_max_memory(max_memory).items() if size > 0}
     devices = [place for place in memory if place not in places.OFFLOADED] or [p for p in memory if p == "cpu"]
