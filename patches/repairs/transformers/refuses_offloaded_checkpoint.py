@@ -38,7 +38,12 @@ def _edit(bits: int, errors: int, when: str) -> Rewrite:
     """In the validation of one quantizer, which raises so many of these errors."""
     target = f"transformers.quantizers.quantizer_bnb_{bits}bit:Bnb{bits}BitHfQuantizer.validate_environment"
     return Rewrite(
-        target, find="ValueError", replace="_patches_told(self)", count=errors, names={"_patches_told": told}, when=when
+        target,
+        find="ValueError",
+        replace="_patches_remedy(self)",
+        count=errors,
+        names={"_patches_remedy": told},
+        when=when,
     )
 
 

@@ -85,7 +85,7 @@ def same(from_pretrained, places, how, tmp_path, compute=outputs):
     """Loaded whole and offloaded afterwards, loaded so, saved, and loaded so from what was saved."""
     how = transformers.BitsAndBytesConfig(**how)
     load = lambda folder, places, **also: from_pretrained(  # noqa: E731
-        folder, device_map=places, offload_folder=tmp_path / "off", dtype=torch.float32, **also
+        folder, device_map=places, offload_folder=tmp_path / "off", **tiny_models.in_dtype(torch.float32), **also
     )
     whole = load(tmp_path / "plain", {"": "cpu"}, quantization_config=how)
     whole.save_pretrained(tmp_path / "whole")
@@ -138,7 +138,8 @@ def test_generation_and_a_trainer(kind, tmp_path):
     found = []
     for places in ({"": "cpu"}, {"": "cpu", "model.layers.1": "disk"}):
         model = transformers.LlamaForCausalLM.from_pretrained(
-            tmp_path / "plain", device_map=places, offload_folder=tmp_path / "off", dtype=torch.float32,
+            tmp_path / "plain", device_map=places, offload_folder=tmp_path / "off",
+            **tiny_models.in_dtype(torch.float32),
             quantization_config=transformers.BitsAndBytesConfig(**HOW[kind]),
         )  # fmt: skip
         tokens = model.generate(IDS, max_new_tokens=8, do_sample=False).tolist()
@@ -146,7 +147,8 @@ def test_generation_and_a_trainer(kind, tmp_path):
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
         options = transformers.TrainingArguments(
             str(tmp_path / "trainer"), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[],
-            save_strategy="no", use_cpu=True, gradient_checkpointing=True, learning_rate=1e-2,
+            save_strategy="no", use_cpu=True, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+            learning_rate=1e-2,
         )  # fmt: skip
         data = [{"input_ids": IDS[0].roll(i), "labels": IDS[0].roll(i)} for i in range(8)]
         trainer = transformers.Trainer(model, options, train_dataset=data)
