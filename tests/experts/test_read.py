@@ -21,7 +21,7 @@ from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
 from patches.repairs.helpers.reproducers.mixtures import pack  # noqa: E402
-from tests.experts.models import IDS, gap, saved, step  # noqa: E402
+from tests.experts.models import IDS, gap, loaded, saved, step  # noqa: E402
 
 ID = "transformers-experts-of-linear-layers"
 OTHERS = ["olmoe", "deepseek_v3", "glm4_moe", "minimax_m2", "qwen2_moe", "qwen3_5_moe", "ernie4_5_moe"]
@@ -107,8 +107,6 @@ def test_a_layer_in_floating_point(tmp_path, patched):
 
 def test_an_expert_in_floating_point(tmp_path, patched, caplog, monkeypatch):
     """The parameter is right, and whole in floating point; the log says so."""
-    import logging
-
     monkeypatch.setattr(logging.getLogger("bnb_patches"), "propagate", True)
     values = packed(tmp_path)
     rewrite(tmp_path, lambda tensors: unpack(tensors, values, lambda name: "layers.0.mlp.experts.2." in name))
@@ -223,8 +221,6 @@ def test_after_revert_the_model_still_runs(tmp_path):
 
 def test_a_quantized_checkpoint_with_experts_in_floating_point(tmp_path, patched):
     """As transformers 5 saves it by itself; experts are quantized if that is asked for."""
-    from tests.experts.models import loaded
-
     plain = loaded(saved(tmp_path / "dense", "qwen3_moe"))
     plain.save_pretrained(tmp_path / "half")
     assert not any(isinstance(one.parameter, Experts4bit) for one in experts_in(read(tmp_path / "half")))
@@ -249,8 +245,6 @@ def test_a_quantized_checkpoint_with_experts_in_floating_point(tmp_path, patched
     ],
 )
 def test_quantized_here_saved_and_read(tmp_path, patched, kind):
-    from tests.experts.models import loaded
-
     saved(tmp_path / "dense", kind)
     model = patches.quantize_experts(loaded(tmp_path / "dense", None, bnb_4bit_use_double_quant=True))
     model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
@@ -263,8 +257,6 @@ def test_quantized_here_saved_and_read(tmp_path, patched, kind):
 
 
 def test_dequantized(tmp_path, patched):
-    from tests.experts.models import loaded
-
     model = patches.quantize_experts(loaded(saved(tmp_path, "qwen3_moe")))
     expected = {one.full_name: one.parameter.dequantize() for one in experts_in(model)}
     plain = model.dequantize()
@@ -273,18 +265,21 @@ def test_dequantized(tmp_path, patched):
         assert type(parameter) is torch.nn.Parameter and torch.equal(parameter.data, values)
 
 
-def test_llama4_is_not_saved(tmp_path, patched):
-    from tests.experts.models import loaded
-
+def test_llama4_keeps_its_experts(tmp_path, patched):
+    """For a quantized checkpoint transformers makes linear layers of them."""
     model = patches.quantize_experts(loaded(saved(tmp_path / "dense", "llama4")))
-    with pytest.raises(NotImplementedError, match="gate_up_proj: transformers loads a quantized checkpoint of Llama4"):
-        model.save_pretrained(tmp_path / "packed")
+    model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
+    again = read(tmp_path / "packed")
+    assert all(isinstance(one.parameter, Experts4bit) for one in experts_in(again))
+    assert {type(one.module).__name__ for one in experts_in(again)} == {"Llama4TextExperts"}
+    assert gap(step(model), step(again)) == 0
+    patches.revert("transformers-checkpoint-decides")
+    with pytest.raises(NotImplementedError, match="_proj.*The patch transformers-checkpoint-decides keeps"):
+        read(tmp_path / "packed")
 
 
 def test_transposed_linear_layers_are_refused(tmp_path, patched):
     """As unsloth writes gpt-oss: with square matrices their shapes would fit."""
-    from tests.experts.models import loaded
-
     patches.quantize_experts(loaded(saved(tmp_path / "dense", "gpt_oss"), None)).save_pretrained(tmp_path)
     names = re.compile(r"experts\.(gate_up|down)_proj\.(\d+)\.")
 

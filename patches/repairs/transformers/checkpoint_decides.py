@@ -17,12 +17,16 @@ agree nothing changes.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
 from ..helpers.loading import checkpoint_keys, skipped
 from ..helpers.reproducers import tiny_models
+
+_OF_ONE_EXPERT = re.compile(r"(?<=_proj)\.\d+\.weight$")
+"""``experts.gate_up_proj.3.weight``"""
 
 
 def preprocess(
@@ -84,14 +88,20 @@ def _quantized(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: d
 
 
 def _stacked(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: dict[str, str] | None) -> dict[str, Any]:
-    """Experts in parameters of three dimensions, by path, that the checkpoint holds so; transformers parts some of them."""
+    """Experts in parameters of three dimensions, by path, that the checkpoint holds so; transformers divides some of them."""
     paths = {f"{path}.{name}": path for path, module in model.named_modules()
              for name, parameter in module._parameters.items() if parameter is not None and parameter.dim() == 3}  # fmt: skip
     ends = tuple({name.rpartition(".")[2] for name in paths})
-    keys = [key for key in stored if ends and key.endswith(ends)]
+    whole = {_OF_ONE_EXPERT.sub("", key) for key, tensor in stored.items() if len(tensor.shape) == 3 or _is_packed(key)}
+    keys = sorted(key for key in whole if ends and key.endswith(ends))
     names = checkpoint_keys.in_model(model, list(stored), keys, mapping) if keys else {}
-    found = {paths[name] for key, name in names.items() if name in paths and len(stored[key].shape) == 3}
+    found = {paths[name] for name in names.values() if name in paths}
     return {path: model.get_submodule(path) for path in sorted(found)}
+
+
+def _is_packed(key: str) -> bool:
+    """Of an expert that ``quantize_experts`` has quantized, in a model whose checkpoints have experts whole."""
+    return _OF_ONE_EXPERT.search(key) is not None
 
 
 def _is_quantized(module: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..process.messages import LOGGER
+from . import refused
 from .found import Found, experts_in, makes, stacked
 from .matrices import INT8, STATISTICS, beside, dense, matrices_of, parameter_of
 from .products import know_transformers
@@ -22,7 +23,6 @@ from .tensor import as_parameter
 
 OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?(weight\.absmax|SCB)$")
 """``experts.3.gate_proj.weight.absmax``, or ``gate_up_proj.3.weight.absmax``."""
-_TRANSPOSED = re.compile(r"experts\.\w+_projs\.\d+\.weight\.absmax$")
 
 
 def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, asked: bool) -> list[Any]:
@@ -38,20 +38,12 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     found = [one for one in experts_in(model) if packed or is_wanted(one.full_name, quantizer)]
     _refuse_disk(found, load_config.device_map)
     if not found:
+        refused.parted(keys)
         return mapping
-    _refuse_transposed(keys)
+    refused.transposed(keys)
     how = How.said_by(config)
     know_transformers()
     return _replaced(mapping, found, Reading(how, asked))
-
-
-def _refuse_transposed(keys: Any) -> None:
-    """Their rows are what comes out, those of the parameter what goes in."""
-    for key in filter(_TRANSPOSED.search, keys):
-        raise NotImplementedError(
-            f"this checkpoint has {key}: experts of gpt-oss as transposed linear layers, which unsloth writes and transformers "
-            "and this plugin do not read. Load it with unsloth, or quantize the original: patches.quantize_experts()."
-        )
 
 
 class Reading(NamedTuple):

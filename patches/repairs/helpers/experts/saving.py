@@ -30,7 +30,6 @@ def reverted(revert: Callable[[Any, State], State], model: Any, state: State) ->
         return revert(model, state)
     found = revert(model, {name: value for name, value in state.items() if name not in experts})
     for name, value in experts.items():
-        _refuse_replaced(model, name)
         for weight, (expert, part) in names(revert, model, name, value).items():
             found.update(_entries(value.packed, expert, part, weight))
     return found
@@ -78,15 +77,3 @@ def names(
         )
     (whole,) = apart
     return {f"{whole}.{expert}.weight": (expert, 0) for expert in range(count)}
-
-
-def _refuse_replaced(model: Any, name: str) -> None:
-    """transformers reads a quantized checkpoint into another class of experts for some models (Llama 4)."""
-    from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
-
-    kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-    if kind in MODULES_TO_PATCH_FOR_QUANTIZATION:
-        raise NotImplementedError(
-            f"{name}: transformers loads a quantized checkpoint of {kind} into linear layers, which have no place for "
-            "this parameter. Save only the adapters, or call model.dequantize() and save the result."
-        )
