@@ -21,6 +21,12 @@ BY_NAME = {
         "statistics are saved beside a weight that was dequantized in place, with the plugin and without; as is, the "
         "assertion of the repacking on AVX512-BF16 comes first"
     ),
+    r"^int8.*weight_fresh .*tied ": (
+        "as is, a head that is tied to a weight which a forward quantized quantizes its codes again, which no trial looks at"
+    ),
+    r"^int8-float.*parametrized_floats .*merge": (
+        "peft loses a merge into a parametrized weight, as it does with nn.Linear; as is, the forward raises an error"
+    ),
     r"^int8.*weight_plain_own_codes.* codes_replaced": (
         "codes were replaced in one of two places after a forward, and nothing tells which is newer (docs/state.md)"
     ),

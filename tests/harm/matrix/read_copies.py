@@ -83,7 +83,7 @@ def weight_to_cpu(s: Subject) -> Iterator[Shown]:
 def dequantize_by_peft(s: Subject) -> Iterator[Shown]:
     from peft.utils.integrations import dequantize_module_weight
 
-    only(not s.offloaded and not s.kind.embeds)
+    only(not s.offloaded and not s.kind.embeds and not s.given)
     yield dequantize_module_weight(s.layer), s.weight, max(s.slack, 1e-2)
 
 

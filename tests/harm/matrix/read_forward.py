@@ -108,6 +108,7 @@ def lora_gradients(s: Subject) -> Iterator[Shown]:
     if not s.adapter:
         adapted(s, dora=False)
     only(s.adapter == "lora")
+    s.root.zero_grad()
     yield from _adapter_gradients(s)
 
 
@@ -116,6 +117,7 @@ def dora_gradients(s: Subject) -> Iterator[Shown]:
     if not s.adapter:
         adapted(s, dora=True)
     only(s.adapter == "dora")
+    s.root.zero_grad()
     yield from _adapter_gradients(s)
 
 

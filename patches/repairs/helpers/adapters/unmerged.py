@@ -111,7 +111,9 @@ def _record(base: Any) -> dict[str, Any] | None:
     kept = {name for name in vars(weight) if not name.startswith("_")} - {"data", *int8_scales.PLACES}
     own = {name: value for name, value in vars(weight).items() if name in kept}
     return {
-        "scales": tensors[1].reshape(-1).to("cpu")
+        "scales": tensors[1]
+        .reshape(-1)
+        .to("cpu", torch.float32)  # as a merge leaves them: kernels of 0.46 take no other
         if int8_scales.is_int8(weight) and int8_scales.has_scales(weight)
         else None,
         "class": type(weight),
