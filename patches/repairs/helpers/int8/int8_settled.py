@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import SetAttribute
 from ....engine.gate import satisfied
-from ..process import live_objects
+from ..process import live_objects, stack
 from ..weights import kept_weights
 from . import int8_scales
 
@@ -33,8 +33,7 @@ class _Home(NamedTuple):
 
 
 _homes: dict[int, _Home] = {}
-"""By the ``id()`` of the weight. True only while that layer has that weight; a weak reference to the weight itself would
-make ``torch.utils.swap_tensors`` refuse it."""
+"""By ``id()`` of the weight, true while that layer has it: ``torch.utils.swap_tensors`` refuses what is weakly referenced."""
 _most = 256
 
 _noted: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
@@ -108,10 +107,12 @@ def has_other_forward(module: Any) -> bool:
 def is_outside(weight: Any) -> bool:
     """Whether ``weight`` was dequantized in place, and its module is no layer of bitsandbytes any more.
 
-    Slow for one that has not settled and is not noted, so ask this only of weights in floating point that were quantized.
+    Slow for one in a layer of torch that has not settled and is not noted: ask only of floats that were quantized.
     """
     if (layer := _home_of(weight)) is not None:
         return is_foreign(layer)
+    if (mover := stack.mover_of(weight)) is not None and not is_foreign(mover):
+        return False
     found = [layer for layer in [*_noted] if layer._parameters.get("weight") is weight]
     if not found:
         found = [m for m in live_objects.holders(weight, depth=1) if m._parameters.get("weight") is weight]
@@ -204,10 +205,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def came(layer: Any, weight: Any) -> None:
-    """``weight`` was assigned to ``layer``, which has run: with its scales it is a new one, without it is watched.
-
-    With those that the layer computes with, under the same codes, it is a copy: the state goes on owning both.
-    """
+    """``weight`` was assigned to ``layer``, which has run: a copy of what the state owns, a new one, or one without scales."""
     state = layer.state
     if not int8_scales.is_settled(weight) or state.CB is None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -27,6 +27,21 @@ def name_of(module: Module) -> str:
                 found = max(found, _name_in(value, module), key=len)
         frame = frame.f_back
     return found
+
+
+def mover_of(weight: object) -> Module | None:
+    """The module whose ``_apply`` runs in this stack (``to``, ``cuda``, ``half``) and has ``weight`` among its parameters."""
+    from torch.nn import Module
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_apply":
+            module: Any = frame.f_locals.get("self")
+            if issubclass(type(module), Module) and any(own is weight for own in module._parameters.values()):
+                mover: Module = module
+                return mover
+        frame = frame.f_back
+    return None
 
 
 def _name_in(model: Module, module: Module) -> str:
