@@ -1,0 +1,78 @@
+"""FSDP2 of torch before 2.12 refuses quantized layers: only Tensors of floating point dtype can require gradients.
+
+``fully_shard`` makes the parameter of each rank's part with gradients first, and turns them off after it. The packed weights
+of a quantized layer are integers, ``torch.int8`` of ``Linear8bitLt`` and ``torch.uint8`` of a ``Linear4bit`` with the default
+storage, which cannot take gradients at all: sharding ends in this error, frozen as they are. INT8 has no way around it;
+4 bits need ``bnb_4bit_quant_storage`` in a floating dtype. torch 2.12 makes the parameter as the original one is.
+
+The repair makes such a parameter without gradients. A parameter in floating point is made as before. Nothing is added to a
+step. torch 2.6 stays as it is: there all parameters that are sharded together must have one dtype, so that a quantized layer
+cannot lie beside its adapter.
+
+Upstream: https://github.com/pytorch/pytorch/issues/177844 (the same repair, in torch 2.12).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+_AFTER_FORWARD = "self.to_sharded_post_forward_dtensor(sharded_post_forward_tensor)"
+
+
+def parameter(data: Any) -> Any:
+    """``nn.Parameter(data)``, without gradients where its dtype has none."""
+    import torch
+
+    return torch.nn.Parameter(data, requires_grad=data.is_floating_point() or data.is_complex())
+
+
+def defect() -> Finding:
+    """Shard a 4-bit layer with the default storage over one rank."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from bitsandbytes.nn import Linear4bit
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    layer = Linear4bit(64, 64, quant_type="nf4").requires_grad_(False).to("cpu")
+    with tempfile.NamedTemporaryFile() as file:
+        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        except RuntimeError as error:
+            return Finding(True, f"fully_shard: {error}")
+        finally:
+            dist.destroy_process_group()
+    whole = layer.weight.to_local() if hasattr(layer.weight, "to_local") else layer.weight
+    return Finding(whole.dtype != torch.uint8, f"sharded as {whole.dtype}")
+
+
+PATCH = Patch(
+    id="torch-fsdp-integer-weights",
+    summary="FSDP2 of torch before 2.12 cannot shard quantized layers: only Tensors of floating point dtype can require gradients",
+    links=("https://github.com/pytorch/pytorch/issues/177844", "https://github.com/pytorch/pytorch/issues/185239"),
+    requires=("torch>=2.7,<2.12", "bitsandbytes>=0.46.1"),
+    tested_up_to="2.9.1",
+    seen_on=("2.8", "2.9"),
+    edits=(
+        Rewrite(
+            f"{_PARAMETER}._init_sharded_param",
+            find="nn.Parameter(self.to_sharded_dtensor(sharded_param))",
+            replace="_patches_parameter(self.to_sharded_dtensor(sharded_param))",
+            names={"_patches_parameter": parameter},
+        ),
+        Rewrite(
+            f"{_PARAMETER}.to_sharded_post_forward",
+            find=f"nn.Parameter({_AFTER_FORWARD})",
+            replace=f"_patches_parameter({_AFTER_FORWARD})",
+            names={"_patches_parameter": parameter},
+        ),
+    ),
+    defect=defect,
+)
