@@ -2,11 +2,13 @@
 
 Each flow is a program of a user on a tiny Llama that lies on disk. It returns how far it is from its reference (0 is
 right), or into how many graphs torch.compile cut it (1 is right). Each runs in a fork of a process that has imported
-the stack and changed nothing. With words only the flows that have one of them in their names.
+the stack and changed nothing. With words only the flows that have one of them in their names; those of TRL only where it is
+installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -34,7 +36,7 @@ def main(words: Sequence[str]) -> None:
         models.save_base(folder)
         found: dict[str, dict[str, str]] = {}
         for name, flow in FLOWS.items():
-            if not is_chosen(name, words):
+            if not is_chosen(name, words) or "TRL" in name and not importlib.util.find_spec("trl"):
                 continue
             found[name] = {how: _forked(flow, folder, how == "patched") for how in ("unpatched", "patched")}
             print(name, found[name], file=sys.stderr, flush=True)

@@ -24,11 +24,28 @@ REASONS = (
     ("Some modules are dispatched|cannot send layers of such a checkpoint", _DISPATCHED),
     (
         "INT8: FSDP2.*(floating point dtype can require gradients|nothing was saved)",
-        "FSDP2 of this torch cannot shard integer weights",
+        "FSDP2 of torch 2.6 wants one dtype for all parameters that it shards together: INT8 weights cannot lie beside an adapter",
     ),
     (
         "4-bit: FSDP2.*(only supports uint8 storage|nothing was saved)",
-        "bitsandbytes of this stack computes on a CPU from uint8 storage only, which FSDP2 of this torch cannot shard; no GPU was tried",
+        "bitsandbytes of this stack computes on a CPU from uint8 storage only, and FSDP2 of torch 2.6 wants one dtype for all parameters that it shards together; no GPU was tried",
+    ),
+    (
+        "FSDP2.*'gradients': 1.0",
+        "FSDP2 of torch 2.8 adds up the gradients of the ranks on a CPU, of models in floating point too, where it should average them; no GPU was tried",
+    ),
+    ("re-initialize CUDA", "peft 0.14 moves a weight to CUDA to dequantize it, and no GPU was tried"),
+    (
+        "quant_type must be nf4 on CPU, got fp4",
+        "accelerate 0.26 leaves the quantization state behind when it moves a 4-bit weight; accelerate 1.8.1 takes it along",
+    ),
+    (
+        "Trainer, resumed.*TorchTensorParallelPlugin",
+        "the Trainer of transformers 4.53 cannot be imported beside accelerate 0.26, without the plugin too; beside 1.8.1 it can",
+    ),
+    (
+        "TRL.*'NoneType' object has no attribute 'apply'",
+        "TRL 1.15 computes its loss in a kernel of Triton, which a torch for CPUs has not, without the plugin too",
     ),
     (
         "_enable_peft_forward_hooks",
