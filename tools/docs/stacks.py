@@ -167,6 +167,7 @@ def _shown(said: str) -> str:
     """Without what differs from flow to flow: figures of how far, numbers of graphs."""
     if re.fullmatch(r"0\.00\d+", said):
         return "a difference in rounding"
+    said = re.sub(r"(\d\.\d\d)\d+", r"\1", said)
     return re.sub(r"^\d+: no full graph: ", "", said).removeprefix("'").split(" | ")[0].split(". ")[0]
 
 
