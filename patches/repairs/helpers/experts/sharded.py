@@ -113,8 +113,8 @@ def rules() -> dict[Any, Callable[..., Any]]:
         functional.wait_tensor.default: waited,
         torch.ops.c10d.scatter_.default: scattered,
     }
-    if hasattr(functional, "_wrap_tensor_autograd"):
-        found[functional._wrap_tensor_autograd.default] = waited
+    if (wrap := getattr(functional, "_wrap_tensor_autograd", None)) is not None:
+        found[wrap.default] = waited
     return found
 
 
