@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine.gate import satisfied
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _AFTER_FORWARD = "self.to_sharded_post_forward_dtensor(sharded_post_forward_tensor)"
@@ -39,6 +40,8 @@ def defect() -> Finding:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    if satisfied("torch<2.7"):
+        raise CannotShow("torch before 2.7 shards no parameters of two dtypes together, which is not repaired")
     layer = Linear4bit(64, 64, quant_type="nf4").requires_grad_(False).to("cpu")
     with tempfile.NamedTemporaryFile() as file:
         store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
