@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from patches import REGISTRY
@@ -10,6 +12,7 @@ from tools import stacks as tool
 from tools.docs import stacks
 
 RUNS = [(name, torch, found) for name, runs in stacks.results().items() for torch, found in runs.items()]
+PAGE = (tool.ROOT / "docs" / "releases.md").read_text("utf-8")
 each_run = pytest.mark.parametrize(
     ("name", "torch", "found"), RUNS, ids=[f"{name}, {torch}" for name, torch, _ in RUNS]
 )
@@ -47,3 +50,17 @@ def test_a_patch_names_a_torch_of_the_table_only_if_it_was_shown_there():
     measured = {tool.series(torch) for _, torch, _ in RUNS} - {of_the_suite}
     claimed = {name: measured & set(patch.seen_on) for name, patch in REGISTRY.patches.items()}
     assert {name: torch for name, torch in claimed.items() if not torch <= stacks.shown_on(name)} == {}
+
+
+def test_the_readme_names_the_torches_that_were_run():
+    (said,) = re.findall(r"\(torch ([^)]+), Python", (tool.ROOT / "README.md").read_text("utf-8"))
+    named, measured = set(re.findall(r"\d\.\d+", said)), {tool.series(torch) for _, torch, _ in RUNS}
+    by_hand = named - measured
+    assert measured <= named
+    assert all(f"torch {torch}." in PAGE for torch in by_hand)
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes", "transformers", "peft", "accelerate"])
+def test_the_page_names_the_oldest_and_the_newest_of_the_table(package):
+    (row,) = re.findall(rf"^\| {package} \| ([\d.]+).* \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+    assert row == tuple(tool.declared()[stack][package] for stack in ("oldest", "newest"))
