@@ -22,6 +22,8 @@ from ...engine import Finding, Patch, Rewrite
 from ..helpers.reproducers.graphs import in_pieces
 
 ONCE = ("warning_once", "info_once")
+_CALL = "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method"
+_IGNORED = "{method, function}.intersection(torch._dynamo.config.ignore_logger_methods)"
 
 
 def said(logger: logging.Logger, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -61,15 +63,23 @@ PATCH = Patch(
     id="transformers-warning-once",
     summary="torch.compile splits the model wherever its forward warns through logger.warning_once",
     links=("https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/misc.py",),
-    requires=("transformers>=4.53", "torch>=2.13"),
+    requires=("transformers>=4.53", "torch>=2.6"),
     tested_up_to="5.24.0",
     seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
-            "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method",
+            _CALL,
             find="method in ignore_set",
             replace="method in ignore_set or _patches_said(self.value, name, args, kwargs)",
             names={"_patches_said": said},
+            when="torch>=2.11",
+        ),
+        Rewrite(
+            _CALL,
+            find=_IGNORED,
+            replace=f"{_IGNORED} or _patches_said(self.value, name, args, kwargs)",
+            names={"_patches_said": said},
+            when="torch<2.11",
         ),
     ),
     defect=defect,
