@@ -7,8 +7,10 @@ was trained is in its outputs, and nothing is said. What is saved of it is neith
 C3A: peft since 0.16. MiSS: 0.17 to 0.19, before it merged through a backend that quantizes. Bone: up to 0.18.
 In 4 bits all three fail with shapes that do not fit, as FourierFT and WaveFT do in 4 bits and INT8.
 
-The repair is an error before anything is touched, which says what to do, as for HRA, PEANuT and DEFT
-(``codes_as_weights.py``). Unquantized layers are merged into as before.
+IA3 and AdaLoRA have no merge into quantized layers, and end in a ``NotImplementedError`` without a word.
+
+The repair is an error before anything is touched, which names tuner and layer and says what to do, as for HRA, PEANuT
+and DEFT (``codes_as_weights.py``). Unquantized layers are merged into as before.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ PATCH = Patch(
         dense_weight.refuse_merge("bone.layer:BoneLinear.merge", "peft<0.19"),
         dense_weight.refuse_merge("fourierft.layer:FourierFTLinear.merge"),
         dense_weight.refuse_merge("waveft.layer:WaveFTLinear.merge", "peft>=0.18"),
+        dense_weight.refuse_no_merge("merge"),
+        dense_weight.refuse_no_merge("unmerge"),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
     ),
     defect=defect,

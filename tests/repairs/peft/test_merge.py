@@ -142,3 +142,27 @@ def test_unquantized_layers_are_merged_into_bit_for_bit_as_before(name):
         after = adapted(make, 16)
         after.merge_adapter()
         assert torch.equal(after(X), before(X))
+
+
+NO_MERGE = {
+    "ia3": lambda: peft.IA3Config(target_modules=["0"], feedforward_modules=[]),
+    "adalora": lambda: peft.AdaLoraConfig(target_modules=["0"], total_step=10),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", NO_MERGE)
+def test_tuners_without_a_merge_say_so_by_name(name, bits):
+    model = adapted(NO_MERGE[name], bits)
+    with pytest.raises(NotImplementedError) as bare:
+        model.merge_adapter()
+    assert not str(bare.value)
+    with patches.applied("peft-merge-into-codes"):
+        before = model(X)
+        for call in (model.merge_adapter, model.base_model.model[0].unmerge):
+            with pytest.raises(
+                NotImplementedError, match=rf"'.*0.base_layer' holds .*the tuner '{name}'.*dequantize\(\)"
+            ):
+                call()
+        assert torch.equal(model(X), before)

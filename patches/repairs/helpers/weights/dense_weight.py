@@ -97,12 +97,14 @@ def shape_of(layer: Any) -> torch.Size:
     return shape
 
 
-def unless_codes(layer: Any) -> Any:
-    """``layer``, or an error: what is added to codes as if they were weights is lost, wraps around or does not fit."""
+def unless_codes(layer: Any, tuner: Any) -> Any:
+    """``layer``, or an error: what ``tuner`` adds to codes as if they were weights is lost, wraps around or does not fit."""
+    if not hasattr(layer, "weight"):
+        return layer
     if is_codes(layer) or is_plain_codes(layer, layer.weight):
-        _refuse(layer, "INT8 codes")
+        _refuse(layer, "INT8 codes", tuner)
     if four_bit_state.is_packed(layer.weight) or _is_sharded(layer):
-        _refuse(layer, "packed 4-bit weights")
+        _refuse(layer, "packed 4-bit weights", tuner)
     return layer
 
 
@@ -114,15 +116,27 @@ def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}")
     return Rewrite(
         f"peft.tuners.{merge}",
         find=statement.format("self.get_base_layer()"),
-        replace=statement.format("_patches_unless_codes(self.get_base_layer())"),
+        replace=statement.format("_patches_unless_codes(self.get_base_layer(), self)"),
         names={"_patches_unless_codes": unless_codes},
         when=when,
     )
 
 
-def _refuse(layer: Any, what: str) -> NoReturn:
+def refuse_no_merge(method: str) -> Rewrite:
+    """The edit of a ``method`` that a layer of peft inherits if it cannot merge: an error without a word."""
+    return Rewrite(
+        f"peft.tuners.tuners_utils:BaseTunerLayer.{method}",
+        find="raise NotImplementedError",
+        replace="_patches_unless_codes(self.get_base_layer(), self)\nraise NotImplementedError",
+        names={"_patches_unless_codes": unless_codes},
+    )
+
+
+def _refuse(layer: Any, what: str, tuner: Any) -> NoReturn:
+    module = type(tuner).__module__.partition("peft.tuners.")[2]
+    who = f"the tuner {module.partition('.')[0]!r}" if module else "a tuner"
     raise NotImplementedError(
-        f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds {what}, and this tuner of peft merges into "
+        f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds {what}, and {who} of peft merges into "
         "unquantized weights only: call dequantize() on the base model before the adapter is added, load the adapter "
         "onto that, and merge there"
     )
