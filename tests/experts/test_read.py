@@ -276,19 +276,3 @@ def test_llama4_keeps_its_experts(tmp_path, patched):
     patches.revert("transformers-checkpoint-decides")
     with pytest.raises(NotImplementedError, match="_proj.*The patch transformers-checkpoint-decides keeps"):
         read(tmp_path / "packed")
-
-
-def test_transposed_linear_layers_are_refused(tmp_path, patched):
-    """As unsloth writes gpt-oss: with square matrices their shapes would fit."""
-    patches.quantize_experts(loaded(saved(tmp_path / "dense", "gpt_oss"), None)).save_pretrained(tmp_path)
-    names = re.compile(r"experts\.(gate_up|down)_proj\.(\d+)\.")
-
-    def rename(tensors):
-        for key in list(tensors):
-            tensors[names.sub(r"experts.\1_projs.\2.", key)] = tensors.pop(key)
-
-    rewrite(tmp_path, rename)
-    with pytest.raises(
-        NotImplementedError, match=r"experts\.\w+_projs\.\d\.weight\.absmax: experts of gpt-oss as transposed"
-    ):
-        read(tmp_path)

@@ -39,6 +39,9 @@ CLOSE = 1e-5
 NO_MIXTURE = "no experts of three dimensions"
 _SOURCE = re.compile(r"class \w*Experts\w*\(|use_experts_implementation|ParallelExperts")
 
+_ELSEWHERE = re.compile(r"out_proj|vision|visual|audio|image")
+"""Layers that take no adapter here: Mamba reads the weight of ``out_proj`` itself, and text goes through no tower."""
+
 
 def mixtures(purposes: tuple[str, ...] = PURPOSES) -> Iterator[Architecture]:
     """Architectures whose code has experts; whether their tiny model has any shows when it is built."""
@@ -121,7 +124,7 @@ def _lora(model: Any, reference: Any, original: judged.Plain, parameters: tuple[
     import peft
     from bitsandbytes.nn import Linear4bit
 
-    every = [n for n, m in model.named_modules() if isinstance(m, Linear4bit) and "out_proj" not in n]  # not of Mamba
+    every = [n for n, m in model.named_modules() if isinstance(m, Linear4bit) and not _ELSEWHERE.search(n)]
     linears = [n for n in every if re.search("att|mixer", n)][:4] or every[:4]
     found = []
     for each in (model, reference):

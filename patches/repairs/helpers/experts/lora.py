@@ -108,6 +108,7 @@ def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, check
     """Experts plus ``adapter``, quantized as they are. ``checked``: the name of an adapter that may be broken."""
     from .quantize import How, packed_matrices
 
+    adapter = adapter.swapped() if experts.swapped else adapter
     return packed_matrices(_added(experts.packed, adapter, sign, checked), How.of_packed(experts.packed))
 
 

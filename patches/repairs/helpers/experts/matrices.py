@@ -75,13 +75,15 @@ def _is_packed(weight: Any, target: Any) -> bool:
     return not weight.is_floating_point() or (weight.dim() == 2 and weight.shape[1] == 1 != target.shape[2])
 
 
-def parameter_of(name: str, matrices: list[list[Any]], target: Any, how: How) -> Any:
-    """The parameter, after a look whether it is one."""
+def parameter_of(name: str, matrices: list[list[Any]], target: Any, how: How, swapped: bool = False) -> Any:
+    """The parameter, after a look whether it is one; ``swapped``: it shows each matrix transposed."""
     experts = _stacked_int8 if matrices[0][0][0].dtype == torch.int8 else _stacked
     made = experts(name, matrices, target, how)
-    if made.shape != tuple(target.shape):
-        raise ValueError(f"{name}: the checkpoint has shape {made.shape}, the model {tuple(target.shape)}")
-    return as_parameter(made, target.dtype)
+    count, rows, columns = made.shape
+    shape = (count, columns, rows) if swapped else made.shape
+    if shape != tuple(target.shape):
+        raise ValueError(f"{name}: the checkpoint has shape {shape}, the model {tuple(target.shape)}")
+    return as_parameter(made, target.dtype, swapped)
 
 
 def _stacked_int8(name: str, matrices: list[list[Any]], target: Any, how: How) -> Packed:

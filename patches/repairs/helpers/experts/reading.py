@@ -14,7 +14,7 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..process.messages import LOGGER
-from . import refused
+from . import refused, transposed
 from .found import Found, experts_in, makes, stacked
 from .matrices import INT8, STATISTICS, beside, dense, matrices_of, parameter_of
 from .products import know_transformers
@@ -40,10 +40,10 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     if not found:
         refused.parted(keys)
         return mapping
-    refused.transposed(keys)
-    how = How.said_by(config)
     know_transformers()
-    return _replaced(mapping, found, Reading(how, asked))
+    if transposed.are_in(keys):
+        mapping = [*transposed.converters(found), *mapping]
+    return _replaced(mapping, found, Reading(How.said_by(config), asked, transposed.are_in(keys)))
 
 
 class Reading(NamedTuple):
@@ -51,6 +51,8 @@ class Reading(NamedTuple):
 
     how: How
     asked: bool
+    transposed: bool
+    """Whether the checkpoint has each matrix as the weight of a linear layer, and the parameter the other way round."""
 
     def quantized(self, experts: Any, name: str, model: Any, dtype: Any) -> Any:
         """The parameter ``name``, of its matrices."""
@@ -112,8 +114,9 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     @classmethod
     def of_one(cls, suffix: str, names: set[str], how: Reading) -> ExpertsConverter:
         """For parameters that a checkpoint has whole, or one expert after the other as we write them."""
+        one = transposed.named(suffix) if how.transposed else suffix
         self = cls(
-            [*_with_statistics([f"{suffix}.*.weight"]), f"{suffix}$"],
+            [*_with_statistics([f"{one}.*.weight"]), f"{suffix}$"],
             suffix,
             operations=[MakeExperts(names, how, None)],
         )
@@ -226,7 +229,11 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         packed = [isinstance(one, tuple) for group in matrices.values() for one in group]
         if all(packed):
             how = self.how.of(full_layer_name, model)
-            return {full_layer_name: parameter_of(full_layer_name, list(matrices.values()), target, how)}
+            return {
+                full_layer_name: parameter_of(
+                    full_layer_name, list(matrices.values()), target, how, self.how.transposed
+                )
+            }
         if any(packed):
             LOGGER.warning(
                 "%s: %d of %d matrices are packed in the checkpoint and the others are not; the parameter is kept in "
@@ -271,7 +278,8 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         if self.how.asked and name in self.names:
             return self.how.quantized(zip(*floating.values()), name, model, target.dtype)
         if self.before is None:
-            return torch.stack(next(iter(floating.values())))
+            stack = torch.stack(next(iter(floating.values())))
+            return stack.mT.contiguous() if self.how.transposed else stack
         result: Any = {p: floating[p.removesuffix("$")] for p in self.before.source_patterns}
         known = {"source_patterns": self.before.source_patterns, "target_patterns": self.before.target_patterns}
         for operation in self.before.operations:

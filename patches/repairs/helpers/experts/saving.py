@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import transposed
 from .found import converters, makes, stacked
 from .packed import Packed
 from .tensor import QuantizedExperts
@@ -57,6 +58,8 @@ def names(
     What transformers would make of a parameter whose values say which expert and part they belong to.
     """
     count, parts = experts.packed.count, experts.packed.parts
+    if experts.swapped:  # read from linear layers, and saved as such
+        return {f"{transposed.named(name)}.{expert}.weight": (expert, 0) for expert in range(count)}
     if any(makes(each, name) and not stacked(each) for each in converters(model)):
         # The checkpoint's own tensors are made otherwise.
         return {f"{name}.{expert}.weight": (expert, 0) for expert in range(count)}

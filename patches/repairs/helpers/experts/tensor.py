@@ -227,9 +227,9 @@ def _what(value: Any) -> str:
     return f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
 
 
-def as_parameter(packed: Packed, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+def as_parameter(packed: Packed, dtype: torch.dtype | None = None, swapped: bool = False) -> torch.nn.Parameter:
     """The parameter that a module of experts holds; ``dtype`` is the one that it shows."""
-    return torch.nn.Parameter(of_packed(packed, dtype=dtype), requires_grad=False)
+    return torch.nn.Parameter(of_packed(packed, swapped=swapped, dtype=dtype), requires_grad=False)
 
 
 def rebuilt(

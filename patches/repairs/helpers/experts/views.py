@@ -173,7 +173,7 @@ def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
             f"{name} cannot take a {type(source).__name__} in {source.dtype}, expected quantized experts. Load a state "
             "dict with quantized experts, or quantize after loading: patches.quantize_experts(model)."
         )
-    views = experts.chosen is not None or source.chosen is not None or experts.swapped or source.swapped
+    views = experts.chosen is not None or source.chosen is not None or experts.swapped != source.swapped
     if views or experts.packed.layout() != source.packed.layout() or experts.shape != source.shape:
         raise RuntimeError(
             f"{name} cannot take experts with another quantization: expected {experts!r}, got {source!r}"
