@@ -27,7 +27,7 @@ SUITE = (
 )  # fmt: skip
 """Tests that take the ``device`` fixture, less those that compile: Inductor cannot write for this device."""
 
-FLOWS = ("merge", "trainer")
+FLOWS = ("peft/test_merge_offloaded.py", "transformers/test_trainer_moves_offloaded.py")
 """Of models offloaded before LoRA: what is different where the execution device is not that of the offloaded weights."""
 
 
@@ -42,9 +42,9 @@ GROUPS = {
     "cuda-suite": (
         "cuda",
         "-k",
-        "cuda and (trainer or tied or not offloaded_merge)",
+        "cuda and (trainer or tied or not merge_offloaded)",
         *(f"tests/repairs/{name}" for name in SUITE),
-        *(f"tests/repairs/peft/test_offloaded_{name}.py" for name in FLOWS),
+        *(f"tests/repairs/{name}" for name in FLOWS),
     ),
     "sim-layers": ("sim", *cases(*LAYERS)),
 }

@@ -1,4 +1,7 @@
-"""What is offloaded is on the device for its own forward and its own backward: counted in bytes of live storage."""
+"""What is offloaded is on the device for its own forward and its own backward: counted in bytes of live storage.
+
+Also of ``accelerate-int8-offload-resident-codes``.
+"""
 
 from __future__ import annotations
 

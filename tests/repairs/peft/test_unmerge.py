@@ -1,4 +1,8 @@
-"""Quantized layers after adapters were merged into them and taken out: bit for bit what they were, in every way."""
+"""Quantized layers after adapters were merged into them and taken out: bit for bit what they were, in every way.
+
+Also of ``peft-unmerge-hira``, ``peft-unmerge-pvera``, ``peft-unmerge-road``, ``peft-unmerge-through-backend``,
+``peft-unmerge-vera``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapters put on an offloaded model, trained: losses, gradients and adapters of the whole model, bit for bit."""
+"""Adapters put on an offloaded model, trained: losses, gradients and adapters of the whole model, bit for bit.
+
+Also of ``peft-trained-copies-offloaded``, ``peft-trainable-tokens-offloaded``.
+"""
 
 from __future__ import annotations
 

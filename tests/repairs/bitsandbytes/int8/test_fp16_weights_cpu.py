@@ -1,4 +1,7 @@
-"""``has_fp16_weights=True`` on a CPU: trains in any shape, evaluates, and never on an older weight's codes."""
+"""``has_fp16_weights=True`` on a CPU: trains in any shape, evaluates, and never on an older weight's codes.
+
+Also of ``bitsandbytes-int8-stale-codes``.
+"""
 
 from __future__ import annotations
 

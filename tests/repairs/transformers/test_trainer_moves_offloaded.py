@@ -1,4 +1,7 @@
-"""The Trainer on adapters of an offloaded model, and what it still refuses."""
+"""The Trainer on adapters of an offloaded model, and what it still refuses.
+
+Also of ``accelerate-prepare-moves-offloaded``.
+"""
 
 from __future__ import annotations
 

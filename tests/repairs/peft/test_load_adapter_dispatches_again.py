@@ -1,4 +1,7 @@
-"""Adapters loaded into an offloaded model: by peft, by transformers, saved again; the model stays offloaded."""
+"""Adapters loaded into an offloaded model: by peft, by transformers, saved again; the model stays offloaded.
+
+Also of ``transformers-load-adapter-offloaded``, ``transformers-load-adapter-dispatches-again``.
+"""
 
 from __future__ import annotations
 
