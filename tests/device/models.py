@@ -24,6 +24,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from patches.repairs.helpers.reproducers.tiny_models import in_dtype
 from tests.device.layers import difference
 
 Place = str | int | torch.device
@@ -77,7 +78,7 @@ def load(
         options["quantization_config"] = config
     with _quiet():
         return AutoModelForCausalLM.from_pretrained(
-            folder, device_map=device_map, dtype=torch.bfloat16, attn_implementation="eager", **options
+            folder, device_map=device_map, **in_dtype(torch.bfloat16), attn_implementation="eager", **options
         )
 
 

@@ -152,6 +152,13 @@ def _before_5() -> tuple[Rewrite, ...]:
             loading=placing_in_4.loading,
         ),
         _edit(
+            loads,
+            "safe_open(checkpoint_files[0], framework='pt')",
+            "_patches_opened(checkpoint_files[0])",
+            when,
+            opened=checkpoint_keys.opened,
+        ),
+        _edit(
             files,
             "expand_device_map(device_map, checkpoint_keys)",
             "_patches_expanded(expand_device_map, device_map, checkpoint_keys)",

@@ -4,7 +4,7 @@ A parameter that is on meta is looked up in the map of its hook while it is writ
 row scales of an offloaded INT8 layer are neither parameter nor buffer, and the look-up fails before that:
 ``AttributeError: `q_proj.SCB` is neither a parameter, buffer, nor extra state``. ``cpu_offload``, ``disk_offload`` and
 a layer offloaded by itself leave no device map, or one that names one device, which transformers 4 takes for none:
-``Cannot copy out of meta tensor; no data!``. transformers 4.53 to 5.23. Before 5.14, transformers 5 looks up the names of
+``Cannot copy out of meta tensor; no data!``. transformers 4.53 to 5.23. Before 5.14 transformers looks up the names of
 the checkpoint where the model has others (Llava, mixtures of experts): ``has no attribute `language_model```.
 
 In these cases the state dict that is saved is put together module by module, each brought from where it is offloaded
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def state_dict_of(model: Any) -> dict[str, Tensor]:
-    """The state dict of ``model``; with values where transformers would not find them."""
+def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """The state dict of ``model``; with values where transformers would not find them.
+
+    ``modules`` is where transformers 4 looks each name up while it writes; emptied if that would not find them.
+    """
     state: dict[str, Tensor] = model.state_dict()
     away = {name for name, tensor in state.items() if tensor.is_meta}
     int8 = {name for name in away if int8_scales.is_int8(state[name])}
-    looked_up = _is_looked_up(model) and not _is_renamed(model, {name: state[name] for name in away})
+    renamed = _is_renamed(model, {name: state[name] for name in away})
+    looked_up = _is_looked_up(model) and not renamed
     wanted = int8 if looked_up else away  # what transformers looks up itself it knows to be tied
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -41,6 +45,8 @@ def state_dict_of(model: Any) -> dict[str, Tensor]:
             # Scales that are away are in no state dict once the layer has run.
             new = {name: tensor for name, tensor in brought.items() if name in away or name not in state}
             state.update((name, tensor.to("cpu")) for name, tensor in new.items())
+    if renamed and modules:
+        modules.clear()
     return state
 
 
@@ -52,8 +58,10 @@ def _is_looked_up(model: Any) -> bool:
 
 def _is_renamed(model: Any, away: dict[str, Tensor]) -> bool:
     """Whether transformers gives what is on meta the names of a checkpoint before it looks them up in the model."""
-    if not away or not satisfied("transformers>=5,<5.14"):
+    if not away or satisfied("transformers>=5.14"):
         return False
+    if satisfied("transformers<5"):
+        return bool(model._checkpoint_conversion_mapping)
     from transformers.core_model_loading import revert_weight_conversion
 
     return bool(revert_weight_conversion(model, away).keys() != away.keys())
@@ -87,13 +95,15 @@ PATCH = Patch(
     requires=("transformers>=4.53", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",
     seen_on=("2.13", "2.15"),
-    edits=(
+    edits=tuple(
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.save_pretrained",
             find="model_to_save.state_dict()",
-            replace="_patches_state_dict_of(model_to_save)",
+            replace=f"_patches_state_dict_of({given})",
             names={"_patches_state_dict_of": state_dict_of},
-        ),
+            when=when,
+        )
+        for given, when in (("model_to_save", "transformers>=5"), ("model_to_save, module_map", "transformers<5"))
     ),
     defect=defect,
 )

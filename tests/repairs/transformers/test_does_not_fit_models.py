@@ -130,6 +130,15 @@ def test_a_head_that_is_not_in_the_checkpoint(tmp_path):
         assert torch.isfinite(model(input_ids=IDS).logits).all()
 
 
+@pytest.mark.parametrize("kind", [pytest.param("nf4", marks=pytest.mark.release("int8 has scales, too")), "int8"])
+def test_the_checkpoint_of_a_base_model(kind, tmp_path):
+    """Its names have no prefix, and those of the map have one."""
+    torch.manual_seed(0)
+    tied().model.save_pretrained(tmp_path / "plain")
+    places = {"model": "disk", "model.layers.0": "cpu", "lm_head": "cpu"}
+    same(transformers.LlamaForCausalLM.from_pretrained, places, HOW[kind], tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.release("nf4 is the same program"))])
 def test_generation_and_a_trainer(kind, tmp_path):
     """As whole: the same tokens, the same losses with gradient checkpointing."""

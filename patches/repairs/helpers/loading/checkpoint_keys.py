@@ -43,8 +43,8 @@ def names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> 
         return
     for file in map(str, files or ()):
         if file.endswith(".safetensors"):
-            with _opened(file) as opened:
-                yield from opened.keys()
+            with opened(file) as handle:
+                yield from handle.keys()
         elif file.endswith((".bin", ".pt", ".pth")):
             yield from _in_pickle(file)
 
@@ -53,12 +53,12 @@ def whole(files: list[str]) -> str:
     """The first of ``files``, if all of them are whole: those in safetensors say how long they are."""
     for file in files:
         if file.endswith(".safetensors"):
-            with _opened(file):
+            with opened(file):
                 pass
     return files[0]
 
 
-def _opened(file: str) -> Any:
+def opened(file: str) -> Any:
     """``safe_open`` with an error that names the file."""
     from safetensors import SafetensorError, safe_open
 
@@ -72,8 +72,8 @@ def _opened(file: str) -> Any:
 
 
 def _in_safetensors(file: str) -> dict[str, Stored]:
-    with _opened(file) as opened:
-        slices = ((name, opened.get_slice(name)) for name in opened.keys())
+    with opened(file) as handle:
+        slices = ((name, handle.get_slice(name)) for name in handle.keys())
         return {
             name: Stored(part.get_dtype().startswith(("F", "BF")), tuple(part.get_shape())) for name, part in slices
         }

@@ -105,7 +105,22 @@ def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
         return device_map
     _refuse_unknown(model, device_map)
     main = execution_device(device_map)
-    return Places(dict(_disjoint(model, "", device_map, main, inside=False)), device_map)
+    found = dict(_disjoint(model, "", device_map, main, inside=False))
+    for name, source in tied(model).items():
+        owner, theirs = name.rpartition(".")[0], around(found, source)
+        if owner in found and theirs is not None and found[theirs] == "disk":  # one parameter, which lies there
+            found[owner] = "disk"
+    return Places(found, device_map)
+
+
+def tied(model: Any) -> dict[str, str]:
+    """Names of weights that are another's, and that name. Those of transformers 4 are one parameter by now."""
+    declared: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
+    if declared is not None:
+        return declared
+    first: dict[int, str] = {}
+    names = ((name, first.setdefault(id(each), name)) for name, each in model.named_parameters(remove_duplicate=False))
+    return {name: source for name, source in names if name != source}
 
 
 def _refuse_unknown(model: Module, device_map: Mapping[str, Place]) -> None:

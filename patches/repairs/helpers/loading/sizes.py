@@ -55,7 +55,7 @@ def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Calla
         sizes = tensor_sizes(model, quantizer)
         units = list(_units(model, "", sizes, set(options["no_split_module_classes"] or ())))
         found = _fitted(units, sizes, *_rooms(max_memory, units))
-        _follow_tied(found, _tied(model))
+        _follow_tied(found, places.tied(model))
         return clean_device_map(found)
 
     return infer_auto_device_map
@@ -63,7 +63,7 @@ def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Calla
 
 def tensor_sizes(model: Any, quantizer: Any) -> Sizes:
     """What the parameters and buffers of ``model``, which are on meta, will take once it is loaded."""
-    tied = _tied(model)
+    tied = places.tied(model)
     sizes: Sizes = {}
     for name, parameter in model.named_parameters():
         if name not in tied:
@@ -77,16 +77,6 @@ def _bytes(quantizer: Any, model: Any, name: str, parameter: Any) -> int:
     """Of what is no linear layer's weight; experts that are quantized while they are read take less."""
     element_size = getattr(quantizer, "param_element_size", None)  # from transformers 5 on
     return int(parameter.numel() * element_size(model, name, parameter)) if element_size else int(parameter.nbytes)
-
-
-def _tied(model: Any) -> dict[str, str]:
-    """Names of weights that are another's, and that name. Those of transformers 4 are one parameter by now."""
-    declared: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
-    if declared is not None:
-        return declared
-    first: dict[int, str] = {}
-    names = ((name, first.setdefault(id(each), name)) for name, each in model.named_parameters(remove_duplicate=False))
-    return {name: source for name, source in names if name != source}
 
 
 def packed(weight: Any) -> tuple[int, int]:
