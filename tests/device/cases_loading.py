@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -181,26 +183,55 @@ def mixture(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("place", ["cpu", "disk"])
 @pytest.mark.parametrize("form", ["plain checkpoint", "quantized checkpoint"])
 @pytest.mark.parametrize("kind", ["nf4-nested", pytest.param("nf4", marks=pytest.mark.release("nested")), "int8"])
-def test_quantized_experts(kind, form, mixture, device, tmp_path, by_the_name_of_cuda):
-    """On the CPU they wait; the disk is refused before anything is read."""
+def test_quantized_experts(kind, form, place, mixture, device, tmp_path, by_the_name_of_cuda):
+    """On the CPU and on the disk, one parameter in a file; without a folder for it, an error before anything is read."""
     with patches.quantize_experts():
         eager = {"experts_implementation": "eager"}  # the simulated device has no grouped products
-        whole = load(mixture, kind, {"": device}, **eager)
+        with watch.watch() as whole_seen:
+            whole = load(mixture, kind, {"": device}, **eager)
         whole.save_pretrained(tmp_path / "whole")
         folder, given = (mixture, kind) if form == "plain checkpoint" else (tmp_path / "whole", "plain")
-        model = load(folder, given, {"": device, "model.layers.1": "cpu"}, **eager)
+        with watch.watch() as seen:
+            model = load(folder, given, {"": device, "model.layers.1": place}, offload_folder=tmp_path / "off", **eager)
+        assert form != "plain checkpoint" or quantizations(seen) == quantizations(whole_seen)
         expected = logits(whole, device)
         for _ in range(2):
             assert torch.equal(logits(model, device), expected)
+        assert all(p.is_meta for p in model.model.layers[1].mlp.experts.parameters())
         model.save_pretrained(tmp_path / "again")
-        with pytest.raises(NotImplementedError, match=r"device map sends model.layers.1.*to the disk"):
-            load(folder, given, {"": device, "model.layers.1": "disk"}, offload_folder=tmp_path / "off")
+        with pytest.raises(ValueError, match=r"to the disk.*offload_folder="):
+            load(folder, given, {"": device, "model.layers.1": "disk"})
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "whole"))
     assert one.keys() == two.keys()
     assert [key for key in one if one[key].dtype != two[key].dtype or not same_bytes(one[key], two[key])] == []
+    expected = step(whole, device)
+    assert torch.equal(step(model, device), expected)
+    if place == "disk":
+        assert len(list(tmp_path.rglob("*experts*.safetensors"))) == 2
+        copy.deepcopy(model)
+        patches.inspect(model)
+        next(tmp_path.rglob("*experts.down_proj.safetensors")).unlink()
+        with pytest.raises(OSError, match="experts.down_proj"):
+            logits(model, device)
+    del model
+    watch.held()
     assert not list(tmp_path.rglob("quantized-*"))
+
+
+def quantizations(seen):
+    """How many there were on the device."""
+    return len([name for name in seen.kernels if re.search("quantize_4bit|vectorwise_quant", name)])
+
+
+def step(model, device):
+    """The gradient at the input of a forward and a backward."""
+    torch.manual_seed(0)
+    embedded = torch.randn(1, 4, 64, dtype=torch.bfloat16).to(device).requires_grad_()
+    model(inputs_embeds=embedded).logits.float().square().sum().backward()
+    return embedded.grad.cpu()
 
 
 BIG = 12

@@ -88,4 +88,5 @@ def home(hook: Any, name: str) -> str:
 
 
 def _device(weights: Mapping[str, Any], name: str) -> str:
-    return str(getattr(weights[name], "device", "cpu"))
+    held = dict.get(weights, name) if isinstance(weights, dict) else weights[name]  # experts on the disk are not read
+    return str(getattr(held, "device", "cpu"))

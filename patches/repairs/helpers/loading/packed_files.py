@@ -51,13 +51,18 @@ class Folder:
 
     def write(self, name: str, tensor: Tensor) -> Entry:
         """Write ``tensor``, and say how accelerate finds it."""
+        file = self.write_parts(name, tensor, {name: tensor})
+        return {"safetensors_file": file, "weight_name": name, "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+    def write_parts(self, name: str, whole: Tensor, parts: Mapping[str, Tensor]) -> str:
+        """Write the ``parts`` that the parameter ``name`` consists of; the file."""
         from safetensors.torch import save_file
 
         file = os.path.join(self.path, f"{name}.safetensors")
-        with self.writing(name, tensor):
-            save_file({name: tensor.contiguous()}, f"{file}.part")
+        with self.writing(name, whole):
+            save_file({key: tensor.contiguous() for key, tensor in parts.items()}, f"{file}.part")
             os.replace(f"{file}.part", file)  # so that what has the name is whole
-        return {"safetensors_file": file, "weight_name": name, "dtype": str(tensor.dtype).removeprefix("torch.")}
+        return file
 
     @contextlib.contextmanager
     def writing(self, name: str, tensor: Tensor) -> Iterator[None]:

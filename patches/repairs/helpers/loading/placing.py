@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..experts import asked_for
+from ..experts.found import is_one, is_quantized
 from ..int8 import int8_scales
 from ..offload import brought, offload_maps
 from ..process import freed
 from ..process.messages import LOGGER
-from . import packed_files, places
+from . import experts_on_disk, packed_files, places
 from .experts import readable
 from .places import Places
 from .quantizers import quantizes
@@ -27,10 +29,19 @@ if TYPE_CHECKING:
 
 def device_of(get_device: Callable[..., Any], device_map: Any, name: str, model: Any, quantizer: Any) -> Any:
     """Where the tensor of the checkpoint for ``name`` is read to."""
-    if isinstance(device_map, Places) and quantizer.param_needs_quantization(model, name):
+    if isinstance(device_map, Places) and (
+        quantizer.param_needs_quantization(model, name) or _are_experts_to_quantize(model, name, quantizer)
+    ):
         if places.is_offloaded(device_map, name.rpartition(".")[0]):
             return device_map.main
     return get_device(device_map, name, valid_torch_device=True)
+
+
+def _are_experts_to_quantize(model: Any, name: str, quantizer: Any) -> bool:
+    if quantizer.pre_quantized or not asked_for.now():
+        return False
+    parameter = model.get_submodule(name.rpartition(".")[0])._parameters.get(name.rpartition(".")[2])
+    return parameter is not None and is_one(model, name, parameter)
 
 
 def folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | None:
@@ -94,7 +105,7 @@ def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
         path, _, own = name.rpartition(".")
         leaves = on_disk(device_map, name) and own in model.get_submodule(path)._parameters
         if is_packed(weight) and not leaves and places.is_offloaded(device_map, path):
-            weight = weight.to("cpu")
+            weight = on_the_cpu(weight)
         upstream(model, name, weight, *also)
         if leaves:
             leave(device_map, model, name, weight)
@@ -102,6 +113,16 @@ def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
             freed.quantized(weight.nbytes)
 
     return set_param_for_module
+
+
+def on_the_cpu(weight: Any) -> Any:
+    """A parameter of packed weights, there."""
+    moved = weight.to("cpu")
+    if is_quantized(weight):
+        import torch
+
+        return torch.nn.Parameter(moved, requires_grad=False)
+    return moved
 
 
 def resaved(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
@@ -143,6 +164,8 @@ def written(device_map: Places, name: str, weight: Tensor) -> packed_files.Entry
             f"The device_map sends {name!r} to the disk, and it has to be written there, because the checkpoint has it in "
             "another form. Name a folder: from_pretrained(..., offload_folder=...)."
         )
+    if is_quantized(weight):
+        return experts_on_disk.write(device_map.folder, device_map.root + name, weight)
     return device_map.folder.write(device_map.root + name, weight.detach().as_subclass(torch.Tensor).to("cpu"))
 
 
@@ -155,7 +178,7 @@ def _lies_there(quantizer: Any, mapping: Any) -> bool:
 def is_packed(weight: Any) -> bool:
     """Whether ``weight`` is, or will be, packed weights with all their statistics."""
     kind = type(weight).__name__
-    return kind == "Params4bit" or kind == "Int8Params" and int8_scales.of(weight) is not None
+    return kind == "Params4bit" or is_quantized(weight) or kind == "Int8Params" and int8_scales.of(weight) is not None
 
 
 def _scales_of(name: str) -> str:
@@ -179,21 +202,24 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     for parameter in model.parameters():
         _unmark(parameter)
     tied = _untie_on_disk(model, index or {})
+    in_memory = _in_memory(model, device_map, index or {})
+    if index is not None:
+        index = packed_files.Index(index, device_map.folder)
+        in_memory = experts_on_disk.Kept(in_memory or {}, index) or None
     options = {
         **options,
         "device_map": dict(device_map),
         "main_device": device_map.main,
         "force_hooks": True,
-        "offload_index": None if index is None else packed_files.Index(index, device_map.folder),
-        "state_dict": _in_memory(model, device_map, index or {}),
+        "offload_index": index,
+        "state_dict": in_memory,
     }
     result = dispatch_model(model, **options)
     for module, name, owner, source in tied:
         module._parameters[name] = owner._parameters[source]
     for loader in offload_maps.loaders(model):
-        loader.device = (
-            None  # not to the device at once: accelerate takes a quantized weight to the CPU, and there again
-        )
+        # Not to the device at once: accelerate takes a quantized weight from there to the CPU, and there again.
+        loader.device = None
     model.hf_device_map = dict(device_map.given)
     _say(model, device_map)
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-OFTEN = 4 * 2**20
+OFTEN = 2**20
 """Bytes of new packed weights after which it is worth the milliseconds that it takes."""
 
 _made = 0
