@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ..loading.places import Places
+from ..loading import experts_on_disk
 from ..process.messages import LOGGER
 from . import refused, transposed
 from .found import Found, experts_in, makes, stacked
@@ -37,7 +37,7 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     if not packed and not asked:
         return mapping
     found = [one for one in experts_in(model) if packed or is_wanted(one.full_name, quantizer)]
-    _refuse_disk(found, load_config)
+    experts_on_disk.refuse(found, load_config)
     if not found:
         refused.parted(keys)
         return mapping
@@ -61,24 +61,6 @@ class Reading(NamedTuple):
 
     def of(self, name: str, model: Any) -> How:
         return self.how.of(model.get_submodule(name.rpartition(".")[0]))
-
-
-def _refuse_disk(found: list[Found], load_config: Any) -> None:
-    from transformers.integrations.accelerate import get_device
-
-    device_map = load_config.device_map
-    for one in found:
-        if device_map and get_device(device_map, one.full_name) == "disk":
-            if not isinstance(device_map, Places):
-                raise NotImplementedError(
-                    f"the device map sends {one.full_name} to the disk, and quantized experts can wait there only with "
-                    "the patch transformers-refuses-what-does-not-fit. Apply it, or give that layer another device."
-                )
-            if load_config.disk_offload_folder is None:
-                raise ValueError(
-                    f"the device map sends the quantized experts {one.full_name} to the disk, where they are written "
-                    "while the model is loaded. Name a folder for them: from_pretrained(..., offload_folder=...)."
-                )
 
 
 def _replaced(mapping: list[Any], found: list[Found], how: Reading) -> list[Any]:

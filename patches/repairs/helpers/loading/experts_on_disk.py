@@ -6,9 +6,13 @@ it takes to be in memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from .places import Places
+
 if TYPE_CHECKING:
+    from ..experts.found import Found
     from .packed_files import Entry, Folder, Index
 
 _LAYOUT = "experts"
@@ -48,3 +52,22 @@ def _read(entry: Entry) -> Any:
 
     layout, dtype = entry[_LAYOUT]
     return as_parameter(Packed.laid_out(layout, load_file(entry["safetensors_file"])), dtype)
+
+
+def refuse(found: Iterable[Found], load_config: Any) -> None:
+    """Raise if some of them are to wait on the disk and cannot, before anything is read."""
+    from transformers.integrations.accelerate import get_device
+
+    device_map = load_config.device_map
+    for one in found:
+        if device_map and get_device(device_map, one.full_name) == "disk":
+            if not isinstance(device_map, Places):
+                raise NotImplementedError(
+                    f"the device map sends {one.full_name} to the disk, and quantized experts can wait there only with "
+                    "the patch transformers-refuses-what-does-not-fit. Apply it, or give that layer another device."
+                )
+            if load_config.disk_offload_folder is None:
+                raise ValueError(
+                    f"the device map sends the quantized experts {one.full_name} to the disk, where they are written "
+                    "while the model is loaded. Name a folder for them: from_pretrained(..., offload_folder=...)."
+                )
