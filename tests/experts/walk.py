@@ -39,8 +39,8 @@ CLOSE = 1e-5
 NO_MIXTURE = "no experts of three dimensions"
 _SOURCE = re.compile(r"class \w*Experts\w*\(|use_experts_implementation|ParallelExperts")
 
-_ELSEWHERE = re.compile(r"out_proj|vision|visual|audio|image")
-"""Layers that take no adapter here: Mamba reads the weight of ``out_proj`` itself, and text goes through no tower."""
+_ELSEWHERE = re.compile(r"out_proj|vision|visual|audio|image|projector")
+"""Layers that take no adapter here: Mamba reads the weight of ``out_proj`` itself, and text goes through no tower or projector."""
 
 
 def mixtures(purposes: tuple[str, ...] = PURPOSES) -> Iterator[Architecture]:
