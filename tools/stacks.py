@@ -98,12 +98,12 @@ def _json(environ: Mapping[str, str], module: str, *arguments: str) -> Any:
     code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode > 1)"
     words = (sys.executable, "-W", "ignore", "-m", module, *arguments)
     said = run(sys.executable, "-c", code, *words, cwd=ROOT, **environ)
-    return json.loads(said[said.index("{") :])
+    return json.loads(said[said.index("{") :].replace(str(ROOT), ""))
 
 
 def _said(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     for row in rows:
-        yield {"id": row["id"], "verdict": row["verdict"], "reason": row["reason"].replace(str(ROOT), "")[:200]}
+        yield {"id": row["id"], "verdict": row["verdict"], "reason": row["reason"][:200]}
 
 
 def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None:
