@@ -31,6 +31,16 @@ def test_what_the_plugin_does_not_repair_has_a_reason(name, torch, found):
     assert not left
 
 
+def test_every_reason_is_that_of_a_flow():
+    given = {
+        stacks.why(flow, each["patched"])
+        for _, _, found in RUNS
+        for flow, each in found.get("flows", {}).items()
+        if not is_right(flow, each["patched"])
+    }
+    assert {reason for _, reason in stacks.REASONS} <= given
+
+
 @each_run
 def test_no_flow_is_right_without_the_plugin_only(name, torch, found):
     flows = found.get("flows", {}).items()

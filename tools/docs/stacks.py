@@ -17,11 +17,11 @@ HOW = ("unpatched", "patched")
 LEFT = "the defect is there, and is not repaired there"
 """What `verify` says of them."""
 Found = Mapping[str, Any]
-_DISPATCHED = (
-    "transformers refuses device maps with the CPU or the disk there; see [what does not fit](does_not_fit.md)"
-)
 REASONS = (
-    ("Some modules are dispatched|cannot send layers of such a checkpoint", _DISPATCHED),
+    (
+        "Some modules are dispatched|cannot send layers of such a checkpoint",
+        "[models that do not fit](does_not_fit.md) load with accelerate 1.1 and later",
+    ),
     (
         "INT8: FSDP2.*(floating point dtype can require gradients|nothing was saved)",
         "FSDP2 of torch 2.6 wants one dtype for all parameters that it shards together: INT8 weights cannot lie beside an adapter",

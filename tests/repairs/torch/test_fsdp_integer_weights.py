@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import patches
 from patches.engine import gate
-from patches.repairs.torch.fsdp_integer_weights import parameter
+from patches.repairs.torch import fsdp_integer_weights as repair
 
 ID = "torch-fsdp-integer-weights"
 MESSAGE = "only Tensors of floating point dtype can require gradients"
@@ -31,7 +31,7 @@ def one_rank(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bfloat16, torch.complex64], ids=str)
 def test_only_what_can_take_gradients_takes_them(dtype):
-    made = parameter(torch.zeros(2, dtype=dtype))
+    made = repair.parameter(torch.zeros(2, dtype=dtype))
     assert made.requires_grad == (dtype in (torch.bfloat16, torch.complex64))
 
 
@@ -45,6 +45,17 @@ def test_a_layer_is_sharded_and_computes_as_before(one_rank, kind):
     with patches.applied():
         assert torch.equal(fully_shard(layer, mesh=one_rank)(x), expected)
         assert not any(each.requires_grad for each in layer.parameters())
+
+
+@pytest.mark.parametrize(("torch_is", "said"), [("older", 1), ("newer", 0)])
+def test_a_torch_that_adds_up_gradients_on_a_cpu_is_named_once(monkeypatch, caplog, torch_is, said):
+    monkeypatch.setattr(repair, "satisfied", lambda requirement: torch_is == "older")
+    repair._say_that_gradients_are_added.cache_clear()
+    for _ in range(2):
+        repair.parameter(torch.zeros(2, dtype=torch.int8))
+        repair.parameter(torch.zeros(2))
+    assert len(caplog.records) == said and all("adds up the gradients" in each.message for each in caplog.records)
+    repair._say_that_gradients_are_added.cache_clear()
 
 
 @older
