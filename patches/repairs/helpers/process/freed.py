@@ -20,5 +20,5 @@ def quantized(count: int) -> None:
     _made += count
     if _made >= OFTEN:
         _made = 0
-        with contextlib.suppress(OSError, AttributeError):  # not the C library of GNU
+        with contextlib.suppress(OSError, AttributeError, TypeError):  # not the C library of GNU
             ctypes.CDLL(None).malloc_trim(0)
