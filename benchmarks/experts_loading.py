@@ -3,7 +3,7 @@
 Experts of 1 GB in bfloat16, in shards of 200 MB. Each way of loading is a process of its own, after a tiny model of the same
 kind. Memory is beyond what the process had then: of the CPU the most that ``RssAnon`` shows, read every millisecond; of a
 device the most that the simulated one (tests/device) counts. ``a Linear4bit each`` has the same matrices as linear layers, which
-``load_in_4bit`` quantizes by itself. Processor time, one thread. Five minutes, 2 GB of disk.
+``load_in_4bit`` quantizes by itself. Processor time, one thread. Ten minutes, 2.5 GB of disk.
 """
 
 from __future__ import annotations
