@@ -7,41 +7,38 @@ storage, which cannot take gradients at all: sharding ends in this error, frozen
 
 The repair makes such a parameter without gradients. A parameter in floating point is made as before. Nothing is added to a
 step. torch 2.6 stays as it is: there all parameters that are sharded together must have one dtype, so that a quantized layer
-cannot lie beside its adapter. On a CPU, FSDP2 of torch 2.8 adds up the gradients of the ranks instead of averaging them, for
-every model, quantized or not (ratio 2.0 for one ``nn.Linear`` on two ranks; 1.0 on 2.9): a warning says so once.
+cannot lie beside its adapter. On a CPU, FSDP2 of torch before 2.9 adds up the gradients of the ranks instead of averaging
+them, for every model, quantized or not (ratio 2.0 for one ``nn.Linear`` on two ranks; 1.0 on 2.9): what was an error stays one
+there, and says why.
 
 Upstream: https://github.com/pytorch/pytorch/issues/177844 (the same repair, in torch 2.12).
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.process.messages import LOGGER
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _AFTER_FORWARD = "self.to_sharded_post_forward_dtensor(sharded_post_forward_tensor)"
 
 
 def parameter(data: Any) -> Any:
-    """``nn.Parameter(data)``, without gradients where its dtype has none."""
+    """``nn.Parameter(data)`` of one rank's part, a ``DTensor``; without gradients where its dtype has none.
+
+    Raises `RuntimeError` where torch would then compute other gradients: several ranks on a CPU, before torch 2.9.
+    """
     import torch
 
     takes = data.is_floating_point() or data.is_complex()
-    if not takes and data.device.type == "cpu" and satisfied("torch<2.9"):
-        _say_that_gradients_are_added()
+    if not takes and data.device.type == "cpu" and data.device_mesh.size() > 1 and satisfied("torch<2.9"):
+        raise RuntimeError(
+            "FSDP2 of torch before 2.9 adds up the gradients of the ranks on a CPU instead of averaging them, so that a model "
+            "with quantized layers would train with other gradients. Use torch 2.9 or later, or a GPU."
+        )
     return torch.nn.Parameter(data, requires_grad=takes)
-
-
-@functools.cache
-def _say_that_gradients_are_added() -> None:
-    LOGGER.warning(
-        "FSDP2 of torch before 2.9 adds up the gradients of the ranks on a CPU instead of averaging them: divide the loss by "
-        "the number of ranks, or train on a GPU."
-    )
 
 
 def defect() -> Finding:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import bitsandbytes as bnb
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import patches
 from patches.engine import gate
@@ -30,8 +34,8 @@ def one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bfloat16, torch.complex64], ids=str)
-def test_only_what_can_take_gradients_takes_them(dtype):
-    made = repair.parameter(torch.zeros(2, dtype=dtype))
+def test_only_what_can_take_gradients_takes_them(one_rank, dtype):
+    made = repair.parameter(DTensor.from_local(torch.zeros(2, dtype=dtype), one_rank, [Shard(0)]))
     assert made.requires_grad == (dtype in (torch.bfloat16, torch.complex64))
 
 
@@ -47,15 +51,22 @@ def test_a_layer_is_sharded_and_computes_as_before(one_rank, kind):
         assert not any(each.requires_grad for each in layer.parameters())
 
 
-@pytest.mark.parametrize(("torch_is", "said"), [("older", 1), ("newer", 0)])
-def test_a_torch_that_adds_up_gradients_on_a_cpu_is_named_once(monkeypatch, caplog, torch_is, said):
-    monkeypatch.setattr(repair, "satisfied", lambda requirement: torch_is == "older")
-    repair._say_that_gradients_are_added.cache_clear()
-    for _ in range(2):
-        repair.parameter(torch.zeros(2, dtype=torch.int8))
-        repair.parameter(torch.zeros(2))
-    assert len(caplog.records) == said and all("adds up the gradients" in each.message for each in caplog.records)
-    repair._say_that_gradients_are_added.cache_clear()
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("ranks, torch_is", [(2, "older"), (2, "newer"), (1, "older")])
+def test_a_torch_that_adds_up_gradients_on_a_cpu_refuses_quantized_layers(monkeypatch, kind, ranks, torch_is):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        mesh = init_device_mesh("cpu", (ranks,))
+        monkeypatch.setattr(repair, "satisfied", lambda requirement: torch_is == "older")
+        weight = LAYERS[kind]().to("cpu").weight.data
+        shard = DTensor.from_local(torch.zeros(2, dtype=weight.dtype), mesh, [Shard(0)], run_check=False)
+        refused = ranks > 1 and torch_is == "older"
+        with pytest.raises(RuntimeError, match="adds up the gradients") if refused else nullcontext():
+            assert not repair.parameter(shard).requires_grad
+        trained = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False)
+        assert repair.parameter(trained).requires_grad  # as before: torch shards it unpatched, too
+    finally:
+        dist.destroy_process_group()
 
 
 @older
