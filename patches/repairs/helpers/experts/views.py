@@ -235,6 +235,15 @@ def tolist(experts: QuantizedExperts) -> Any:
     return experts.dequantize().tolist()
 
 
+def storage(experts: QuantizedExperts) -> Any:
+    """safetensors asks for it when the patches that save packed weights are not in."""
+    raise RuntimeError(
+        f"quantized experts of shape {tuple(experts.shape)} have no storage in floating point, so safetensors cannot write "
+        "them. Call patches.apply(), then save_pretrained again."
+    )
+
+
+FUNCTIONS[torch.Tensor.storage] = storage
 FUNCTIONS[torch.Tensor.numpy] = numpy
 FUNCTIONS[torch.Tensor.tolist] = tolist
 FUNCTIONS[torch.Tensor.requires_grad_] = requires_grad_

@@ -163,10 +163,13 @@ def _has_own(module: Module) -> bool:
 
 
 def _place_of(module: Module, path: str, given: Mapping[str, Place], places: list[Place]) -> Place:
-    """One place for a module whose own tensors accelerate's hook brings together, with all that is inside it."""
+    """One place for a module whose own tensors accelerate's hook brings together, with all that is inside it.
+
+    Of several, the one that takes the least memory: what a map sends to the disk may not fit elsewhere.
+    """
     own = [given[_join(path, name)] for name, _ in module.named_parameters(recurse=False) if _join(path, name) in given]
     for waiting in reversed(OFFLOADED):
-        if waiting in [place for place in own if isinstance(place, str)]:
+        if waiting in [place for place in (*own, *places) if isinstance(place, str)]:
             return waiting
     return own[0] if own else places[0]
 

@@ -256,6 +256,8 @@ def test_a_copy_that_its_layer_gets_back_takes_the_scales_that_the_state_is_give
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickled])
 def test_a_copy_of_another_weight_brings_its_scales(way):
+    if way is pickled and satisfied("bitsandbytes<0.48"):
+        pytest.skip("before 0.48 a pickle of a weight whose layer has run has no scales, with the plugin or without")
     torch.manual_seed(0)
     layers = [bnb.nn.Linear8bitLt(64, 16, bias=False, has_fp16_weights=False).to("cpu") for _ in range(2)]
     x = torch.randn(4, 64)
