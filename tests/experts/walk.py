@@ -125,7 +125,7 @@ def _half_on_disk(load: Callable[..., Any], model: Any, original: judged.Plain, 
     """The experts of every second layer wait on the disk, the first ones among them."""
     import patches
 
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
     holders = {name.rpartition(".")[0]: None for name, each in tensors.items() if isinstance(each, QuantizedExperts)}
     away = list(holders)[::2]
     places = {name: "cpu" for name in tensors if name.rpartition(".")[0] not in away} | dict.fromkeys(away, "disk")

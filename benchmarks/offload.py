@@ -1,0 +1,211 @@
+"""``python -m benchmarks.offload``: a forward of a model with layers on the CPU or the disk, in 4 bits and INT8 beside 16 bits.
+
+One process, one thread, wall-clock time; the models take turns, and ``of 16 bits`` is the median over rounds of two that
+ran one after the other. The 16 bits are accelerate's own offload. "cold": the pages of every file that the model reads
+are dropped before each forward (``posix_fadvise``). ``limit`` is what bringing the bytes takes, at the bandwidth of
+reading the same files, or of copying to the device, measured in the same round. ``ahead`` is the share of the forward
+that a thread which reads ahead could hide at best: the smaller of reading and computing. ``loading`` is beside loading
+whole. The CPU is a place to wait only for an accelerator, so without one these rows are left out. Two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .present import markdown
+
+LAYERS, ON_DEVICE = 8, 1
+KINDS = ("16 bits", "4 bits", "INT8")
+TOKENS = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.offload", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the model (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
+    parser.add_argument("--folder", help="where the files of the models lie, on the disk that is measured")
+    options = parser.parse_args()
+    logging.disable()
+    warnings.simplefilter("ignore")
+
+    import torch
+    import transformers
+
+    import patches
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    patches.apply()
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        _save(folder / "plain", options.hidden)
+        data: dict[str, Any] = {"host": {**_host(), "device": device, "hidden": options.hidden}, "rows": []}
+        data["loading"] = _loading(folder, device, options.rounds)
+        for place in ["disk, warm", "disk, cold", *(["cpu"] if device != "cpu" else [])]:
+            data["rows"] += _compared(folder, device, place, options.rounds)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "offload.json").write_text(json.dumps(data, indent=1) + "\n")
+    (options.output / "offload.md").write_text(table(data) + "\n")
+    print(table(data))
+
+
+def table(data: dict[str, Any]) -> str:
+    host = data["host"]
+    about = (
+        f"{host['processor']}, one thread, load {host['load']}, torch {host['torch']}, bitsandbytes {host['bitsandbytes']}; "
+        f"{LAYERS - ON_DEVICE} of {LAYERS} layers of width {host['hidden']} offloaded, forward of {TOKENS} tokens on {host['device']}."
+    )
+    head = ("where", "model", "MB brought", "ms", "of 16 bits", "limit ms", "ahead")
+    rows = [
+        (r["place"], r["kind"], f"{r['bytes'] / 1e6:.1f}", f"{r['ms']:.0f}", f"{r['ratio']:.2f}", f"{r['limit']:.0f}",
+         f"{r['ahead']:.0%}") for r in data["rows"]
+    ]  # fmt: skip
+    loading = [(kind, f"{one['s']:.1f}", f"{one['ratio']:.2f}") for kind, one in data["loading"].items()]
+    return "\n\n".join([about, markdown(head, rows), markdown(("loading", "s", "of whole"), loading)])
+
+
+def _save(folder: Path, hidden: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "num_attention_heads": 8, "vocab_size": 1000}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **size)).to(torch.bfloat16).save_pretrained(folder)
+
+
+def _load(folder: Path, kind: str, device: str, place: str) -> Any:
+    import torch
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    how: dict[str, Any] = {}
+    if kind == "4 bits":
+        how["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+    elif kind == "INT8":
+        how["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    outside = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), device)
+    layers = {f"model.layers.{i}": device if i < ON_DEVICE else place for i in range(LAYERS)}
+    where = {**outside, **layers} if place else {"": device}
+    return LlamaForCausalLM.from_pretrained(
+        folder / "plain", device_map=where, dtype=torch.bfloat16, offload_folder=folder / "off", **how
+    )
+
+
+def _loading(folder: Path, device: str, rounds: int) -> dict[str, Any]:
+    found = {}
+    for kind in KINDS[1:]:
+        pairs = [
+            [_seconds(partial(_load, folder, kind, device, place)) for place in ("", "disk")] for _ in range(rounds)
+        ]
+        found[kind] = {"s": median(away for _, away in pairs), "ratio": median(away / whole for whole, away in pairs)}
+    return found
+
+
+def _compared(folder: Path, device: str, place: str, rounds: int) -> list[dict[str, Any]]:
+    where, _, state = place.partition(", ")
+    models = {kind: _load(folder, kind, device, where) for kind in KINDS}
+    timed: dict[str, dict[str, list[float]]] = {kind: {"ms": [], "limit": []} for kind in KINDS}
+    for _ in range(rounds + 1):
+        for kind, model in models.items():
+            files = _files(model)
+            read = files if state == "cold" else []
+            _drop(read)
+            timed[kind]["limit"].append(_bandwidth(files) if where == "disk" else _copying(device))
+            _drop(read)
+            timed[kind]["ms"].append(1000 * _seconds(partial(_forward, model, device)))
+    rows = []
+    for kind, model in models.items():
+        size = _brought(model)
+        limits = [1000 * size / bandwidth for bandwidth in timed[kind]["limit"][1:]]  # the first warms up
+        ms, limit = median(timed[kind]["ms"][1:]), median(limits)
+        ratio = median(a / b for a, b in zip(timed[kind]["ms"][1:], timed[KINDS[0]]["ms"][1:]))
+        ahead = min(limit, max(ms - limit, 0)) / ms
+        rows.append(
+            {"place": place, "kind": kind, "bytes": size, "ms": ms, "ratio": ratio, "limit": limit, "ahead": ahead}
+        )
+    return rows
+
+
+def _brought(model: Any) -> int:
+    import patches
+
+    return sum(sum(place.brings.values()) for place in patches.inspect(model).facts.places)
+
+
+def _files(model: Any) -> list[str]:
+    """Which files the hooks of ``model`` read."""
+    found = set()
+    for module in model.modules():
+        weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        for entry in getattr(getattr(weights, "dataset", None), "index", {}).values():
+            found.add(entry["safetensors_file"])
+    return sorted(found)
+
+
+def _drop(files: Iterable[str]) -> None:
+    for file in files:
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _bandwidth(files: list[str]) -> float:
+    """Bytes a second of reading ``files`` through the file system."""
+    start, read, buffer = time.perf_counter(), 0, bytearray(2**22)
+    for file in files:
+        with open(file, "rb", buffering=0) as opened:
+            while count := opened.readinto(buffer):
+                read += count
+    return read / (time.perf_counter() - start)
+
+
+def _copying(device: str) -> float:
+    import torch
+
+    one = torch.empty(2**26, dtype=torch.uint8)
+    return one.nbytes / _seconds(lambda: one.to(device))
+
+
+def _forward(model: Any, device: str) -> None:
+    import torch
+
+    with torch.inference_mode():
+        model(input_ids=torch.arange(TOKENS, device=device)[None])
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    import torch
+
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _host() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
+    load = round(os.getloadavg()[0], 1)
+    return {"processor": name, "load": load, **{each: version(each) for each in ("torch", "bitsandbytes")}}
+
+
+if __name__ == "__main__":
+    main()
