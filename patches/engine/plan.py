@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import CodeType
 from weakref import ref
 
@@ -13,7 +13,7 @@ from .locate import Conflict, Replaced
 from .report import Status
 from .slots import CodeSlot, NameSlot, Slot, slots_of
 from .state import Duty, Installed, Outcome, State
-from .transaction import Step
+from .transaction import Stale, Step
 
 NOT_FORGOTTEN = (
     "functions that torch.compile compiled before still run the old code, because a thread is running compiled code and "
@@ -44,8 +44,12 @@ class Draft:
         order: Mapping[str, int],
         builder: Builder,
         refused: Mapping[Hashable, str],
+        outdated: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``order``: of the owners' edits; others come last. ``refused``: slots whose step failed in an earlier try, and why."""
+        """``order``: of the owners' edits; others come last. ``refused``: slots whose step failed in an earlier try, and why.
+
+        ``outdated``: whether someone else has changed ``state``. What is read then fits no plan, and planning ends in `Stale`.
+        """
         self.before = state
         # What the slots are in is held until the change is made: an address must not come to mean something else.
         places = {key: (known, known.slot.held()) for key, known in state.slots.items()}
@@ -59,6 +63,7 @@ class Draft:
         self._order = order
         self._builder = builder
         self._refused = refused
+        self._outdated = outdated
         self._changed: frozenset[Hashable] | None = None
 
     @property
@@ -120,6 +125,8 @@ class Draft:
         done: dict[Hashable, Installed] = {}
         errors: dict[str, Exception] = {}
         for key, slot in slots.items():
+            if self._outdated():  # a function that another thread has changed would look like a conflict, in each owner
+                raise Stale
             known = self.slots.get(key) or Installed(slot, slot.read(), (), None)
             try:
                 done[key] = self._built_with(known, added[key])

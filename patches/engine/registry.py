@@ -207,11 +207,12 @@ class Registry:
         tried: set[Hashable] = set()
         refused: dict[Hashable, str] = {}
         while True:
-            draft = Draft(self._store.read(), self._order, self._builder, refused)
-            gate.in_one_look(partial(plan, draft))
-            for feature in self._features.values():
-                holders.drop_dead(feature, draft)
+            before = self._store.read()
+            draft = Draft(before, self._order, self._builder, refused, partial(self._outdated, before))
             try:
+                gate.in_one_look(partial(plan, draft))
+                for feature in self._features.values():
+                    holders.drop_dead(feature, draft)
                 self._store.commit(draft.before, draft.state(), draft.steps())
                 self._prepared = {}
                 return
@@ -222,6 +223,9 @@ class Registry:
                 if key in tried:  # the second time: it was no accident
                     refused[key] = f"{type(failed.__cause__).__name__}: {failed.__cause__}"
                 tried.add(key)
+
+    def _outdated(self, state: State) -> bool:
+        return self._store.read() is not state
 
     def _settle(self) -> None:
         """Do what earlier changes left to be done, each until it succeeds, also after an interrupt."""

@@ -58,6 +58,10 @@ print({each.id: each.reason for each in bad})
 """
 
 
+ELSEWHERE = {"transformers-refuses-what-does-not-fit": "accelerate>=1.1"}
+"""What a repair needs of another package than its own; where it is older the defect stays, as docs/releases.md says."""
+
+
 def test_every_patch_fits(fresh):
     assert fresh(APPLIED).splitlines()[-1] == "{}"
 
@@ -80,7 +84,8 @@ def test_it_is_there_as_installed_and_absent_with_the_plugin(name, said):
         pytest.skip(f"this stack has no program for it: {figure}")
     if (name, "all") not in said:
         reason = gate.check(REGISTRY.patches[name]).reason
-        assert not unpatched or not gate.satisfied(REGISTRY.patches[name].requires[0]), f"{reason}, but: {figure}"
+        needed = ELSEWHERE.get(name, REGISTRY.patches[name].requires[0])
+        assert not unpatched or not gate.satisfied(needed), f"{reason}, but: {figure}"
         return
     assert [unpatched, said[name, "all"][0]] == [True, False], json.dumps([figure, said[name, "all"][1]])
 

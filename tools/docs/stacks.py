@@ -26,7 +26,10 @@ REASONS = (
         "FSDP2 of torch before 2.9 adds up",
         "FSDP2 of torch 2.8 adds up the gradients of the ranks on a CPU, so that quantized layers are still refused there; no GPU was tried",
     ),
-    ("INT8: FSDP2, checkpoint.*nothing was saved", "FSDP2 of this torch does not shard INT8 layers: see INT8: FSDP2, LoRA"),
+    (
+        "INT8: FSDP2, checkpoint.*nothing was saved",
+        "FSDP2 of this torch does not shard INT8 layers: see INT8: FSDP2, LoRA",
+    ),
     (
         "INT8: FSDP2.*floating point dtype can require gradients",
         "FSDP2 of torch 2.6 wants one dtype for all parameters that it shards together: INT8 weights cannot lie beside an adapter",
