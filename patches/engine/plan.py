@@ -39,18 +39,12 @@ class Draft:
     """A state in the making. Every method leaves it whole; what cannot be done is returned, not half done."""
 
     def __init__(
-        self,
-        state: State,
-        order: Mapping[str, int],
-        builder: Builder,
-        refused: Mapping[Hashable, str],
-        outdated: Callable[[], bool] = lambda: False,
+        self, read: Callable[[], State], order: Mapping[str, int], builder: Builder, refused: Mapping[Hashable, str]
     ) -> None:
-        """``order``: of the owners' edits; others come last. ``refused``: slots whose step failed in an earlier try, and why.
-
-        ``outdated``: whether someone else has changed ``state``. What is read then fits no plan, and planning ends in `Stale`.
-        """
-        self.before = state
+        """Of the state that ``read`` gives; planning ends in `Stale` once it gives another. ``order``: of the owners' edits;
+        others come last. ``refused``: slots whose step failed in an earlier try, and why."""
+        self._read = read
+        self.before = state = read()
         # What the slots are in is held until the change is made: an address must not come to mean something else.
         places = {key: (known, known.slot.held()) for key, known in state.slots.items()}
         self._places = [place for _, place in places.values()]
@@ -63,7 +57,6 @@ class Draft:
         self._order = order
         self._builder = builder
         self._refused = refused
-        self._outdated = outdated
         self._changed: frozenset[Hashable] | None = None
 
     @property
@@ -125,7 +118,7 @@ class Draft:
         done: dict[Hashable, Installed] = {}
         errors: dict[str, Exception] = {}
         for key, slot in slots.items():
-            if self._outdated():  # a function that another thread has changed would look like a conflict, in each owner
+            if self._read() is not self.before:  # what others have changed meanwhile would look like conflicts
                 raise Stale
             known = self.slots.get(key) or Installed(slot, slot.read(), (), None)
             try:

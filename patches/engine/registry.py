@@ -119,9 +119,10 @@ class Registry:
 
     def prepare(self) -> None:
         """Work out what :meth:`apply` would change now, for whoever applies next; change nothing."""
-        draft = Draft(self._store.read(), self._order, self._builder, {})
-        self._plan_apply(dict.fromkeys(self.patches, False), frozenset(), draft)
-        self._prepared = draft.slots
+        draft = Draft(self._store.read, self._order, self._builder, {})
+        with contextlib.suppress(Stale):  # whoever was faster needs no help
+            self._plan_apply(dict.fromkeys(self.patches, False), frozenset(), draft)
+            self._prepared = draft.slots
         self._builder.compiler.keep()
 
     # -- features: edits that are in while someone uses them -----------------------------------
@@ -129,8 +130,7 @@ class Registry:
     def hold(self, feature: Feature, holder: object) -> None:
         """Put in the edits of ``feature``, all or none, until :meth:`release` or until ``holder`` is gone.
 
-        Raises ``Conflict`` if they do not fit.
-        """
+        Raises ``Conflict`` if they do not fit."""
         self._features[feature.id] = feature
         self._change(partial(holders.hold, feature, ref(holder)))
 
@@ -207,8 +207,7 @@ class Registry:
         tried: set[Hashable] = set()
         refused: dict[Hashable, str] = {}
         while True:
-            before = self._store.read()
-            draft = Draft(before, self._order, self._builder, refused, partial(self._outdated, before))
+            draft = Draft(self._store.read, self._order, self._builder, refused)
             try:
                 gate.in_one_look(partial(plan, draft))
                 for feature in self._features.values():
@@ -223,9 +222,6 @@ class Registry:
                 if key in tried:  # the second time: it was no accident
                     refused[key] = f"{type(failed.__cause__).__name__}: {failed.__cause__}"
                 tried.add(key)
-
-    def _outdated(self, state: State) -> bool:
-        return self._store.read() is not state
 
     def _settle(self) -> None:
         """Do what earlier changes left to be done, each until it succeeds, also after an interrupt."""
@@ -245,7 +241,7 @@ class Registry:
     def _record(self, plan: Callable[[Draft], None]) -> None:
         """Change what is known, and the names that nothing uses; nothing else in other packages."""
         while True:
-            draft = Draft(self._store.read(), self._order, self._builder, {})
+            draft = Draft(self._store.read, self._order, self._builder, {})
             plan(draft)
             try:
                 self._store.commit(draft.before, draft.state(), draft.steps())
