@@ -81,6 +81,21 @@ def test_read_and_saved_again(written, tmp_path):
     assert gap(expected, step(read(tmp_path / "again"))) < 1e-6
 
 
+def test_on_the_disk(written, tmp_path):
+    folder, _ = written
+    whole = read(folder)
+    places = {f"model.layers.{i}": "cpu" if i else "disk" for i in range(whole.config.num_hidden_layers)}
+    places |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    model = read(folder, device_map=places, offload_folder=str(tmp_path / "off"))
+    assert model.model.layers[0].mlp.experts.gate_up_proj.is_meta
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert (model(ids).logits - whole(ids).logits).abs().max() < 1e-2  # linear layers in memory: see docs/limits.md
+    model.save_pretrained(tmp_path / "again")
+    was, now = load_file(folder / FILE), load_file(tmp_path / "again" / FILE)
+    assert all(torch.equal(now[name], was[name]) for name in was if "_projs" in name and "bias" not in name)
+
+
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 def test_the_other_implementations(written, implementation):
     folder, reference = written

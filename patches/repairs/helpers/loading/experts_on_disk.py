@@ -27,7 +27,7 @@ class Waiting:
 def write(folder: Folder, name: str, weight: Any) -> Entry:
     """Write ``weight``, and say how :class:`Kept` finds it."""
     parts = {key: tensor.to("cpu") for key, tensor in weight.packed.tensors().items()}
-    layout = weight.packed.layout(), weight.dtype
+    layout = weight.packed.layout(), weight.dtype, weight.swapped
     return {"safetensors_file": folder.write_parts(name, weight, parts), "weight_name": name, _LAYOUT: layout}
 
 
@@ -50,8 +50,8 @@ def _read(entry: Entry) -> Any:
     from ..experts.packed import Packed
     from ..experts.tensor import as_parameter
 
-    layout, dtype = entry[_LAYOUT]
-    return as_parameter(Packed.laid_out(layout, load_file(entry["safetensors_file"])), dtype)
+    layout, dtype, swapped = entry[_LAYOUT]
+    return as_parameter(Packed.laid_out(layout, load_file(entry["safetensors_file"])), dtype, swapped)
 
 
 def refuse(found: Iterable[Found], load_config: Any) -> None:
