@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
+from weakref import ref
 
 from packaging.version import InvalidVersion, Version
 
@@ -27,9 +28,13 @@ class Verdict(NamedTuple):
     versions: Mapping[str, str | None]
 
 
+class _Look(dict[str, str | None]):
+    """Versions by package, for the time of one :func:`in_one_look`; unlike a dict it can be referred to weakly."""
+
+
 class _Looked(threading.local):
-    versions: dict[str, str | None] | None = None
-    """What was found since :func:`in_one_look` began in this thread; None outside of it."""
+    look: ref[_Look] | None = None
+    """What was found since :func:`in_one_look` began in this thread; None or dead outside of it."""
 
 
 _looked = _Looked()
@@ -38,17 +43,23 @@ _looked = _Looked()
 def in_one_look(call: Callable[[], T]) -> T:
     """What ``call`` returns; meanwhile the version of a package is looked up once. One inside another looks anew."""
     # No context manager: an error between its beginning and ours would leave what it remembers.
-    outer = _looked.versions
+    outer = _looked.look
+    look = _Look()  # gone with this frame, also where an interrupt comes before the last line
     try:
-        _looked.versions = {}
+        _looked.look = ref(look)
         return call()
     finally:
-        _looked.versions = outer
+        _looked.look = outer
+
+
+def remembered() -> dict[str, str | None] | None:
+    """The versions that were looked up in this thread and hold now; None outside of :func:`in_one_look`."""
+    return None if _looked.look is None else _looked.look()
 
 
 def installed(package: str) -> str | None:
     """The version of a distribution: what its imported module says, before the import what its metadata say."""
-    known = _looked.versions
+    known = remembered()
     if known is None:
         return _imported_version(package) or _metadata_version(package)
     if package not in known:

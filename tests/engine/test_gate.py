@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pytest
 
@@ -55,6 +55,41 @@ def test_one_in_another_looks_anew_as_in_an_import_that_a_plan_triggers(module):
         return before, gate.in_one_look(lambda: gate.installed("made-up")), gate.installed("made-up")
 
     assert gate.in_one_look(outer) == ("1.0", "2.0", "1.0")
+
+
+def test_an_interrupt_at_any_bytecode_leaves_nothing_that_is_remembered(module):
+    """Also in its last line, where it puts back what was there before."""
+
+    def interrupted(at: int) -> bool:
+        left = at
+
+        def trace(frame: FrameType, event: str, _: object) -> object:
+            nonlocal left
+            if frame.f_code is not gate.in_one_look.__code__:
+                return None
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if event == "opcode" and not left:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            gate.in_one_look(lambda: gate.installed("made-up"))
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    at = 1
+    while interrupted(at):
+        assert gate.remembered() is None, at
+        at += 1
+    if at == 1 and sys.version_info[:2] == (3, 12):
+        pytest.skip("the first releases of Python 3.12 tell a tracer of no bytecode")
+    assert at > 20
 
 
 def test_an_error_leaves_nothing_that_is_remembered(module):
