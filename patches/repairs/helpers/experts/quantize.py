@@ -80,8 +80,7 @@ def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: How) -> Pack
         found = found or [[] for _ in matrices]
         for states, matrix in zip(found, matrices):
             states.append(_packed_matrix(matrix.detach(), how))
-            if matrix.device.type == "cpu":
-                freed.quantized(states[-1][0].nbytes)
+            freed.quantized(states[-1][0])
             dtype = matrix.dtype
     return Packed.of_scales(found, dtype, how.threshold) if how.quant_type == "int8" else Packed.of_states(found)
 

@@ -20,6 +20,7 @@ from .found import Found, experts_in, makes, stacked
 from .matrices import INT8, STATISTICS, beside, dense, matrices_of, parameter_of
 from .products import know_transformers
 from .quantize import How, is_wanted, packed_matrices
+from .sizes import of_bitsandbytes
 from .tensor import as_parameter
 
 OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?(weight\.absmax|SCB)$")
@@ -29,8 +30,7 @@ OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?(weight\.absmax|SCB)$")
 def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, asked: bool) -> list[Any]:
     """``mapping``, with converters for quantized experts where the checkpoint has them, or where they are asked for."""
     quantizer = load_config.hf_quantizer
-    config = getattr(quantizer, "quantization_config", None)
-    if not (getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False)):
+    if not of_bitsandbytes(quantizer):
         return mapping
     packed = quantizer.pre_quantized and any(map(OF_AN_EXPERT.search, keys))
     asked = asked and not packed  # of a checkpoint with packed experts the file decides
@@ -44,7 +44,9 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     know_transformers()
     if transposed.are_in(keys):
         mapping = [*transposed.converters(found), *mapping]
-    return _replaced(mapping, found, Reading(How.said_by(config), asked, transposed.are_in(keys)))
+    return _replaced(
+        mapping, found, Reading(How.said_by(quantizer.quantization_config), asked, transposed.are_in(keys))
+    )
 
 
 class Reading(NamedTuple):

@@ -18,7 +18,7 @@ _PACKED = "_patches_packed_experts"
 
 def noted(quantizer: Any, files: Iterable[str] | None, state: Mapping[str, Any] | None) -> Any:
     """``quantizer``, which knows then whether the checkpoint has experts packed."""
-    if getattr(quantizer, "pre_quantized", False) and _of_bitsandbytes(quantizer):
+    if getattr(quantizer, "pre_quantized", False) and of_bitsandbytes(quantizer):
         from ..loading import checkpoint_keys
         from .reading import OF_AN_EXPERT
 
@@ -37,11 +37,12 @@ def of_element(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
 
 
 def _quantizes(quantizer: Any) -> bool:
-    if not _of_bitsandbytes(quantizer) or getattr(quantizer.quantization_config, "llm_int8_has_fp16_weight", False):
+    if not of_bitsandbytes(quantizer) or getattr(quantizer.quantization_config, "llm_int8_has_fp16_weight", False):
         return False
     return bool(vars(quantizer).get(_PACKED)) or asked_for.now()
 
 
-def _of_bitsandbytes(quantizer: Any) -> bool:
+def of_bitsandbytes(quantizer: Any) -> bool:
+    """Whether ``quantizer`` makes or reads a model in 4 bits or INT8."""
     config = getattr(quantizer, "quantization_config", None)
     return bool(getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False))

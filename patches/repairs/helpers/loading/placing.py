@@ -109,8 +109,8 @@ def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
         upstream(model, name, weight, *also)
         if leaves:
             leave(device_map, model, name, weight)
-        if type(weight).__name__ == "Params4bit" and weight.device.type == "cpu":
-            freed.quantized(weight.nbytes)
+        if type(weight).__name__ == "Params4bit":
+            freed.quantized(weight)
 
     return set_param_for_module
 

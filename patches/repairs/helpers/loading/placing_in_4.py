@@ -88,8 +88,8 @@ def placed(
     made = model.get_parameter(weight)
     if offloaded and not made.is_meta and placing.is_packed(made):
         _send(device_map, model, weight, made, files if quantizer.pre_quantized else None)
-        if type(made).__name__ == "Params4bit" and made.device.type == "cpu":
-            freed.quantized(made.nbytes)
+        if type(made).__name__ == "Params4bit":
+            freed.quantized(made)
     return True
 
 

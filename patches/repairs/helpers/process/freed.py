@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OFTEN = 2**20
 """Bytes of new packed weights after which it is worth the milliseconds that it takes."""
@@ -11,13 +15,14 @@ OFTEN = 2**20
 _made = 0
 
 
-def quantized(count: int) -> None:
-    """Called for each weight that was quantized to ``count`` bytes on the CPU: gives back what was freed meanwhile.
+def quantized(packed: Tensor) -> None:
+    """Called for the packed weights of each weight that was quantized: on a CPU, gives back what was freed meanwhile.
 
     The C library keeps it. Packed weights and statistics, which stay, lie between, and it would add up to the whole model.
     """
     global _made
-    _made += count
+    if packed.device.type == "cpu":
+        _made += packed.nbytes
     if _made >= OFTEN:
         _made = 0
         with contextlib.suppress(OSError, AttributeError, TypeError):  # not the C library of GNU
