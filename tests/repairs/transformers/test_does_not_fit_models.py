@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 import patches
+from patches.repairs.helpers.loading.places import planned
 from patches.repairs.helpers.process import freed
 from patches.repairs.helpers.reproducers import tiny_models
 
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
+from transformers.quantizers.auto import AutoHfQuantizer  # noqa: E402
 
 SIZE = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 IDS = torch.arange(8)[None]
@@ -102,6 +104,19 @@ def same(from_pretrained, places, how, tmp_path, compute=outputs):
     reference = compute(whole)
     assert (expected - reference).norm() < 0.01 * reference.norm()
     return whole, one
+
+
+@pytest.mark.parametrize("given, place", [
+    ({"": "cpu", "0.inner": "disk"}, "disk"),
+    ({"": "cuda:0", "0.scale": "cuda:0", "0.inner": "cpu"}, "cpu"),
+    ({"": "cpu", "0": "cpu", "1": "disk"}, "cpu"),
+])  # fmt: skip
+def test_a_module_with_a_parameter_of_its_own_goes_to_the_farthest_place_that_a_part_has(given, place):
+    block = torch.nn.Module()
+    block.scale, block.inner = torch.nn.Parameter(torch.ones(4)), torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(block, torch.nn.Linear(4, 4))
+    quantizer = AutoHfQuantizer.from_config(transformers.BitsAndBytesConfig(**HOW["nf4"]))
+    assert planned(model, given, quantizer)["0"] == place
 
 
 def test_vision_language_with_a_list_of_skipped_modules(tmp_path):
