@@ -194,3 +194,5 @@ def test_freed_memory_is_returned_where_the_cpu_quantizes(monkeypatch, tmp_path)
         tmp_path / "plain", quantization_config=how, device_map=places, offload_folder=tmp_path / "off"
     )
     assert asked == [0] * 14, "once for each of the layers that it quantized"
+    freed.quantized(torch.empty(8, device="meta"))
+    assert len(asked) == 14, "what an accelerator quantized was never in this memory"
