@@ -1,11 +1,11 @@
 """``python -m benchmarks.offload``: a forward of a model with layers on the CPU or the disk, in 4 bits and INT8 beside 16 bits.
 
 One process, one thread, wall-clock time; the models take turns, and ``of 16 bits`` is the median over rounds of two that
-ran one after the other. The 16 bits are accelerate's own offload. "cold": the pages of every file that the model reads
-are dropped before each forward (``posix_fadvise``). ``limit`` is what bringing the bytes takes, at the bandwidth of
-reading the same files, or of copying to the device, measured in the same round. ``ahead`` is the share of the forward
-that a thread which reads ahead could hide at best: the smaller of reading and computing. ``loading`` is beside loading
-whole. The CPU is a place to wait only for an accelerator, so without one these rows are left out. Two minutes.
+ran one after the other. The 16 bits are accelerate's own offload. "cold": the pages that a layer was read from are
+dropped when it has computed (``posix_fadvise``), as in memory that does not hold the model. ``limit`` is what bringing the
+bytes takes, at the bandwidth of reading the same files, or of copying to the device, measured in the same round. ``ahead``
+is the forward beside the same one with ``PATCHES_READ_AHEAD=0``. ``loading`` is beside loading whole. The CPU is a place to
+wait only for an accelerator, so without one these rows are left out. Three minutes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from patches.repairs.helpers.loading.reading_ahead import Region, region
+
 from .present import markdown
 
 LAYERS, ON_DEVICE = 8, 1
 KINDS = ("16 bits", "4 bits", "INT8")
+PLAIN = ", not ahead"
 TOKENS = 16
 
 
@@ -52,7 +55,8 @@ def main() -> None:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        _save(folder / "plain", options.hidden)
+        for kind in KINDS:  # a file that another model has mapped stays in the page cache
+            _save(folder / kind, options.hidden)
         data: dict[str, Any] = {"host": {**_host(), "device": device, "hidden": options.hidden}, "rows": []}
         data["loading"] = _loading(folder, device, options.rounds)
         for place in ["disk, warm", "disk, cold", *(["cpu"] if device != "cpu" else [])]:
@@ -72,7 +76,7 @@ def table(data: dict[str, Any]) -> str:
     head = ("where", "model", "MB brought", "ms", "of 16 bits", "limit ms", "ahead")
     rows = [
         (r["place"], r["kind"], f"{r['bytes'] / 1e6:.1f}", f"{r['ms']:.0f}", f"{r['ratio']:.2f}", f"{r['limit']:.0f}",
-         f"{r['ahead']:.0%}") for r in data["rows"]
+         f"{r['ahead']:.2f}" if r["ahead"] else "") for r in data["rows"]
     ]  # fmt: skip
     loading = [(kind, f"{one['s']:.1f}", f"{one['ratio']:.2f}") for kind, one in data["loading"].items()]
     return "\n\n".join([about, markdown(head, rows), markdown(("loading", "s", "of whole"), loading)])
@@ -101,7 +105,7 @@ def _load(folder: Path, kind: str, device: str, place: str) -> Any:
     layers = {f"model.layers.{i}": device if i < ON_DEVICE else place for i in range(LAYERS)}
     where = {**outside, **layers} if place else {"": device}
     return LlamaForCausalLM.from_pretrained(
-        folder / "plain", device_map=where, dtype=torch.bfloat16, offload_folder=folder / "off", **how
+        folder / kind, device_map=where, dtype=torch.bfloat16, offload_folder=folder / "off", **how
     )
 
 
@@ -118,22 +122,32 @@ def _loading(folder: Path, device: str, rounds: int) -> dict[str, Any]:
 def _compared(folder: Path, device: str, place: str, rounds: int) -> list[dict[str, Any]]:
     where, _, state = place.partition(", ")
     models = {kind: _load(folder, kind, device, where) for kind in KINDS}
-    timed: dict[str, dict[str, list[float]]] = {kind: {"ms": [], "limit": []} for kind in KINDS}
+    if where == "disk":
+        os.environ["PATCHES_READ_AHEAD"] = "0"
+        models |= {kind + PLAIN: _load(folder, kind, device, where) for kind in KINDS[1:]}
+        del os.environ["PATCHES_READ_AHEAD"]
+    if state == "cold":
+        for model in models.values():
+            _drop(_regions(model))
+            _drop_behind(model)
+    timed: dict[str, dict[str, list[float]]] = {kind: {"ms": [], "limit": []} for kind in models}
     for _ in range(rounds + 1):
         for kind, model in models.items():
-            files = _files(model)
-            read = files if state == "cold" else []
-            _drop(read)
-            timed[kind]["limit"].append(_bandwidth(files) if where == "disk" else _copying(device))
-            _drop(read)
+            if state == "cold":
+                _drop(_regions(model))
+            timed[kind]["limit"].append(_bandwidth(model) if where == "disk" else _copying(device))
+            if state == "cold":
+                _drop(_regions(model))
+                _forward(model, device)  # leaves in the page cache what one forward leaves to the next
             timed[kind]["ms"].append(1000 * _seconds(partial(_forward, model, device)))
     rows = []
-    for kind, model in models.items():
-        size = _brought(model)
+    for kind in KINDS:
+        size = _brought(models[kind])
         limits = [1000 * size / bandwidth for bandwidth in timed[kind]["limit"][1:]]  # the first warms up
         ms, limit = median(timed[kind]["ms"][1:]), median(limits)
         ratio = median(a / b for a, b in zip(timed[kind]["ms"][1:], timed[KINDS[0]]["ms"][1:]))
-        ahead = min(limit, max(ms - limit, 0)) / ms
+        without = timed.get(kind + PLAIN, {"ms": []})["ms"]
+        ahead = median(a / b for a, b in zip(timed[kind]["ms"][1:], without[1:])) if without else None
         rows.append(
             {"place": place, "kind": kind, "bytes": size, "ms": ms, "ratio": ratio, "limit": limit, "ahead": ahead}
         )
@@ -146,30 +160,39 @@ def _brought(model: Any) -> int:
     return sum(sum(place.brings.values()) for place in patches.inspect(model).facts.places)
 
 
-def _files(model: Any) -> list[str]:
-    """Which files the hooks of ``model`` read."""
-    found = set()
-    for module in model.modules():
-        weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
-        for entry in getattr(getattr(weights, "dataset", None), "index", {}).values():
-            found.add(entry["safetensors_file"])
-    return sorted(found)
+def _regions(module: Any, recurse: bool = True) -> list[Region]:
+    """What the hooks in ``module`` read: files, first bytes, numbers of bytes."""
+    found = []
+    for part in module.modules() if recurse else [module]:
+        weights = getattr(getattr(part, "_hf_hook", None), "weights_map", None)
+        entries = getattr(getattr(weights, "dataset", None), "index", {})
+        for name, _ in part.named_parameters(recurse=False):
+            if entry := entries.get(weights.prefix + name if weights else name):
+                found.append(region(entry["safetensors_file"], entry.get("weight_name", name)))
+    return found
 
 
-def _drop(files: Iterable[str]) -> None:
-    for file in files:
+def _drop(regions: Iterable[Region]) -> None:
+    for file, first, count in regions:
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(opened.fileno(), first, count, os.POSIX_FADV_DONTNEED)
 
 
-def _bandwidth(files: list[str]) -> float:
-    """Bytes a second of reading ``files`` through the file system."""
+def _drop_behind(model: Any) -> None:
+    for module in model.modules():
+        if regions := _regions(module, recurse=False):
+            module.register_forward_hook(lambda *_, regions=regions: _drop(regions))
+
+
+def _bandwidth(model: Any) -> float:
+    """Bytes a second of reading what ``model`` reads through the file system."""
     start, read, buffer = time.perf_counter(), 0, bytearray(2**22)
-    for file in files:
+    for file, first, count in _regions(model):
         with open(file, "rb", buffering=0) as opened:
-            while count := opened.readinto(buffer):
-                read += count
+            opened.seek(first)
+            while count > 0 and (got := opened.readinto(memoryview(buffer)[: min(count, len(buffer))])):
+                read, count = read + got, count - got
     return read / (time.perf_counter() - start)
 
 

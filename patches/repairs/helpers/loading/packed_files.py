@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import left_behind
+from . import left_behind, reading_ahead
 from .experts import readable
 
 if TYPE_CHECKING:
@@ -82,10 +82,11 @@ class Folder:
 class Index(dict[str, Entry]):
     """An index of accelerate that keeps the folder that it leads to, and knows its files again."""
 
-    def __init__(self, entries: Mapping[str, Entry], folder: Folder | None) -> None:
+    def __init__(self, entries: Mapping[str, Entry], folder: Folder | None, ahead: int) -> None:
         super().__init__(entries)
         self.folder = folder
         self._known: dict[str, tuple[int, int]] = {}
+        self._ahead = reading_ahead.Ahead(ahead)
         self.know()
 
     def know(self) -> None:
@@ -99,6 +100,7 @@ class Index(dict[str, Entry]):
         file = entry.get("safetensors_file")
         if file is not None:
             self._check(name, file)
+            self._ahead.of(name, self)
         return entry
 
     def _is_ours(self, file: str) -> bool:

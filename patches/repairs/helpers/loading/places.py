@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import reading_ahead
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -39,6 +41,8 @@ class Places(dict[str, Place]):
         """Row scales of INT8 weights on the disk, by the names of a state dict."""
         self.index: dict[str, Entry] = {}
         """What lies on the disk, where the loader is that of transformers 4."""
+        self.ahead = reading_ahead.window()
+        """How many bytes of the disk are asked for before they are used."""
         self.root = ""
         """What names in it have before them in the whole model."""
 

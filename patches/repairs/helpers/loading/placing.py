@@ -204,7 +204,7 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     tied = _untie_on_disk(model, index or {})
     in_memory = _in_memory(model, device_map, index or {})
     if index is not None:
-        index = packed_files.Index(index, device_map.folder)
+        index = packed_files.Index(index, device_map.folder, device_map.ahead)
         in_memory = experts_on_disk.Kept(in_memory or {}, index) or None
     options = {
         **options,

@@ -1,0 +1,117 @@
+"""Reading ahead from the disk: while a layer computes, the system reads the files of those that come after it.
+
+Nothing is read here. ``posix_fadvise(WILLNEED)`` has the kernel fill its page cache, which it may empty at any time, so
+no memory of the process is held and no value can differ. What comes next is what came next the time before: a forward
+takes the layers in one order, a backward in another. The first pass only learns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+VARIABLE = "PATCHES_READ_AHEAD"
+_MEGABYTES = 64
+_MOST_NAMES = 64  # of tensors that are small
+_PIECE = 2**19  # the kernel cuts a longer request short: max_sectors_kb is 512 on many disks
+
+Use = tuple[str, bool]
+"""A tensor's name, and whether a backward reads it."""
+Region = tuple[str, int, int]
+"""A file, the first byte, the number of bytes."""
+
+
+def window() -> int:
+    """How many bytes are asked for ahead: ``PATCHES_READ_AHEAD`` in MiB, 0 for none; an error for what is no number."""
+    value = os.environ.get(VARIABLE, "").strip() or str(_MEGABYTES)
+    if not value.isdecimal():
+        raise ValueError(
+            f"{VARIABLE}={value!r} is not valid; expected how many MiB to read ahead from the disk, 0 for none "
+            f"(default: {_MEGABYTES})"
+        )
+    return int(value) * 2**20 if hasattr(os, "posix_fadvise") else 0  # macOS and Windows have none
+
+
+class Ahead:
+    """In which order the tensors of an index are read, and those that were asked for and are still to come."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._after: dict[Use, Use] = {}
+        self._last: Use | None = None
+        self._coming: deque[tuple[Use, int]] = deque()
+        self._regions: dict[tuple[str | None, str | None], Region] = {}
+
+    def of(self, name: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """``name`` is about to be read: ask for what was read after it the last time."""
+        if not self._window:
+            return
+        import torch
+
+        now = name, torch._C._current_graph_task_id() != -1
+        last, self._last = self._last, now  # two threads may mix up what follows what: a useless hint
+        if last is not None:
+            self._after[last] = now
+        if self._coming and self._coming[0][0] == now:
+            self._coming.popleft()
+        else:
+            self._coming.clear()  # another order than the last time
+        self._extend(now, entries)
+
+    def _extend(self, now: Use, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Ask for what comes after what was asked for already, until the window is full."""
+        held = sum(count for _, count in self._coming)
+        one = self._coming[-1][0] if self._coming else now
+        while held < self._window and len(self._coming) < _MOST_NAMES:
+            following = self._after.get(one)
+            if following is None or following == now:
+                return
+            file, first, count = self._region(entries.get(following[0], {}))
+            _ask(file, first, min(count, self._window - held))
+            self._coming.append((following, count))
+            held, one = held + count, following
+
+    def _region(self, entry: Mapping[str, Any]) -> Region:
+        place = entry.get("safetensors_file"), entry.get("weight_name")
+        if place not in self._regions:
+            self._regions[place] = region(*place)
+        return self._regions[place]
+
+
+def region(file: str | None, name: str | None) -> Region:
+    """Where a tensor lies in ``file``, or all of it where ``name`` is none of it; nothing if that is unknown."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with open(file or "", "rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+        tensors = {key: value["data_offsets"] for key, value in header.items() if key != "__metadata__"}
+        spans = [tensors[name]] if name in tensors else list(tensors.values())
+        first, last = min(first for first, _ in spans), max(last for _, last in spans)
+        return file or "", 8 + size + first, last - first
+    return "", 0, 0
+
+
+def _ask(file: str, first: int, count: int) -> None:
+    if not count:
+        return
+    with contextlib.suppress(OSError):  # the read itself says what is wrong
+        opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if _is_cached(opened, first + count - 1):
+                return
+            for start in range(first, first + count, _PIECE):
+                os.posix_fadvise(opened, start, min(_PIECE, first + count - start), os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(opened)
+
+
+def _is_cached(opened: int, at: int) -> bool:
+    """Whether the byte is in the page cache: then all of it is, most likely, and asking would look up each page."""
+    try:
+        return os.preadv(opened, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+    except (AttributeError, OSError):  # not Linux; not cached, or a file system that does not tell
+        return False
