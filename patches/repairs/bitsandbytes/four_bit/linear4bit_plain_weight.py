@@ -25,20 +25,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite
+from ...helpers.weights import in_place
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
     from torch import Tensor
-
-
-def holds_plain_weight(layer: Linear4bit) -> bool:
-    """Whether the weight of ``layer``, which has no quantization state, is what a ``nn.Linear`` would hold."""
-    from bitsandbytes.nn import Params4bit
-
-    weight = layer.weight
-    if isinstance(weight, Params4bit) or not weight.is_floating_point() or weight.element_size() < 2:
-        return False
-    return tuple(weight.shape) == (layer.out_features, layer.in_features)
 
 
 def plain_linear(layer: Linear4bit, x: Tensor) -> Tensor:
@@ -86,11 +77,11 @@ PATCH = Patch(
             find="fix_4bit_weight_quant_state_from_module(self)",
             replace="""
                 if getattr(self._parameters.get("weight"), "quant_state", None) is None:
-                    if _patches_holds_plain_weight(self):
+                    if _patches_was_never_quantized(self):
                         return _patches_plain_linear(self, x)
                     fix_4bit_weight_quant_state_from_module(self)
             """,
-            names={"_patches_holds_plain_weight": holds_plain_weight, "_patches_plain_linear": plain_linear},
+            names={"_patches_was_never_quantized": in_place.was_never_quantized, "_patches_plain_linear": plain_linear},
         ),
     ),
     defect=defect,

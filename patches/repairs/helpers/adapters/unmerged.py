@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..four_bit import four_bit_state
 from ..int8 import int8_plain, int8_scales
+from ..weights import in_place
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
     if not names:
         return None
     base = layer.get_base_layer()
-    _refuse_plain(base)
+    unless_never_quantized(base)
     _refuse_sharded(base)
     if isinstance(getattr(base, "weight", None), Int8Params) and hasattr(base, "state"):
         int8_plain.agree(base)
@@ -43,17 +44,11 @@ def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
     return _record(base)
 
 
-def _refuse_plain(base: Any) -> None:
-    """Raise if ``base`` is a quantized layer by its class alone: what merges into it would look for scales."""
-    import torch
-    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
-
-    weight = getattr(base, "weight", None)
-    if not isinstance(base, (Linear4bit, Linear8bitLt)) or isinstance(weight, (Int8Params, Params4bit)):
-        return
-    if type(weight) is torch.nn.Parameter and weight.is_floating_point():
+def unless_never_quantized(base: Any) -> None:
+    """Raise if ``base`` is a quantized layer by its class alone: what merges into it would look for scales, or untie it."""
+    if in_place.was_never_quantized(base):
         raise ValueError(
-            f"{type(base).__name__} {int8_scales.name_of(base)!r} has a weight that is not quantized ({weight.dtype}, "
+            f"{type(base).__name__} {int8_scales.name_of(base)!r} has a weight that is not quantized ({base.weight.dtype}, "
             "tied to an embedding or left out of the quantization), so nothing was merged into it. Name the layer in "
             "llm_int8_skip_modules, load the model and the adapter again, then merge; or keep the adapter unmerged"
         )

@@ -34,6 +34,22 @@ def _are_cast_codes(weight: Any) -> bool:
     return int8_plain.are_codes(weight.detach())
 
 
+def was_never_quantized(layer: Any) -> bool:
+    """Whether ``layer`` is a quantized layer by its class alone: its weight is a plain tensor of the layer's own shape.
+
+    A tied embedding is one, and a weight that a checkpoint keeps in 16 bits. Packed weights never are, also not those in
+    floating-point storage that FSDP made plain: they have a quarter of the bytes at most.
+    """
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+
+    if not isinstance(layer, (Linear4bit, Linear8bitLt)):
+        return False
+    weight = layer.weight
+    if isinstance(weight, (Int8Params, Params4bit)) or not weight.is_floating_point() or weight.element_size() < 2:
+        return False
+    return tuple(weight.shape) == (layer.out_features, layer.in_features)
+
+
 def to_move(module: Any, name: str) -> Tensor:
     """The parameter or buffer ``name`` of ``module``; a plain parameter from now on if ``module`` reads it as numbers."""
     import torch
