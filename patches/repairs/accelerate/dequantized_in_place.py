@@ -1,14 +1,15 @@
-"""Layers that were dequantized in place cannot be offloaded.
+"""4-bit and INT8 layers that were dequantized in place cannot be offloaded.
 
 ``layer.weight.data = dequantized`` leaves the class of the weight as it was, ``Params4bit`` or ``Int8Params``, and
-accelerate goes by the name of the class. It brings the numbers of a 4-bit layer as packed weights (``Cannot copy out of
-meta tensor; no data!``), and quantizes those of an INT8 layer again, whose forward then multiplies floats by int8, or
-by codes as if they were weights (silently, if the user gave the layer a forward). accelerate up to 1.15.
+accelerate decides by the name of the class. It treats the values of a 4-bit layer as packed weights and raises
+``Cannot copy out of meta tensor; no data!``. It quantizes the values of an INT8 layer again. The forward then
+multiplies floats by int8, or, if the user gave the layer a forward of its own, silently uses packed weights as if they
+were values. accelerate up to 1.15.
 
-The repair puts a plain ``Parameter`` in the place of such a weight when it is moved: of a 4-bit weight that is larger
-than packed weights are, and of an INT8 weight whose module is no ``Linear8bitLt`` any more, or has a forward of its
-user's. A ``Linear8bitLt`` with new weights in floating point is quantized as before; codes that were cast to floating
-point are an error that names the layer.
+The repair puts a plain ``Parameter`` in the place of such a weight when accelerate moves it. A 4-bit weight counts as
+dequantized if it is larger than its packed weights would be. An INT8 weight counts if its module is no longer a
+``Linear8bitLt``, or has a forward of its own. A ``Linear8bitLt`` with new floating-point weights is quantized as
+before. If packed weights were cast to floating point, an error names the layer.
 """
 
 from __future__ import annotations

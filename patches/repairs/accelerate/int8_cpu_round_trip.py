@@ -1,16 +1,14 @@
 """Offloading an INT8 model with the CPU as execution device needs a GPU.
 
-Asked to put an ``Int8Params`` on ``"cpu"``, ``set_module_tensor_to_device`` moves it to device 0 and
-back, from the days when only a GPU could quantize. ``dispatch_model`` passes that string whenever
-the whole device map is CPU and disk. Without an accelerator the first forward dies: ``Cannot access
-accelerator device when none is available``. With one, codes that are quantized already go over the
-bus for nothing, and a weight whose scales are handed over separately dies on
-``new_value.SCB.to("cpu")``.
+To put an ``Int8Params`` on ``"cpu"``, ``set_module_tensor_to_device`` moves it to device 0 and back. This dates from
+releases in which only a GPU could quantize. ``dispatch_model`` passes that string whenever the whole device map is CPU
+and disk. Without an accelerator the first forward raises ``Cannot access accelerator device when none is available``.
+With one, packed weights are copied to it and back for nothing, and a weight whose scales are passed separately raises
+an error in ``new_value.SCB.to("cpu")``. accelerate up to 1.15.
 
-accelerate up to 1.15. The repair takes that branch only for a weight that is still to be quantized
-where there is a device to do so; everything else takes the branch of every other device, as
-``torch.device("cpu")`` always did. bitsandbytes before 0.48 does not survive that one: it spoils codes that are
-moved, so that their repair is part of this one.
+The repair takes this branch only for a weight that is not quantized yet, and only if there is an accelerator. All
+other weights take the branch of every other device, as they do for ``torch.device("cpu")``. bitsandbytes before 0.48
+destroys packed weights that are moved in that branch, so the repair of that defect is part of this patch.
 """
 
 from __future__ import annotations

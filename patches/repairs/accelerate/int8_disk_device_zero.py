@@ -1,12 +1,12 @@
-"""``load_and_quantize_model`` with INT8 layers on disk needs a GPU.
+"""``load_and_quantize_model`` needs a GPU if INT8 layers go to the disk.
 
-What the device map sends to disk is quantized on device 0 and then written. Without an accelerator that dies: ``Cannot
-access accelerator device when none is available``. The layers that are not offloaded are quantized where they are,
-on a CPU too. accelerate up to 1.15, with all releases of bitsandbytes that quantize on a CPU.
+accelerate quantizes these layers on device 0 before it writes them. Without an accelerator this raises ``Cannot access
+accelerator device when none is available``. Layers that are not offloaded are quantized where they are, also on a CPU.
+accelerate up to 1.15, with every bitsandbytes that quantizes on a CPU.
 
-The repair quantizes on the CPU where there is nothing else. With an accelerator nothing changes. What is written is the
-plain tensor of codes: in bitsandbytes 0.46 ``weight.cpu()``, which the writer calls, quantizes codes that are on the
-CPU already, and their scales are written after it.
+The repair quantizes on the CPU if there is no accelerator; with one, nothing changes. It writes the packed weights as
+a plain tensor, because in bitsandbytes 0.46 the writer's call of ``weight.cpu()`` quantizes packed weights a second
+time, and the scales are written after that.
 """
 
 from __future__ import annotations

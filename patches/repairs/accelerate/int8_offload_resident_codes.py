@@ -1,16 +1,14 @@
-"""After an offloaded INT8 forward, the int8 codes stay on the execution device.
+"""After the forward of an offloaded INT8 layer, its packed weights stay on the execution device.
 
-``AlignDevicesHook.post_forward`` moves the weight to meta and clears ``state.SCB`` and
-``state.CxB``. ``CxB`` is a layout that bitsandbytes gave up long ago; the codes live in
-``state.CB``, which nobody clears. So every byte of an offloaded INT8 model ends up on the device it
-was offloaded from: 524288 of 524288 for 8 layers of 256x256, and out of memory for a model that
-was offloaded because it does not fit.
+``AlignDevicesHook.post_forward`` moves the weight to meta and clears ``state.SCB`` and ``state.CxB``. bitsandbytes no
+longer uses ``CxB``: the packed weights are in ``state.CB``, which nothing clears. So all bytes of an offloaded INT8
+model end up on the execution device (524288 of 524288 for 8 layers of 256x256), and a model that was offloaded because
+it does not fit runs out of memory. accelerate up to 1.15, with any bitsandbytes.
 
-accelerate up to 1.15, with any bitsandbytes. Backward does not need what is dropped: see
-``bitsandbytes-int8-backward-live-state``.
+The repair clears ``state.CB`` too. Backward does not need it: see ``bitsandbytes-int8-backward-live-state``.
 
-bitsandbytes 0.47.0 alone brings an offloaded weight back without marking it as new, and would take
-codes for numbers if it found none. There ``state.CB`` follows the weight to meta, which is loud.
+bitsandbytes 0.47.0 does not mark a weight that is brought back as new. If it found no ``CB``, it would use packed
+weights as values. So on 0.47.0 ``state.CB`` goes to meta with the weight, and such a use raises an error.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""An offloaded layer whose forward ends in an exception stays on the device.
+"""If the forward of an offloaded layer raises an exception, its weights stay on the device.
 
-accelerate brings the weights of an offloaded layer to the device before its forward and takes them away after it. The
-second is a statement behind the first, so it is not reached when the forward raises. Non-reentrant checkpointing ends
-every recomputation that way: once it has what backward needs, it raises out of the layer that made it
-(``set_checkpoint_early_stop``, the default). So in training the last layer of each checkpoint stays where it is until
-its next forward: with layers of half a gigabyte and one checkpoint each, that is the memory that offloading was to
-save. The same happens to a layer whose forward dies for want of memory: it keeps holding what it was brought, also for
-whoever catches the error and tries a smaller batch. accelerate up to 1.15, plain and quantized layers alike.
+accelerate brings the weights of an offloaded layer to the device before its forward and takes them away in a statement
+after it. That statement is not reached if the forward raises. Non-reentrant checkpointing ends every recomputation
+with an exception, once backward has what it needs (``set_checkpoint_early_stop``, the default). So in training the
+last layer of each checkpoint stays on the device until its next forward. If each checkpoint is one layer, all layers
+stay, and offloading saves no memory. The same happens after an out-of-memory error: the layer keeps its weights on the
+device while the caller tries a smaller batch. accelerate up to 1.15, plain and quantized layers.
 
-The repair lets the hooks that offload take the weights away in that case too, and raises what was raised. Models that
-were dispatched before it was applied keep the forward that they were given then. Compiled code is left as it is: it
-checkpoints without exceptions.
+The repair takes the weights away in this case too, and raises the exception again. Models that were dispatched before
+the patch was applied keep their old forward. Compiled code is not changed, because it checkpoints without exceptions.
 """
 
 from __future__ import annotations

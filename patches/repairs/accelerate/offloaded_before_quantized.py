@@ -1,18 +1,18 @@
-"""A 4-bit layer that is offloaded before it is quantized runs once.
+"""A 4-bit layer that is offloaded before it is quantized runs only once.
 
-``Linear4bit`` quantizes when it is moved to a device. Under ``cpu_offload``, ``disk_offload`` and
-``dispatch_model`` accelerate moves it there for the first forward, and keeps aside what it had: weights, not
-codes. After the forward it puts the layer on meta as one that is quantized, with the statistics; the gradient of
-that forward is computed from uninitialized memory, without a word. For the next forward it casts the weights to
-the dtype of codes, and dies in ``Cannot copy out of meta tensor; no data!``. accelerate up to 1.15, with any
+``Linear4bit`` quantizes when it is moved to a device. Under ``cpu_offload``, ``disk_offload`` and ``dispatch_model``
+that happens before the first forward, and accelerate keeps what the layer had before: the unquantized weight. After
+the forward it puts the layer on meta as a quantized one, with its quantization state. The gradient of that forward is
+silently computed from uninitialized memory. Before the next forward, accelerate casts the unquantized weight to the
+dtype of packed weights and raises ``Cannot copy out of meta tensor; no data!``. accelerate up to 1.15, with any
 bitsandbytes.
 
-The repair puts such a layer on meta as what it was, one that is not quantized. So every forward quantizes it, to
-the same codes, and what is offloaded is the size of weights. A model that is quantized first,
-``model.to(device)``, and offloaded then needs neither.
+The repair puts such a layer on meta as a layer that is not quantized. Every forward then quantizes it again, to the
+same packed weights, and the offloaded copy has the size of the unquantized weight. To avoid both, quantize first with
+``model.to(device)`` and then offload.
 
-Such a layer is known by what its hook keeps: a tensor of floating point in the shape that was quantized, which
-codes never have. Only layers that were not told of a quantization of their weight are asked.
+The repair recognizes such a layer by what its hook keeps: a floating-point tensor in the shape that was quantized,
+which packed weights never have. It looks only at layers that do not know of a quantization of their weight.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""An ``Accelerator`` moves a model that is offloaded by hooks alone, and dies of what is on meta.
+"""``accelerator.prepare`` raises an error for a model that was offloaded without a device map.
 
-``prepare_model`` leaves a model where it is if it has a device map. ``cpu_offload``, ``disk_offload`` and a module
-offloaded by itself give it none: the model is moved to the device of the process, which dies at the first parameter
-that a hook has taken away (``Cannot copy out of meta tensor; no data!``). All releases of accelerate.
+``prepare_model`` leaves a model where it is if it has a device map. ``cpu_offload``, ``disk_offload`` and offloading a
+single module set none. The model is then moved to the device of the process, which raises ``Cannot copy out of meta
+tensor; no data!`` at the first offloaded parameter. All releases of accelerate.
 
-A model that is offloaded, with nothing offloaded to train, stays where its hooks have it, where there is one process.
-In a distributed run it is moved and dies as before, and so does a model that is to be trained whole: its gradients
-would go with its weights.
+With the repair, an offloaded model stays where its hooks have it if no offloaded parameter is trained and there is one
+process. In a distributed run the error stays. It also stays if offloaded parameters are trained, because accelerate
+would drop their gradients.
 """
 
 from __future__ import annotations

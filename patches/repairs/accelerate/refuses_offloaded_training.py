@@ -1,14 +1,14 @@
-"""The Trainer refuses adapters on a quantized model that is offloaded: an ``Accelerator`` does not prepare it.
+"""The Trainer refuses to train adapters on a quantized model that is offloaded.
 
 ``prepare_model`` raises ``You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk
-offload`` for every quantized model with "disk" in its device map, and for "cpu" on XPU. It
-was right: adapters were on meta, and a backward through offloaded INT8 layers died. It is not any more, once
-``peft-adapters-on-meta``, ``bitsandbytes-int8-backward-live-state`` and ``bitsandbytes-params4bit-meta`` are in.
+offload`` for every quantized model with "disk" in its device map, and on XPU for "cpu". This was justified: adapters
+were on meta, and backward through offloaded INT8 layers failed. Both work with ``peft-adapters-on-meta``,
+``bitsandbytes-int8-backward-live-state`` and ``bitsandbytes-params4bit-meta``.
 
-The guard does not see "cpu" and "disk" where accelerate's hooks bring what is offloaded, none of the parameters to
-train is among that, and there is one process. Everywhere else it says what it said: without hooks, with trainable
-parameters that are offloaded, and in a distributed run, which offloading has no part in. The same line also stood in
-the way of a model whose device map has one device beside "cpu" and "disk": that device is now checked like any other.
+With the repair, this check ignores "cpu" and "disk" if three conditions hold: accelerate's hooks bring what is
+offloaded, no offloaded parameter is trained, and there is one process. Otherwise it raises the error as before. The
+same line also refused a model whose device map has one device beside "cpu" and "disk". That device is now checked like
+any other.
 """
 
 from __future__ import annotations

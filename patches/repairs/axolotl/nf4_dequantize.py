@@ -1,13 +1,13 @@
 """axolotl's LoRA kernels break the compiled graph wherever they dequantize an NF4 weight.
 
-``axolotl.kernels.quantize.dequantize`` calls bitsandbytes' C functions through ctypes, with raw
-pointers. Dynamo traces neither: a break for each pointer, and ``get_ptr`` is compiled again for
-every shape. ``kernels.lora`` and ``kernels.dora`` have copies of the name. Hits doubly quantized
-weights, on releases up to 0.17; 0.18 has an operator.
+``axolotl.kernels.quantize.dequantize`` calls C functions of bitsandbytes through ctypes, with raw pointers. Dynamo can
+trace neither: each pointer breaks the graph, and ``get_ptr`` is compiled again for every shape. ``kernels.lora`` and
+``kernels.dora`` import the function under the same name. Affects double-quantized weights on axolotl up to 0.17; 0.18
+has an operator for this.
 
-While compiling, the weight goes through ``bitsandbytes.functional.dequantize_4bit``, which Dynamo
-can trace and which runs the same kernels: one graph, bit-equal. A quantization state in the old
-list format, and eager calls, take the old path.
+While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantize_4bit``, which Dynamo can trace and
+which runs the same kernels: one graph, and bit-equal results. Quantization states in the old list format, and eager
+calls, take the old path.
 
 Upstream: https://github.com/axolotl-ai-cloud/axolotl/pull/3677
 """

@@ -1,16 +1,15 @@
 """``Linear4bit`` and ``Linear8bitLt`` overwrite their bias in forward.
 
-Both layers cast the bias by assigning ``bias.data`` in every release from 0.46.1 to 0.50.2. The first
-forward in a narrower dtype therefore truncates the stored bias for good: a later fp32 forward, the
-``state_dict`` and the optimizer all see the rounded numbers. torch.compile cannot trace the assignment
-where the dtypes differ (``Failed to mutate tensor data attribute to different dtype``; Qwen2, whose
-attention has biases).
+Both layers cast the bias by assigning ``bias.data``, in every release from 0.46.1 to 0.50.2. So the first forward in a
+narrower dtype rounds the stored bias permanently. Later fp32 forwards, the ``state_dict`` and the optimizer see the
+rounded values. If the dtypes differ, torch.compile cannot trace the assignment: ``Failed to mutate tensor data
+attribute to different dtype`` (for example in Qwen2, whose attention has biases).
 
-The repair drops the assignment and casts a local copy to the dtype that the product is computed in:
-what the layer computed before in the case that the assignment was harmless, and one rounding less in
-the others. The cast is differentiable, so the gradient of a trained bias keeps the dtype of the bias.
+The repair removes the assignment and casts a local copy to the dtype in which the product is computed. Where the
+assignment did no harm, the layer computes what it computed before. Elsewhere there is one rounding less. The cast is
+differentiable, so the gradient of a trained bias keeps the dtype of the bias.
 
-The rule of torch.compile that the assignment breaks: https://github.com/pytorch/pytorch/issues/152162
+torch.compile's rule about such assignments: https://github.com/pytorch/pytorch/issues/152162
 """
 
 from __future__ import annotations

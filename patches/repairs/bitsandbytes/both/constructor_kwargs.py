@@ -1,12 +1,12 @@
-"""Quantized parameters refuse attributes that newer libraries have put on them.
+"""``Params4bit`` and ``Int8Params`` refuse attributes that newer libraries set on them.
 
-accelerate makes a ``Params4bit`` or ``Int8Params`` again from the attributes of the old one,
-``type(old)(value, requires_grad=..., **old.__dict__)``, whenever it puts one on a device. transformers 5
-marks parameters with ``_is_hf_initialized``; accelerate takes that out only from 1.14 on. So loading,
-dispatching and offloading die on bitsandbytes <= 0.49.2 with ``__new__() got an unexpected keyword
-argument`` (#1900), for any other attribute with any accelerate.
+Whenever accelerate puts a quantized parameter on a device, it makes it again from the attributes of the old one:
+``type(old)(value, requires_grad=..., **old.__dict__)``. transformers 5 marks parameters with ``_is_hf_initialized``,
+which accelerate removes only from 1.14 on. So loading, dispatching and offloading fail on bitsandbytes <= 0.49.2 with
+``__new__() got an unexpected keyword argument`` (#1900). Any other attribute causes the same error with any
+accelerate.
 
-The repair is that of 0.50.0: both constructors take further keyword arguments and ignore them.
+The repair is that of bitsandbytes 0.50.0: both constructors accept further keyword arguments and ignore them.
 """
 
 from __future__ import annotations

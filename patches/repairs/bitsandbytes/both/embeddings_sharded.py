@@ -1,20 +1,21 @@
 """A quantized embedding cannot run under FSDP2.
 
-``fully_shard`` replaces the weight of a layer by a ``DTensor``, and for each forward by a plain parameter. ``Embedding4bit``
-keeps its quantization state on the layer, as ``Linear4bit`` does, but not the storage dtype that it needs to read it:
-``'EmbeddingNF4' object has no attribute 'quant_storage'``. ``Embedding8bit`` has its row scales on the weight alone, and
-asks the user to quantize a layer that is quantized: ``Embedding layer is not quantized. Please call .cuda() or
-.to(device) first.`` Every rank stops in its first forward. All releases.
+``fully_shard`` replaces the weight of a layer by a ``DTensor``, and in each forward by a plain parameter. Like
+``Linear4bit``, ``Embedding4bit`` keeps its quantization state on the layer, but not the storage dtype that is needed
+to read it: ``'EmbeddingNF4' object has no attribute 'quant_storage'``. ``Embedding8bit`` has its row scales only on
+the weight, and asks the user to quantize a layer that is quantized already: ``Embedding layer is not quantized. Please
+call .cuda() or .to(device) first.`` Every rank fails in its first forward. All releases.
 
-The repair notes what the layer lacks when FSDP2 takes its weight: the storage dtype, and for INT8 the row scales, whole
-on every rank as in one process. Only packed weights are sharded. Any other plain tensor in the place of the weight is an
-error as before, because nothing says that the scales of the layer belong to it. A forward outside of FSDP2 costs what it
-did.
+When FSDP2 takes the weight, the repair stores on the layer what it lacks: the storage dtype, and for INT8 the row
+scales, complete on every rank. Only packed weights are sharded. Any other plain tensor in the place of the weight
+raises an error as before, because nothing shows that the scales of the layer belong to it.
 
-bitsandbytes saves neither layer (``NotImplementedError``), sharded or not: save the adapters, or leave the embedding in
-16 bits.
+bitsandbytes cannot save these layers (``NotImplementedError``), sharded or not. Save only the adapters, or keep the
+embedding in 16 bits.
 
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563 (storage dtypes for FSDP, of linear layers)
+What it costs: nothing outside of FSDP2.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563 (storage dtypes of linear layers for FSDP)
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """The output of a quantized layer cannot be modified in place.
 
-``ReLU(inplace=True)`` behind a layer, peft's C3A, or a ``+=`` in a user's module, in training:
-``Output 0 of MatMul8bitLt is a view and is being modified inplace. This view was created inside a custom Function …``,
-eager and compiled. With ``nn.Linear`` the same programs run.
+In training, ``ReLU(inplace=True)`` after a quantized layer, peft's C3A, or a ``+=`` in a user's module raises ``Output
+0 of MatMul8bitLt is a view and is being modified inplace. This view was created inside a custom Function …``, in eager
+mode and compiled. With ``nn.Linear`` the same programs run.
 
-The autograd functions of bitsandbytes return views of tensors that nobody else has: ``MatMul8bitLt`` reshapes what
-it computed for the rows of a 3-D input, and ``F.linear`` with a bias does the same inside of itself for whatever is not
-2-D, in ``MatMul8bitFp`` (from 0.47) and ``MatMul4Bit``. Autograd cannot tell that no base is left that the write would
-have to reach, and refuses it; torch 2.15 does not. All releases: INT8 in three dimensions; 4-bit, and INT8 in training on
-a CPU, with a bias and not in two.
+The autograd functions of bitsandbytes return views. ``MatMul8bitLt`` reshapes the rows of a 3-D input. In
+``MatMul8bitFp`` (from 0.47) and ``MatMul4Bit``, ``F.linear`` with a bias reshapes inputs that are not 2-D. Nothing
+else uses the base of such a view, but autograd does not know this and refuses the write; torch 2.15 does not. All
+releases: INT8 with three dimensions; 4-bit, and INT8 in training on a CPU, with a bias and an input that is not 2-D.
 (#736)
 
-The repair returns the same memory by ``detach()``: a tensor that autograd does not follow back to another, which
-it never does inside of a function. No value changes, nothing is copied, a compiler drops it. It costs half a
-microsecond where there is a view. Who gave ``out`` gets it back itself.
+The repair returns the same memory through ``detach()``, which gives a tensor that is no view for autograd. Inside an
+autograd function no gradient passes there anyway. No value changes, nothing is copied, and a compiler removes the
+call. If the caller passed ``out``, that tensor itself is returned.
+
+What it costs: half a microsecond if there is a view.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/736
 """

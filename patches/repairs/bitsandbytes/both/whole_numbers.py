@@ -1,11 +1,14 @@
-"""A quantized layer that is given whole numbers computes with them, and returns whole numbers.
+"""A quantized layer with an integer input computes in integers and returns integers.
 
 Model files cast activations to the dtype of the next layer's weight (``x.to(self.wo.weight.dtype)``). The weight of a
-4-bit layer is ``torch.uint8``: the activations lose their fractions and signs, the layer takes them as they are, and
-nobody says so (LongT5 in 4 bits: outputs off by 1.5 of their norm). ``nn.Linear`` raises an error for whole numbers, an INT8
-layer too (``result type Float can't be cast to the desired output type Byte``). 0.46.1 to 0.50.2.
+4-bit layer is ``torch.uint8``, so the activations lose their fractions and signs. The layer accepts them, and there is
+no message (LongT5 in 4 bits: outputs are off by 1.5 of their norm). ``nn.Linear`` raises an error for integers. An
+INT8 layer does too, without naming the layer: ``result type Float can't be cast to the desired output type Byte``.
+0.46.1 to 0.50.2.
 
-With the repair ``Linear4bit`` and ``Linear8bitLt`` raise one that names the layer. It costs a look at the dtype.
+With the repair, ``Linear4bit`` and ``Linear8bitLt`` raise an error that names the layer.
+
+What it costs: a look at the dtype in each forward.
 """
 
 from __future__ import annotations

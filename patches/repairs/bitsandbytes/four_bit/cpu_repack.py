@@ -1,39 +1,39 @@
-"""An eval forward on a CPU with AVX512-BF16 leaves 4-bit weights repacked, and nothing else knows.
+"""On a CPU with AVX512-BF16, an eval forward changes the layout of 4-bit weights, and other code does not know it.
 
-Since 0.49.0, ``Linear4bit.forward`` in eval mode overwrites ``weight.data`` with the layout of its
-AVX512-BF16 kernel, rounds the scales to bf16 and marks the ``QuantState``. From then on
+Since 0.49.0, ``Linear4bit.forward`` in eval mode overwrites ``weight.data`` with the layout of its AVX512-BF16 kernel,
+rounds the scales to bf16 and marks the ``QuantState``. After that:
 
-- ``dequantize_4bit``, ``model.dequantize()`` and peft's merge read the packed bytes as if nothing had
-  happened (relative error 1.4);
-- a training forward stays on the inference kernel, which has no backward: gradients of the layers before
-  it are lost, with a bias it raises ``a view of a leaf Variable … in-place operation``;
-- ``state_dict()`` unpacks the live weight, but its inverse leaves the scales of weights that are not
-  double-quantized transposed (0.79), and quantizes the others anew;
-- ``model.to(device)`` moves the packed bytes to a GPU that cannot read them (#2078);
-- shapes that the layout cannot hold raise in eval mode (out_features not a multiple of 32, in_features
-  not of the block size), and on 0.49.x so does torch.compile.
+- ``dequantize_4bit``, ``model.dequantize()`` and peft's merge read the new layout as if it were the old one (relative
+  error 1.4);
+- a training forward still uses this inference kernel, which has no backward: the layers before it get no gradients,
+  and with a bias it raises ``a view of a leaf Variable … in-place operation``;
+- ``state_dict()`` converts the weight back, but leaves scales that are not double-quantized transposed (relative error
+  0.79), and quantizes the other scales a second time;
+- ``model.to(device)`` moves this layout to a GPU that cannot read it (#2078);
+- shapes that the layout cannot hold raise an error in eval mode (out_features not a multiple of 32, in_features not a
+  multiple of the block size), and on 0.49.x also under torch.compile.
 
-The repair keeps the kernel and gives up the bookkeeping: ``weight.data`` and its ``QuantState`` are never
-touched. What the kernel multiplies by is a copy that belongs to the weight, packed where that pays: for inputs
-of few rows (decoding), not for batches, not for weights that accelerate brings from the disk for each forward,
-and at ever longer intervals where contents change with each call (``helpers/operators/packed_weights.py``).
-Before each use the weight and its statistics are looked at, for many ways to write to them count no version
-(``helpers/operators/contents.py``). The copy is freed with the weight, and by the first training forward; a run
-that decodes again after it keeps the next one.
+The repair keeps the kernel but never changes ``weight.data`` or its ``QuantState``. The kernel multiplies by a
+repacked copy, which belongs to the weight. The copy is made where it saves time: for inputs of few rows (decoding),
+not for large batches, and not for weights that accelerate brings from the disk in each forward. If the weight changes
+with each call, the copy is made less and less often (``helpers/operators/packed_weights.py``). Before each use the
+contents of the weight and its scales are compared with those that the copy was made from, because many ways to write
+to them do not raise the version counter (``helpers/operators/contents.py``). The copy is freed with the weight, and by
+the first training forward; a copy that is made after that is kept.
 
-While compiling, the layer is the operator ``bnb_patches::linear_4bit_packed``; in a program of torch.export,
-which is loaded where that is not defined, it is what it is on a processor without the instruction. So are other
-shapes, forwards whose bias wants a gradient, and calls that a tracer, a transform or a mode has to see.
+While compiling, the layer is the operator ``bnb_patches::linear_4bit_packed``. torch.export, whose programs are loaded
+where that operator does not exist, gets the code of a processor without AVX512-BF16. So do other shapes, forwards in
+which the bias needs a gradient, and calls under a tracer, a transform or a mode.
 
-What it costs: a decoding model holds its 4-bit weights twice (about 0.53 byte more a weight), and looking at
-them takes 10 us a call (512 x 512) to 250 (4096 x 11008) on a busy machine, about as much as is saved by calling
-the kernel directly while weights are small: with one row and one thread 0.75 to 1.04 of the unpatched time
-(``python -m benchmarks.cpu_repack``). It does not shrink with more threads, as the product does. Where the width is
-no multiple of the block size it takes what the canonical way takes; unpatched that raises.
+If a weight was repacked before the patch was applied, or was loaded from a pickle of such a weight, its next forward
+or ``state_dict()`` converts it back, and the report names it. The packed weights come back exactly. The scales come
+back as the kernel used them, rounded to bf16 (exact for a bf16 weight that is not double-quantized).
 
-A weight that was repacked before the patch was applied, or loaded from a pickle of one, is unpacked by
-its next forward or ``state_dict()``. Its codes come back exactly, its scales as the kernel used them,
-rounded to bf16 (which is exact for a bf16 weight that is not double-quantized); the report names them.
+What it costs: a decoding model holds its 4-bit weights twice (about 0.53 byte more for each weight). Comparing the
+contents takes 10 us a call for 512 x 512 and 250 us for 4096 x 11008 on a busy machine, whatever the number of
+threads. For small weights, calling the kernel directly saves as much: with one row and one thread a call takes 0.75 to
+1.04 of the unpatched time (``python -m benchmarks.cpu_repack``). If the width is not a multiple of the block size,
+which raises an error unpatched, the layer takes the time of a processor without AVX512-BF16.
 
 Upstream: #1804 (the kernel), #2078
 """

@@ -1,23 +1,22 @@
 """The first forward of a ``Linear4bit`` decides in which dtype all later ones compute.
 
-A layer made without ``compute_dtype`` takes over the dtype of its first input, if that is float32 or
-bfloat16, and casts every later input to it. One bfloat16 call (a warm-up under autocast, say) degrades
-all float32 calls after it: 5.2e-3 relative instead of exact, without a word (0.46.1 to 0.50.2). 0.46.1
-does so even where the user gave a ``compute_dtype``. As forward writes attributes of the layer for this,
-``torch.compile(fullgraph=True)`` over a checkpointed layer fails if it is the first call
-(``HOP: Non-nullified side effect``).
+A layer without ``compute_dtype`` stores the dtype of its first input if that is float32 or bfloat16, and casts every
+later input to it. One bfloat16 call (for example a warm-up under autocast) makes all later float32 calls less exact: a
+relative error of 5.2e-3 instead of none, silently (0.46.1 to 0.50.2). 0.46.1 does this even if the user gave a
+``compute_dtype``. Because forward writes attributes of the layer, ``torch.compile(fullgraph=True)`` over a
+checkpointed layer fails if it is the first call (``HOP: Non-nullified side effect``).
 
-The repair decides anew in each forward, as the first one did, and writes nothing: without
-``compute_dtype`` the product is computed in the input's own dtype. What the user set from 0.47.0 on stays as
-it is. A layer that only ever sees one dtype gives bit for bit what it gave.
+With the repair each forward decides for itself and writes nothing: without ``compute_dtype`` the product is computed
+in the dtype of the input. From 0.47.0 on, a dtype that the user set is kept. A layer that only ever sees one dtype
+gives the same results, bit for bit.
 
-0.46.1 obeys a ``compute_dtype`` only where the first input is of that dtype, or neither float32 nor bfloat16: it
-then computes all later ones in it, as the user asked, and still does. After another float32 input it computes
-all in float32, which degrades none, and still does. After another bfloat16 one, float32 inputs are computed in
-float32, bfloat16 ones in bfloat16, and the rest as was asked. What came first is noted on the layer in the first
-eager forward.
+0.46.1 obeys a ``compute_dtype`` only if the first input has that dtype, or is neither float32 nor bfloat16. Then all
+later inputs are computed in it, also with the repair. If the first input was float32, all inputs are computed in
+float32, also with the repair, because that loses nothing. If it was bfloat16, the repair computes float32 inputs in
+float32, bfloat16 inputs in bfloat16, and others in the ``compute_dtype``. The first eager forward stores the dtype of
+its input on the layer for this.
 
-A layer that had settled on a dtype before ``apply()`` keeps it: it looks like one where the user did.
+A layer that stored a dtype before ``apply()`` keeps it, because nothing shows whether the user set it.
 """
 
 from __future__ import annotations

@@ -1,31 +1,29 @@
-"""``Linear4bit`` cannot load what it saved.
+"""``Linear4bit`` cannot load the state dict that it saved.
 
-``state_dict()`` of a quantized layer holds the packed weight and its statistics (``weight.absmax``,
-``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4`` and, doubly quantized, two more), but the
-layer has no ``_load_from_state_dict``, so ``nn.Module``'s knows the packed weight alone (#1946, 0.46.1
-to 0.50.2):
+``state_dict()`` of a quantized layer holds the packed weight and its quantization state (``weight.absmax``,
+``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4`` and, double-quantized, two more). But the layer has no
+``_load_from_state_dict``, and that of ``nn.Module`` knows only the packed weight (#1946, 0.46.1 to 0.50.2):
 
-* ``strict=True`` raises on "unexpected" statistics;
-* ``strict=False`` copies the codes and keeps the statistics of the layer that was there: every output
-  is wrong, without a word;
-* onto a layer that is not quantized yet both fail.
+- ``strict=True`` raises an error about "unexpected" keys;
+- ``strict=False`` copies the packed weight and keeps the quantization state that the layer had: every output is wrong,
+  silently;
+- loading into a layer that is not quantized yet fails in both cases.
 
-The repair reads the group as one thing. A whole and fitting group becomes the weight's new codes and
-``QuantState``: copies, or with ``assign=True`` the given tensors themselves. The parameter stays the
-same object, and blocksize, quant type, storage dtype and nesting become those that were saved, as with
-``Params4bit.from_prequantized``. Anything else (a key missing, unknown or of another shape) is an error
-that names it, whether strict or not, for codes mean nothing under foreign statistics; the layer, bias
-included, is then left as it was.
+The repair loads these keys as one group. A complete group that fits becomes the new packed weight and ``QuantState``,
+as copies, or with ``assign=True`` as the given tensors themselves. The parameter stays the same object. Block size,
+quant type, storage dtype and double quantization become those that were saved, as with
+``Params4bit.from_prequantized``. If a key is missing, unknown or of another shape, an error names it, also with
+``strict=False``, because packed weights are meaningless with another quantization state. The layer and its bias are
+then left as they were.
 
-Statistics that were cast since they were saved (a file made smaller) are float32 again, as far as that goes: the
-kernels read them as float32 whatever they are.
+If scales were cast after they were saved (to make a file smaller), they become float32 again, because the kernels read
+them as float32. What the cast rounded away stays lost.
 
-Codes alone are what ``dict(model.named_parameters())`` gives. They are loaded where their statistics are
-known: they are the layer's own, bit for bit, or they are a ``Params4bit`` that carries them.
+Packed weights alone, as in ``dict(model.named_parameters())``, are loaded only if their quantization state is known:
+they equal the layer's own bit for bit, or are a ``Params4bit`` that has one.
 
-State dicts without a key of the weight (adapters), and floating point weights for a layer that is not
-quantized yet, go ``nn.Module``'s way as before, and so do layers whose weight FSDP has flattened into a
-plain tensor.
+``nn.Module`` loads everything else as before: state dicts without a key of the weight (adapters), floating-point
+weights for a layer that is not quantized yet, and layers whose weight FSDP has flattened into a plain tensor.
 """
 
 from __future__ import annotations

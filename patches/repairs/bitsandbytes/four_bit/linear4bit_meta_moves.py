@@ -1,15 +1,15 @@
-"""4-bit layers cannot go to the meta device, and come back from it as something else.
+"""4-bit layers cannot be moved to the meta device, and layers that come back from it are never quantized.
 
-``torch.nn.Module`` makes a new ``Parameter`` when it cannot swap ``.data``, which is so between meta and any
-other device. For a ``Params4bit`` that raises in ``layer.to("meta")`` (``Creating a Parameter from an
-instance of type Params4bit requires that detach() returns an instance of the same type``), and in
-``to_empty`` it gives a plain ``Parameter``: a layer built on meta and emptied onto a device never quantizes
-what is then loaded into it, without a word, and one that was quantized has lost its state. 0.46.1 to 0.50.2.
+Between meta and any other device, ``torch.nn.Module`` cannot swap ``.data`` and makes a new ``Parameter``. For a
+``Params4bit``, ``layer.to("meta")`` raises ``Creating a Parameter from an instance of type Params4bit requires that
+detach() returns an instance of the same type``. ``to_empty`` makes a plain ``Parameter``: a layer that was built on
+meta silently never quantizes what is loaded into it, and a quantized layer has lost its quantization state. 0.46.1 to
+0.50.2.
 
-The repair wraps ``_apply`` of ``Linear4bit`` and ``Embedding4bit``: what torch makes anew becomes a
-``Params4bit`` again (or the subclass that it was), with the attributes of the old one. A quantized weight keeps
-its statistics; its codes are uninitialized, as every weight that comes from meta, until ``load_state_dict``
-fills them.
+The repair wraps ``_apply`` of ``Linear4bit`` and ``Embedding4bit``. A parameter that torch makes anew becomes a
+``Params4bit`` again (or the subclass that it was), with the attributes of the old one. A quantized weight keeps its
+quantization state. Its packed weights are uninitialized, like every weight that comes from meta, until
+``load_state_dict`` fills them.
 """
 
 from __future__ import annotations

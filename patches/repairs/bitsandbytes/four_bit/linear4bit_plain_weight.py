@@ -1,21 +1,22 @@
-"""A 4-bit layer cannot run with a weight that was never quantized: a bare ``AssertionError``.
+"""A 4-bit layer whose weight was never quantized raises an ``AssertionError`` without a message.
 
-``Linear4bit.forward`` takes a weight without a quantization state for one that FSDP has wrapped, and asserts that it
-has one column, as packed codes do. Two kinds of users put a plain 16- or 32-bit weight there:
+If a weight has no quantization state, ``Linear4bit.forward`` assumes that FSDP has wrapped it, and asserts that it has
+one column, as packed weights do. A plain 16- or 32-bit weight gets there in two ways:
 
-- transformers ties ``lm_head`` to the embedding, and ``llm_int8_skip_modules`` replaces the default list that had
-  ``lm_head`` in it: the head becomes a ``Linear4bit`` whose weight is that of the embedding;
-- a checkpoint with some layers left in 16 bits names them in its list of skipped modules, as transformers 4 called
-  them. Where they go by another name today, they become ``Linear4bit`` and get the plain weight of the checkpoint.
+- transformers ties ``lm_head`` to the embedding, and a ``llm_int8_skip_modules`` of the user replaced the default list
+  that named ``lm_head``: the head becomes a ``Linear4bit`` whose weight is the embedding;
+- a checkpoint keeps some layers in 16 bits and lists them under the names of transformers 4. If a layer has another
+  name today, it becomes a ``Linear4bit`` and gets the plain weight of the checkpoint.
 
-All releases. ``Linear8bitLt`` had the same, see ``bitsandbytes-int8-plain-weight``.
+All releases. ``bitsandbytes-int8-plain-weight`` repairs the same for ``Linear8bitLt``.
 
-The repair computes such a layer as ``nn.Linear``, in the dtype of the input, and leaves weight and layer as they
-are, so that a tied embedding stays what it is and learns from both. A plain weight is one of floating point, of
-two bytes or more, whose shape is ``(out_features, in_features)``. Packed codes never are, also not those in
-floating point storage (FSDP): they have a quarter of the bytes at most. What is neither, and a ``Params4bit`` that
-nobody quantized, is refused as before. Whoever has a quantization state, which is every healthy layer, pays for
-looking it up: 0.1 us a call.
+The repair computes such a layer as ``nn.Linear``, in the dtype of the input. It does not change the layer or the
+weight, so a tied embedding stays tied and is trained by both uses. A weight counts as plain if it is floating point
+with at least two bytes and has the shape ``(out_features, in_features)``. Packed weights never do, also not in
+floating-point storage (FSDP): they have a quarter of the bytes at most. Any other weight, and a ``Params4bit`` that
+was not quantized, is refused as before.
+
+What it costs: 0.1 us a call, for a layer with a quantization state.
 
 Upstream: https://github.com/huggingface/transformers/issues/45674, https://github.com/unslothai/unsloth/issues/4208
 """

@@ -1,21 +1,20 @@
-"""The state dict of a 4-bit layer that FSDP2 has sharded holds its codes without their statistics.
+"""The state dict of a 4-bit layer that FSDP2 has sharded lacks its quantization state.
 
-``fully_shard`` replaces the ``Params4bit`` of a layer by a ``DTensor`` that has no ``quant_state``; what
-the forward needs is kept on the layer. ``Linear4bit._save_to_state_dict`` looks at the weight alone, so
-absmax and the rest are left out, without a word, in every release (0.46.1 to 0.50.2; 0.49.0 dies in
-``state_dict()`` with ``'DTensor' object has no attribute 'quant_state'``). A checkpoint of
-such a model (DCP, or a full state dict gathered on rank 0) loads "successfully" into a fresh one and
-leaves its codes under the statistics that happen to be there. That goes well only if both were quantized
-from the same weights.
+``fully_shard`` replaces the ``Params4bit`` of a layer by a ``DTensor`` without ``quant_state``; the layer keeps what
+its forward needs. ``Linear4bit._save_to_state_dict`` looks only at the weight, so absmax and the rest are silently
+left out in every release (0.46.1 to 0.50.2; 0.49.0 raises ``'DTensor' object has no attribute 'quant_state'`` in
+``state_dict()``). A checkpoint of such a model (DCP, or a full state dict gathered on rank 0) loads into a fresh model
+without a message. Its packed weights are then read with the quantization state of that model, which is right only if
+both were quantized from the same weights.
 
-The repair lends the layer's state to the ``DTensor`` while the state dict is made, under the names that
-``torch.distributed.checkpoint.state_dict`` walks with ``getattr``, and takes it back from the state dict
-when one is loaded. Each rank saves and holds the whole statistics, as in the forward; only codes are
-sharded. Codes that arrive without statistics are accepted if they are the ones that the layer has (a
-checkpoint of before, resumed over the same base), and are an error if they are others.
+The repair gives the ``DTensor`` the layer's quantization state while a state dict is made, under the names that
+``torch.distributed.checkpoint.state_dict`` reads with ``getattr``, and reads it from the state dict on loading. Each
+rank saves and holds the whole quantization state, as in forward; only packed weights are sharded. Packed weights
+without a quantization state are accepted if they equal those of the layer (an older checkpoint, resumed over the same
+base). Otherwise they raise an error.
 
-``set_model_state_dict(broadcast_from_rank0=True)`` sends everything that the file of rank 0 has, and the other ranks keep
-parameters and buffers alone: here they keep the statistics as well.
+``set_model_state_dict(broadcast_from_rank0=True)`` sends everything in the file of rank 0, and the other ranks keep
+only parameters and buffers. With the repair they keep the quantization states too.
 """
 
 from __future__ import annotations

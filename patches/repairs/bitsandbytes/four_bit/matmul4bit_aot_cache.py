@@ -1,17 +1,15 @@
-"""A compiled 4-bit model is compiled anew in every process: its graphs are not cached on disk.
+"""A compiled 4-bit model is compiled again in every process, because its graphs are not cached on disk.
 
-torch keeps what AOT autograd makes of a graph on disk and finds it again in the next process. It
-takes no graph that holds a custom ``autograd.Function``, for it cannot tell from the graph what that
-does, and ``MatMul4Bit`` is one: every start of a training run traces and lowers the whole forward
-and backward again. All releases.
+torch stores on disk what AOT autograd makes of a graph, for the next process. It does not store graphs that contain a
+custom ``autograd.Function``, because the graph does not show what that does, and ``MatMul4Bit`` is one. So every start
+of a training run traces and lowers the whole forward and backward again. All releases.
 
-While compiling, the product is the operator ``bnb_patches::linear_4bit``, whose arguments are the
-parts of the quantization state. It is a composite: AOT autograd expands it into ``MatMul4Bit`` on
-the same state, so what is lowered, what is saved for backward and every bit of the result are what
-they were; only the graph that is looked up in the cache has an operator there. Its name carries a digest
-of the code that it expands to, so that an upgrade of either package does not find the graphs of the old one
-(``helpers/operators/digest.py``). Eager calls take the old path, and so does torch.export, whose programs
-are loaded where the operator is not defined.
+While compiling, the repair makes the product an operator, ``bnb_patches::linear_4bit``, whose arguments are the parts
+of the quantization state. AOT autograd expands it into ``MatMul4Bit`` with the same quantization state. So lowering,
+the tensors saved for backward and every bit of the result stay the same; only the graph that is looked up in the cache
+contains an operator instead. The operator's name contains a digest of the code that it expands to, so that an upgrade
+of either package does not find old graphs (``helpers/operators/digest.py``). Eager calls take the old path, and so
+does torch.export, whose programs are loaded where the operator does not exist.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""A CPU forward writes its input's dtype into the quantization state of the weight.
+"""A forward on a CPU writes the dtype of its input into the quantization state of the weight.
 
-0.49.0 added ``quant_state.dtype = A.dtype`` to ``matmul_4bit`` (CPU only), so that the weight is
-dequantized in the dtype of the input. But the state belongs to the weight:
+0.49.0 added ``quant_state.dtype = A.dtype`` to ``matmul_4bit`` (CPU only), so that the weight is dequantized in the
+dtype of the input. But the quantization state belongs to the weight:
 
-* ``state_dict()`` after one forward records the wrong dtype, and so does every checkpoint;
-* ``torch.compile(fullgraph=True)`` over a checkpointed layer fails when it is the first call and the
-  dtypes differ: ``HOP: Non-nullified side effect`` (#1917). After an eager call they agree, which is
-  why upstream's own test does not see it.
+- after one forward, ``state_dict()`` and every checkpoint record the wrong dtype;
+- ``torch.compile(fullgraph=True)`` over a checkpointed layer fails if it is the first call and the dtypes differ:
+  ``HOP: Non-nullified side effect`` (#1917). After an eager call they agree, so upstream's own test does not see it.
 
-Upstream deleted the line in 0.50.0 as dead code. On 0.49.x it is not: without it a weight quantized
-from bfloat16 is dequantized in bfloat16 for a float16 input too, and the output error grows from
-2.7e-4 to 1.5e-3. The repair keeps the effect and drops the side effect: the product gets a private
-``QuantState`` over the same tensors that says the input's dtype. Bit for bit the same results.
+Upstream removed the line in 0.50.0 as dead code. On 0.49.x it is not: without it, a weight that was quantized from
+bfloat16 is dequantized in bfloat16 for a float16 input too, and the output error grows from 2.7e-4 to 1.5e-3. The
+repair computes with a private ``QuantState`` over the same tensors, with the dtype of the input, and leaves that of
+the weight unchanged. The results are the same bit for bit.
 
-A state whose dtype was overwritten before ``apply()`` keeps the wrong one: nothing records the true one.
+If a dtype was overwritten before ``apply()``, it stays wrong, because the right one is not stored anywhere.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""The backward of a 4-bit product takes whatever lies in the buffers of its weight by then.
+"""The backward of a 4-bit product reads the weight as it is at that time, not as it was in forward.
 
-In every release ``MatMul4Bit`` puts the packed weight on ``ctx`` as a plain attribute, and its backward
-reads the statistics from the live ``QuantState``. So a weight whose buffer is written again between
-forward and backward (streaming of layers through one buffer) gives a wrong gradient without an error, and
-a weight that was offloaded after its forward stays on the device until backward, checkpointed or not:
-saved-tensor hooks (``save_on_cpu``, non-reentrant checkpointing) never see it. (#2034)
+In every release ``MatMul4Bit`` keeps the packed weight as a plain attribute of ``ctx``, and its backward reads absmax
+from the live ``QuantState``. If the buffer of a weight is overwritten between forward and backward (when layers are
+streamed through one buffer), the gradient is wrong, without an error. If the weight was offloaded after its forward,
+it stays on the device until backward, because saved-tensor hooks (``save_on_cpu``, non-reentrant checkpointing) never
+see it. (#2034)
 
-The repair keeps references to weight and statistics, as they are in forward, and raises autograd's error
-in backward if one was written to since. What is not resident (brought by accelerate's offloading for
-this forward, or no parameter at all) is saved with ``ctx.save_for_backward``, where hooks see it. A
-resident weight is not: no hook could free it, but each would carry or recompute it (see
-``helpers/weights/kept_weights.py``). Nothing is copied. Tensors made in inference mode, which autograd refuses to
-save, stay on ``ctx``, as before.
+The repair keeps references to the weight and absmax of the forward, and backward raises autograd's error if one of
+them was changed since. A weight that accelerate's offloading brought for this forward, or that is not a parameter, is
+saved with ``ctx.save_for_backward``, where hooks see it. A resident weight is not: hooks could not free it, but each
+would copy or recompute it (see ``helpers/weights/kept_weights.py``). Nothing is copied. Tensors made in inference
+mode, which autograd refuses to save, stay on ``ctx`` as before.
 
-A backward whose forward ran before the patch was applied is as it was. One whose forward ran with the
-patch goes through the original code after a revert, but for weights that were saved: that is an error.
+If the forward ran before the patch was applied, its backward is as it was. If the forward ran with the patch and the
+backward runs after a revert, it takes the original code; for weights that were saved it raises an error.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034
 """
