@@ -1,24 +1,24 @@
 """LLaMA-Factory's checkpointing splits the compiled train step at every layer.
 
-It puts a function of its own before ``torch.utils.checkpoint``, on for every train run unless
-``disable_gradient_checkpointing`` is set. That one asks the layer whether any of its parameters trains, and makes
+LLaMA-Factory wraps ``torch.utils.checkpoint`` in a function of its own, in every train run without
+``disable_gradient_checkpointing``. This function asks the layer whether any of its parameters is trained, and makes
 the hidden states require grad. With ``torch_compile: true`` Dynamo can trace neither:
 
-- the layer is ``func.func.__self__``, and ``func`` is ``partial(super().__call__, **kwargs)``, made in
-  ``GradientCheckpointingLayer`` of transformers. Dynamo knows what it is to call ``super().__call__``, and nothing
-  else about it: "does not know how to trace method ``parameters``";
-- ``arg.requires_grad_(True)`` on a tensor that leaves the graph.
+- the layer is ``func.func.__self__``, where ``func`` is ``partial(super().__call__, **kwargs)`` from transformers'
+  ``GradientCheckpointingLayer``. Dynamo can call ``super().__call__``, but knows nothing else about it: "does not know
+  how to trace method ``parameters``";
+- ``arg.requires_grad_(True)`` changes a tensor that leaves the graph.
 
-With ``fullgraph=True`` that is an error; without it a tiny Llama of two layers in 4-bit is 5 graphs, and the frames of
-peft and of the model fall to eager. Nothing else here reaches it, so all other repairs for compilation are in vain.
-Releases from 0.9.4, whose layers are given as such a ``partial``; also without quantization.
+With ``fullgraph=True`` this raises an error. Without it a 4-bit Llama of two layers becomes 5 graphs, and the frames
+of peft and of the model run in eager, so that other repairs for compilation have no effect. Releases from 0.9.4, which
+pass layers as such a ``partial``; also without quantization.
 
-While compiling, the partial holds the layer's ``_wrapped_call_impl``, which is what ``nn.Module.__call__`` is, bound
-to the layer: the same call, and Dynamo knows its ``__self__``. A layer whose ``super().__call__`` is another one
-keeps it. The hidden states are tied to an anchor, as at the embedding of ``transformers-input-grads-hook``: the values
-are the same, and a reentrant checkpoint, LLaMA-Factory's default, gets an input that requires grad even where the
-graph ends before it. Eager steps run the lines that they ran. A model that was loaded before the patch went in keeps
-the function that it got.
+While compiling, the repair gives the partial the layer's ``_wrapped_call_impl``, which is what ``nn.Module.__call__``
+is, bound to the layer: the same call, but with a ``__self__`` that Dynamo knows. A layer with another
+``super().__call__`` keeps it. The hidden states are tied to an anchor, as ``transformers-input-grads-hook`` does at
+the embedding. The values stay the same, and a reentrant checkpoint, LLaMA-Factory's default, gets an input that
+requires grad even if the graph ends before it. Eager steps run the original lines. A model that was loaded before the
+patch was applied keeps its function.
 """
 
 from __future__ import annotations

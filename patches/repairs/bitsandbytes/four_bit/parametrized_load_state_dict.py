@@ -1,20 +1,20 @@
-"""A module with a parametrized 4-bit parameter cannot load what it saved.
+"""A module with a parametrized 4-bit parameter cannot load the state dict that it saved.
 
-``bitsandbytes.nn.parametrize.replace_parameter_4bit`` keeps the codes of a parameter ``w`` (experts of MoE models) as
-``parametrizations.w.original``. A hook saves them as ``w``, with ``w.absmax`` and the other statistics beside it, and
-nothing takes these keys when a state dict is loaded: ``strict=True`` raises on missing and unexpected keys,
-``strict=False`` loads nothing and the module goes on with the weights that it had (outputs 138 % off). 0.48.2 to
-0.50.2, every release that has the function.
+``bitsandbytes.nn.parametrize.replace_parameter_4bit`` keeps the packed weights of a parameter ``w`` (experts of MoE
+models) as ``parametrizations.w.original``. A hook saves them as ``w``, beside ``w.absmax`` and the rest of the
+quantization state. Nothing reads these keys on loading: ``strict=True`` raises an error about missing and unexpected
+keys, and ``strict=False`` loads nothing, so the module keeps its old weights (outputs are 138 % off). 0.48.2 to
+0.50.2, all releases that have the function.
 
-The repair registers the other half of the hook: codes are loaded under the name that torch has for them, and the
-statistics that came with them become the parametrization's, copied, or with ``assign=True`` the given tensors. What is
-dequantized to stays the dtype of the module, as with every parameter that is loaded. A group of keys that is not whole,
-or was made from another shape, is an error that names the key, and this parameter is left as it was; so is one without
-statistics, as before. A parametrized module cannot be pickled, so the hook never leaves the process.
+The repair registers a hook for loading. It loads the packed weights under the name that torch has for them, and gives
+their quantization state to the parametrization: copies, or with ``assign=True`` the given tensors. The dtype after
+dequantizing stays that of the module, as for every parameter that is loaded. If a group of keys is incomplete, was
+made from another shape or has no quantization state, an error names the key, and the parameter is left as it was. A
+parametrized module cannot be pickled, so the hook never leaves the process.
 
-It is for modules that are prepared after the patch is applied.
+Only modules that are prepared after the patch was applied are repaired.
 
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720 (where the saving hook came in)
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720 (added the hook for saving)
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
-"""The quantization state of a ``Params4bit`` cannot be reached by the names of its own state dict.
+"""A ``Params4bit`` lacks attributes with the names of its state dict.
 
 ``Linear4bit.state_dict()`` writes ``weight.absmax``, ``weight.quant_map`` ... and
-``weight.quant_state.bitsandbytes__nf4``. ``torch.distributed.checkpoint.state_dict`` (FSDP, DCP)
-walks each of these names with ``getattr`` from the module down, so every one must be an attribute.
+``weight.quant_state.bitsandbytes__nf4``. ``torch.distributed.checkpoint.state_dict`` (FSDP, DCP) follows each of these
+names with ``getattr`` from the module down, so each must be an attribute.
 
-* Up to 0.49.2 there is none: ``get_model_state_dict`` dies with
-  ``'Params4bit' object has no attribute 'absmax'`` (#1405).
-* Source builds between 0.49.2 and 0.50.0 (#1866) answer through ``Params4bit.__getattr__``. Dynamo
-  cannot trace a ``__getattr__`` of a tensor subclass: ``torch.compile(fullgraph=True)`` over a
-  checkpointed block fails (#1904).
+- Up to 0.49.2 there is none: ``get_model_state_dict`` raises ``'Params4bit' object has no attribute 'absmax'``
+  (#1405).
+- Source builds between 0.49.2 and 0.50.0 (#1866) answer in ``Params4bit.__getattr__``. Dynamo cannot trace a
+  ``__getattr__`` of a tensor subclass: ``torch.compile(fullgraph=True)`` over a checkpointed block fails (#1904).
 
-The repair is what 0.50.0 settled on (#1916): a property per name on ``Params4bit``, which Dynamo
-traces, no ``__getattr__`` there, and one on ``QuantState`` for the packed key alone. Unlike those of
-0.50.0 the properties give way to an attribute of that name that someone set on the instance, which
-these releases allow. ``blocksize``, ``quant_type``, ``dtype`` and ``shape`` are left out: instances
-and ``torch.Tensor`` have them, and in the state dict they are inside the packed key.
-``nested_offset`` is the state's own ``offset``: that is the value saved under this name.
+The repair is that of 0.50.0 (#1916): one property for each name on ``Params4bit``, which Dynamo traces, no
+``__getattr__`` there, and one on ``QuantState`` for the packed key. Unlike in 0.50.0, an attribute of that name that
+was set on an instance takes precedence, because these releases allow it. There are no properties for ``blocksize``,
+``quant_type``, ``dtype`` and ``shape``: instances and ``torch.Tensor`` have these, and the state dict has them inside
+the packed key. ``nested_offset`` is ``offset`` of the quantization state, the value that is saved under this name.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Casting a model casts the packed bits of its 4-bit weights as if they were numbers.
+"""Casting a model casts the packed bits of its 4-bit weights as if they were values.
 
-FSDP needs all parameters in one dtype, so QLoRA with it packs the codes into bfloat16 "numbers"
-(``bnb_4bit_quant_storage=torch.bfloat16``). ``nn.Module.half()``, ``.float()`` and ``.to(dtype)`` cast
-every floating point parameter, these too: after ``PeftModel.half()`` or ``.to(torch.float16)`` the codes
-are rounded to nonsense (logits off by 0.84 of their norm), after ``.float()`` forward crashes.
-transformers refuses such casts on its own models; a ``PeftModel`` or a bare module does not. 0.46.1 to
-0.50.2.
+FSDP needs all parameters in one dtype, so QLoRA with FSDP stores packed weights as bfloat16
+(``bnb_4bit_quant_storage=torch.bfloat16``). ``nn.Module.half()``, ``.float()`` and ``.to(dtype)`` cast every
+floating-point parameter, these too. After ``PeftModel.half()`` or ``.to(torch.float16)`` the packed weights are
+destroyed (logits are off by 0.84 of their norm), and after ``.float()`` the forward raises an error. transformers
+refuses such casts for its own models, but not for a ``PeftModel`` or a plain module. 0.46.1 to 0.50.2.
 
-With uint8 storage the same calls leave the weight alone, because it is no floating point tensor. The
-repair makes that so for any storage, in whatever module holds the weight: where a module casts and moves
-its parameters, the packed bits are moved and not cast. A parameter that is not quantized yet is cast as
-before. So is one that the user casts by hand: ``weight.to(torch.int32)`` means the codes as numbers.
+With uint8 storage these calls do not change the weight, because it is not a floating-point tensor. With the repair the
+same is true for any storage and in any module: if a module casts and moves its parameters, packed bits are moved and
+not cast. A parameter that is not quantized yet is cast as before. So is a parameter that the user casts by hand, as in
+``weight.to(torch.int32)``.
 
-It stands in ``torch.nn.Module._apply``, the one place where a cast of a module can be told from that of a
-tensor. It costs one call for each parameter that a module moves.
+The repair is in ``torch.nn.Module._apply``, the only place where a cast of a module differs from that of a tensor.
+
+What it costs: one call for each parameter that a module moves.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""``weight.chunk()`` and ``weight.split()`` of a ``Params4bit``: too little, or too much.
+"""``chunk()`` and ``split()`` of a ``Params4bit`` drop its quantization state, or copy the whole one to each piece.
 
-The methods give plain tensors, whose class and statistics are lost. ``torch.chunk`` and ``torch.split`` keep
-both since 0.47.0, for the sake of FSDP2, but give each piece the statistics and the shape of the whole: it
-cannot be dequantized, and ``state_dict()`` writes 1024 codes with 64 scales. On a weight that is not quantized
-yet they cut it off from autograd: its gradient is lost without a word. They also fail if the argument is named
-(``torch.chunk(input=weight, …)``: IndexError), and leave a piece the layer of the whole: quantizing the piece
-gives that layer its state. In 0.46.1 all four give plain tensors.
+The methods return plain tensors without class and quantization state. ``torch.chunk`` and ``torch.split`` keep both
+since 0.47.0, for FSDP2, but give each piece the quantization state and the shape of the whole weight. Such a piece
+cannot be dequantized, and ``state_dict()`` writes 1024 packed bytes with 64 scales. If the weight is not quantized
+yet, autograd does not see the split, and the gradient of the weight is silently lost. Named arguments fail
+(``torch.chunk(input=weight, …)``: IndexError). A piece keeps the layer of the whole weight, so quantizing the piece
+gives that layer its quantization state. In 0.46.1 all four return plain tensors.
 
-The repair lets all spellings take one way (but ``torch.chunk`` on 0.46.1, which no Python code sees). The codes
-are one column of packed bytes, so a piece is a run of the flat weight. If that is whole blocks, the piece has
-their part of the statistics, and the shape of its rows if it is whole rows; where the statistics are quantized
-and the piece is not whole blocks of those, its scales are unpacked, to the very values that dequantizing the
-whole uses. A piece of a weight that is not quantized yet can be quantized by itself. Pieces belong to no layer.
+With the repair all four do the same (except ``torch.chunk`` on 0.46.1, which no Python code can intercept). Packed
+weights are one column of bytes, so a piece is a range of the flat weight. If the range consists of complete blocks,
+the piece gets their part of the scales, and if it consists of complete rows, it gets the shape of these rows. If the
+weight is double-quantized and the range does not match the blocks of its scales, the scales of the piece are
+dequantized, to the values that dequantizing the whole weight uses. A piece of a weight that is not quantized yet can
+be quantized by itself. Pieces belong to no layer.
 
-Every other piece is a plain tensor, as from the methods before: codes that are no whole blocks, what autograd
-or torch.compile has to follow, slices, ``narrow``, ``unbind``. FSDP2 needs no more of the pieces than that; it
-copies them, and computes with the state that the layer has.
+Every other piece is a plain tensor, as the methods returned before: incomplete blocks, pieces that autograd or
+torch.compile must follow, slices, ``narrow``, ``unbind``. That is enough for FSDP2: it copies the pieces and computes
+with the quantization state of the layer.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A copy of a ``Params4bit`` still belongs to the layer of the original.
 
-``weight.module`` is the layer that quantizing tells its new ``QuantState``. ``copy.deepcopy`` of a layer or
-model leaves it on the original layer, as does ``copy.copy`` of a weight: quantize the copy, and the original
-layer (still in full precision) has the quantization state of the copy, while the copied layer has none to
-fall back on when its weight loses its own (FSDP). ``deepcopy`` also ignores what it copied already: the state
-that weight and layer share becomes two, twice the statistics in memory. All releases.
+``weight.module`` is the layer that gets the new ``QuantState`` when the weight is quantized. After ``copy.deepcopy``
+of a layer or model, and after ``copy.copy`` of a weight, the copy still points to the original layer. If the copy is
+quantized, the original layer (still in full precision) gets the quantization state of the copy. The copied layer then
+has none to use when its weight loses its own (FSDP). ``deepcopy`` also ignores what it has copied already: weight and
+layer, which shared one quantization state, then have two, at twice the memory. All releases.
 
-The repair hands ``memo`` on, as ``__deepcopy__`` should: the copied weight belongs to the copied layer and
-shares one state with it. A weight copied alone belongs to no layer.
+The repair passes ``memo`` on, as ``__deepcopy__`` should. The copied weight belongs to the copied layer and shares one
+quantization state with it. A weight that is copied alone belongs to no layer.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""Moving a 4-bit weight to the meta device takes the statistics of every copy with it.
+"""Moving one copy of a 4-bit weight to the meta device moves the quantization state of all copies there.
 
-``Params4bit.to(device)`` returns a new parameter that shares the ``QuantState`` of the old one, and moves
-that state in place. A parameter on meta has given up its codes, but the state is also that of the weight
-that was meant to stay: accelerate's ``cpu_offload``, ``disk_offload`` and ``dispatch_model`` keep the codes
-aside, put the layer on meta between two forwards, and die in the next with ``Cannot copy out of meta
-tensor; no data!`` (#1525, 0.46.1 to 0.50.2). On a CPU a model of which someone made a skeleton,
-``{name: p.to("meta") for name, p in model.named_parameters()}``, cannot be saved, and returns uninitialized memory.
+``Params4bit.to(device)`` returns a new parameter that shares the ``QuantState`` of the old one, and moves that state
+in place. If the new parameter is on meta, the old one, which keeps its packed weights, loses its quantization state.
+accelerate's ``cpu_offload``, ``disk_offload`` and ``dispatch_model`` keep the packed weights, put the layer on meta
+between two forwards, and raise ``Cannot copy out of meta tensor; no data!`` in the next forward (#1525, 0.46.1 to
+0.50.2). After ``{name: p.to("meta") for name, p in model.named_parameters()}``, which makes a skeleton of a model, the
+model itself cannot be saved, and on a CPU returns uninitialized memory.
 
-The repair leaves the state where it is when the target is meta: statistics cannot be brought back from
-there, and whoever brings the codes back finds them. They are 1/16 or less of the codes.
+The repair leaves the quantization state where it is if the target is meta, so that whoever brings the packed weights
+back finds it. It has 1/16 of their size or less.
 
-A state that is still there must not be believed of anything else. accelerate casts what it kept aside to the
-dtype of the weight on meta; of a layer that was offloaded before it was quantized these are the weights
-themselves, and as uint8 they are neither weights nor codes. They have the shape of the weight, which codes
-never have: that is an error now. Weights that were not cast are quantized, under the state as without it.
-Nor are those of a weight that an eval forward has repacked (0.49 and later, where ``bitsandbytes-cpu-repack`` is not
-in): they fit the packed codes alone, and accelerate brings the others, so they go to meta, and the error stays.
-What a user has written into the weight of a layer, ``weight.data = dequantized``, is moved as before.
+A quantization state that stays must not be used with other data. accelerate casts what it keeps to the dtype of the
+weight on meta. For a layer that was offloaded before it was quantized, these are the unquantized values, which are
+meaningless as uint8. They have the shape of the unquantized weight, which packed weights never have, so this is an
+error now. Unquantized values that were not cast are quantized as before. Scales that fit only the layout of the
+AVX512-BF16 kernel (0.49 and later, without ``bitsandbytes-cpu-repack``) still go to meta, and the error stays. Values
+that a user wrote into the weight, ``weight.data = dequantized``, are moved as before.
 """
 
 from __future__ import annotations

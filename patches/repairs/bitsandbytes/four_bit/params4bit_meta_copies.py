@@ -1,13 +1,14 @@
 """An offloaded 4-bit model cannot be copied.
 
-Between two forwards accelerate leaves the weights of an offloaded layer on meta. ``copy.deepcopy`` and ``copy.copy``
-of a ``Params4bit`` make an empty weight on the CPU and then set its data, and torch refuses to set data on meta there:
-``Attempted to call variable.set_data(tensor), but variable and tensor have incompatible tensor type``. Who takes a
-deep copy of a model (peft of a module to save, an average of weights, a reference model for DPO) dies there; plain
-and INT8 models are copied. So does a copy of a model made under ``torch.device("meta")``. All releases.
+Between two forwards accelerate keeps the weights of an offloaded layer on meta. ``copy.deepcopy`` and ``copy.copy`` of
+a ``Params4bit`` make an empty weight on the CPU and then set its data. torch refuses to set data on meta there:
+``Attempted to call variable.set_data(tensor), but variable and tensor have incompatible tensor type``. This affects
+every program that deep-copies such a model: peft for a module to save, averages of weights, the reference model of
+DPO. Plain and INT8 models can be copied. A copy of a 4-bit model that was made under ``torch.device("meta")`` fails in
+the same way. All releases.
 
-The repair makes the empty weight on meta if the original is there. The copy of a model has copies of accelerate's
-hooks and of what they keep in memory, as that of a plain model has; what is on disk is read from the same files.
+The repair makes the empty weight on meta if the original is there. As for a plain model, the copy has copies of
+accelerate's hooks and of what they keep in memory, and reads what is on disk from the same files.
 """
 
 from __future__ import annotations

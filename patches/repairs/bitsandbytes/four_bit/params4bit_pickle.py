@@ -1,16 +1,16 @@
 """Pickle and ``torch.save`` turn a ``Params4bit`` into a plain ``Parameter``.
 
-``torch.save(model)`` and ``pickle.dumps(weight)`` go through ``Parameter.__reduce_ex__``, which rebuilds a
-``torch.nn.Parameter`` and hangs the attributes on it. What comes back infers, but is no 4-bit weight any more:
-a weight that was not quantized yet never will be, and a quantized one has its packed bits cast as numbers by
-the next ``.to(dtype)``, is not recognized by peft, and does not move its statistics with it. All releases.
+``torch.save(model)`` and ``pickle.dumps(weight)`` use ``Parameter.__reduce_ex__``, which rebuilds a
+``torch.nn.Parameter`` and sets the attributes on it. The result computes, but is no 4-bit weight any more. If it was
+not quantized yet, it never will be. If it was, the next ``.to(dtype)`` casts its packed bits as values, peft does not
+recognize it, and its quantization state does not move with it. All releases.
 
-The repair adds the class to those attributes, so that the rest of the pickle is what torch makes it. It names
-nothing of ours and loads in a process without the patch. Where a pickle holds no ``QuantState`` and no layer (a
-weight alone that is not quantized yet), ``torch.load`` reads it with ``weights_only=True``, its default, which
-refuses the name of a class: that one stays as it was.
+The repair adds the class to these attributes; the rest of the pickle is as torch makes it. The pickle names nothing of
+bnb-patches and loads in a process without the plugin. If a pickle holds no ``QuantState`` and no layer (a weight alone
+that is not quantized yet), ``torch.load`` reads it with ``weights_only=True``, its default, which refuses the name of
+a class. Such a pickle stays as it was.
 
-A layer whose pickle names no class (written without the patch) gives it to its weights when it is loaded.
+When a layer is loaded whose pickle names no class (written without the patch), it gives its weights their class.
 """
 
 from __future__ import annotations

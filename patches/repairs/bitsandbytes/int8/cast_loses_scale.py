@@ -1,10 +1,10 @@
-"""``Int8Params.to(dtype)`` forgets the row scales.
+"""``Int8Params.to(dtype)`` drops the row scales.
 
-From 0.48 on, ``to`` carries the scales over only when a device is named. ``weight.to(torch.int8)``,
-which accelerate calls on every weight that it brings back, and ``weight.to(torch.float16)``, the first
-step of a dequantization by hand, return codes whose ``SCB`` is None, without a word.
+From 0.48 on, ``to`` keeps the scales only if a device is given. accelerate calls ``weight.to(torch.int8)`` on every
+weight that it brings back, and ``weight.to(torch.float16)`` is the first step of a dequantization by hand. Both
+silently return packed weights whose ``SCB`` is None.
 
-The repair moves the scales to wherever the new parameter is. They keep their own dtype.
+The repair moves the scales to the device of the new parameter. They keep their dtype.
 """
 
 from __future__ import annotations

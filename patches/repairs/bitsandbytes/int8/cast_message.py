@@ -1,9 +1,9 @@
-"""``MatMul8bitLt: inputs will be cast from torch.bfloat16 to float16`` appears at every call.
+"""``MatMul8bitLt: inputs will be cast from torch.bfloat16 to float16`` is logged at every call.
 
-0.50.0 turned ``warnings.warn``, which Python shows once per place, into ``logger.warning``, which it
-does not: 20 lines for 20 calls, and a training run of a 32-layer model prints 224 a step.
+0.50.0 replaced ``warnings.warn``, which Python shows once for each place, by ``logger.warning``, which logs every
+time: 20 lines for 20 calls, and 224 lines a step for a model of 32 layers.
 
-The repair says it once for each dtype, to the same logger.
+The repair logs it once for each dtype, to the same logger.
 """
 
 from __future__ import annotations

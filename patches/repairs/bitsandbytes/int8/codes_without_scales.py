@@ -1,15 +1,15 @@
-"""INT8 codes are loaded without their scales, and nothing is said.
+"""INT8 packed weights are loaded without their scales, silently.
 
-``SCB`` is neither a parameter nor a buffer, so ``load_state_dict(strict=True)`` does not miss it: int8
-codes that arrive alone are copied under the scales of the layer that was there, and every output is
-wrong. Who sends codes alone: ``set_model_state_dict(broadcast_from_rank0=True)``, which hands only
-parameters and buffers to the other ranks, and whoever saves ``dict(model.named_parameters())``. A layer
-that is not quantized yet takes the codes as if they were weights. All releases.
+``SCB`` is neither a parameter nor a buffer, so ``load_state_dict(strict=True)`` does not report it as missing. If
+packed weights arrive alone, they are combined with the scales that the layer had, and every output is wrong. This
+happens with ``set_model_state_dict(broadcast_from_rank0=True)``, which sends only parameters and buffers to the other
+ranks, and with a saved ``dict(model.named_parameters())``. A layer that is not quantized yet takes the packed weights
+as values. All releases.
 
-The repair makes codes without scales an error that names the layer, unless they are the codes that the
-layer has already, whose scales it knows, or are assigned as an ``Int8Params`` that carries its own; the layer
-is left as it was. So are weights in floating point for a layer that is quantized, which torch would cut off to whole
-numbers.
+With the repair, packed weights without scales raise an error that names the layer, and the layer is left as it was.
+Two cases are accepted: they equal the packed weights that the layer has, so its scales fit, or they are assigned as an
+``Int8Params`` that carries its scales. Floating-point weights for a quantized layer raise an error too, because torch
+would truncate them to integers.
 """
 
 from __future__ import annotations

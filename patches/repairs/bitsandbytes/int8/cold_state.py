@@ -1,20 +1,19 @@
-"""INT8 layers do not compile before they ran once: their forward writes the layer's state.
+"""An INT8 layer that has not run yet breaks compilation, because its forward writes the layer's state.
 
-The first forward of a ``Linear8bitLt`` moves codes and scales from the weight into ``state``, and
-every forward writes ``state.is_training`` and ``weight.data``. Dynamo allows no such write inside a
-checkpoint, so the first compiled step of a freshly loaded model leaves every decoder layer to eager
-(6 graphs, 4 breaks); without checkpointing the second step finds another state than the first and
-the model is compiled twice, and so it is if the Trainer evaluates in eager between two steps. Who
-runs the model once in eager does not see it. All releases.
+The first forward of a ``Linear8bitLt`` moves packed weights and scales from the weight into ``state``, and every
+forward writes ``state.is_training`` and ``weight.data``. Dynamo allows no such write inside a checkpoint. So in the
+first compiled step of a freshly loaded model every decoder layer runs in eager (6 graphs, 4 breaks). Without
+checkpointing the second step finds another state than the first, and the model is compiled twice. The same happens if
+the Trainer evaluates in eager between two steps. If the model runs once in eager before, none of this is seen. All
+releases.
 
-torch.export records the same writes: a program that cannot be saved (``Failed serializing node set_``).
-In training, where a CPU takes ``MatMul8bitFp``, it also makes a constant of ``state.CB.data``, a tensor
-without values.
+torch.export records these writes too, and the program cannot be saved (``Failed serializing node set_``). In training
+on a CPU, which uses ``MatMul8bitFp``, it also makes a constant of ``state.CB.data``, a tensor without values.
 
-While compiling or exporting, the same product is taken with a state of its own, filled from wherever
-codes and scales are; nothing is written, so the graph holds for the next step, and a program can be saved
-and loaded by whoever has bitsandbytes. A weight that is not quantized yet, or whose scales are not there,
-takes the old path. Eager calls do too.
+While compiling or exporting, the repair computes the same product with a temporary state, filled from wherever packed
+weights and scales are. Nothing is written, so the graph is valid for the next step, and a program can be saved and
+loaded without the plugin. A weight that is not quantized yet, or whose scales are missing, takes the old path. So do
+eager calls.
 """
 
 from __future__ import annotations

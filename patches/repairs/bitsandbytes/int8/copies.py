@@ -1,22 +1,23 @@
-"""Copies of an ``Int8Params`` are no ``Int8Params``.
+"""Copies of an ``Int8Params`` lose its class or its scales.
 
-``copy.copy``, ``pickle`` and ``torch.save`` hand back a plain ``Parameter`` (its codes and scales hang on
-it, but a further ``.to()`` drops them), and ``weight.chunk`` and ``weight.split`` give plain tensors of
-codes whose scales are lost. Hits whoever saves a whole model or splits a fused weight. All releases.
+``copy.copy``, ``pickle`` and ``torch.save`` give a plain ``Parameter``. Packed weights and scales are attributes of
+it, but the next ``.to()`` drops them. ``weight.chunk`` and ``weight.split`` give plain tensors without scales. This
+affects programs that save a whole model or split a fused weight. All releases.
 
-The repair adds the class to what torch copies and pickles, the attributes. A pickle names ``Int8Params``
-itself, so that it loads without this package, and has the codes once, not twice. ``torch.load`` reads such
-parameters with ``weights_only=True``, its default, which refuses the name of a class; so a file of ``torch.save``
-stays what it was, and the layer gives its weight the class when a whole module is loaded.
+The repair adds the class to the attributes that torch copies and pickles. The pickle names ``Int8Params`` itself, so
+it loads without the plugin, and holds the packed weights once instead of twice. ``torch.load`` reads such parameters
+with ``weights_only=True``, its default, which refuses the name of a class. So a file of ``torch.save`` stays as it
+was, and when a whole module is loaded, the layer gives its weight the class.
 
-With its class, a weight is moved by ``Int8Params.to`` again, which before 0.48 spoils codes: that is repaired with it.
-But not for who loads the pickle without this package, on a CPU with 0.46.1. So there a pickle is what ``torch.save``
-writes, and a parameter that is pickled by itself, outside of its layer, comes back a plain one, as before.
+With its class, a weight is moved by ``Int8Params.to`` again, which before 0.48 destroys packed weights; that is
+repaired too. But a process without the plugin, on a CPU with 0.46.1, would meet that defect when it loads the pickle.
+So on 0.46.1 a pickle is what ``torch.save`` writes, and a parameter that is pickled outside of its layer is loaded as
+a plain one, as before.
 
-A piece of rows takes their scales along. A piece of columns stays a plain tensor, as before: the kernels of a
-GPU would take its codes for those of whole rows. So do pieces of weights that are not quantized, which autograd
-must be able to follow, and what is cut inside a compiled graph. ``torch.chunk`` is no Python function, and stays
-as it is: a ``__torch_function__`` would see it, but Dynamo then refuses ``weight ** 2``, ``1 - weight`` and more.
+A piece of rows gets their scales. A piece of columns stays a plain tensor, because GPU kernels would take it for
+complete rows. So do pieces of unquantized weights, which autograd must follow, and pieces that are made in a compiled
+graph. ``torch.chunk`` is not repaired: it is no Python function, and with a ``__torch_function__`` that sees it Dynamo
+refuses ``weight ** 2``, ``1 - weight`` and more.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""An INT8 layer that was dequantized in place is quantized again by the next ``.to()``, and fails.
+"""An INT8 layer that was dequantized in place is quantized again by the next ``.to()``, and then fails.
 
-``layer.weight.data = dequantized`` and ``layer.__class__ = torch.nn.Linear`` make a plain layer of a ``Linear8bitLt``
-where it is, without touching its parents. Its weight is an ``Int8Params`` still, which quantizes whatever it holds when
-it is moved: after ``model.to(device)`` the plain layer multiplies floats by int8, ``expected m1 and m2 to have the same
-dtype``. All releases.
+``layer.weight.data = dequantized`` and ``layer.__class__ = torch.nn.Linear`` turn a ``Linear8bitLt`` into a plain
+layer without touching its parents. Its weight is still an ``Int8Params``, which quantizes its values when it is moved.
+After ``model.to(device)`` the plain layer multiplies floats by int8: ``expected m1 and m2 to have the same dtype``.
+All releases.
 
-The repair moves such a weight as the numbers that it holds. It asks for the module only where a weight in floating
-point still has the codes or scales of an earlier quantization. A weight in a ``Linear8bitLt`` is quantized as before,
-also one that was given other values.
+The repair moves the values of such a weight as they are. It looks for the module only if a floating-point weight still
+has packed weights or scales of an earlier quantization. A weight in a ``Linear8bitLt`` is quantized as before, also if
+it was given other values.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """``Linear8bitLt(has_fp16_weights=True)``, the default, cannot be trained on a CPU.
 
-``MatMul8bitFp.backward`` transposes the input with ``A.t()``, which refuses the (batch, sequence,
-features) of every transformer: ``t() expects a tensor with <= 2 dimensions, but self is 3D``. And a
-forward in eval mode takes ``MatMul8bitLt``, whose ``int8_double_quant`` has no CPU kernel, so that
-evaluation between training steps dies too. From 0.48; before, there is no CPU path for such
-weights at all.
+``MatMul8bitFp.backward`` transposes the input with ``A.t()``, which refuses the 3-D inputs of transformers: ``t()
+expects a tensor with <= 2 dimensions, but self is 3D``. In eval mode, forward uses ``MatMul8bitLt``, whose
+``int8_double_quant`` has no CPU kernel, so evaluation between training steps fails too. From 0.48 on; earlier releases
+do not support such weights on a CPU.
 
-The repair flattens the leading dimensions, as ``MatMul8bitLt`` does, and takes the path that the CPU
-has whenever the weight wants a gradient.
+The repair flattens the leading dimensions, as ``MatMul8bitLt`` does, and uses the path that exists on a CPU whenever
+the weight needs a gradient.
 """
 
 from __future__ import annotations

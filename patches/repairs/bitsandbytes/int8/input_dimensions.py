@@ -1,12 +1,12 @@
-"""An INT8 layer raises an error for an input of four or more dimensions, which ``nn.Linear`` takes.
+"""An INT8 layer raises an error for an input of four or more dimensions, which ``nn.Linear`` accepts.
 
-``MatMul8bitLt`` flattens an input of three dimensions, and hands any other to kernels that know two: ``The size of tensor a
-(8) must match the size of tensor b (64)`` on a CPU, ``Only two or three dimensional matrices are supported`` on CUDA. Many
-models have such a layer: WavLM (its position bias), ProphetNet, Aya Vision, Cohere2 Vision, GOT-OCR2, HY-V4 and others
-end so in INT8. On a CPU only in eval mode. All releases; compiled graphs of the plugin took such inputs already.
+``MatMul8bitLt`` flattens an input of three dimensions, and passes any other to kernels for two: ``The size of tensor a
+(8) must match the size of tensor b (64)`` on a CPU, ``Only two or three dimensional matrices are supported`` on CUDA.
+Models with such a layer fail in INT8: WavLM (its position bias), ProphetNet, Aya Vision, Cohere2 Vision, GOT-OCR2,
+HY-V4 and others. On a CPU only in eval mode. All releases; compiled graphs of the plugin accepted such inputs already.
 
-The repair flattens all leading dimensions, of the input and of the gradient. An input of one to three dimensions takes
-the path that it took.
+The repair flattens all leading dimensions of the input and of the gradient. Inputs of one to three dimensions take the
+old path.
 """
 
 from __future__ import annotations

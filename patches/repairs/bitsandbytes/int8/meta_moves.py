@@ -1,19 +1,18 @@
-"""INT8 modules cannot go to the meta device or come back, and their statistics stay behind.
+"""INT8 modules cannot go to the meta device or come back, and their packed weights and scales stay behind.
 
-``module.to("meta")`` and ``to_empty`` on a ``Linear8bitLt`` or ``Embedding8bit`` raise ``Creating a
-Parameter from an instance of type Int8Params requires that detach() returns an instance of the same
-type``: torch makes a new ``Parameter`` whenever it cannot swap ``.data``. Where it can, as between CPU
-and GPU, ``param.data`` moves and the codes and scales on the parameter and in ``state`` do not, unless
-the layer is moved by itself. All releases.
+``module.to("meta")`` and ``to_empty`` on a ``Linear8bitLt`` or ``Embedding8bit`` raise ``Creating a Parameter from an
+instance of type Int8Params requires that detach() returns an instance of the same type``, because torch makes a new
+``Parameter`` if it cannot swap ``.data``. If it can, as between CPU and GPU, only ``param.data`` moves. The packed
+weights and scales on the parameter and in ``state`` stay where they were, unless the layer is moved by itself. All
+releases.
 
-The repair wraps ``_apply`` of both classes: the new parameter is of the class it was, and the
-codes and scales follow the weight, on the parameter and in the state. From meta the scales come back
-uninitialized, as the weight does, so that ``load_state_dict`` can fill both. Scales are moved, never
-cast: ``.half()`` must not round them.
+The repair wraps ``_apply`` of both classes. The new parameter keeps its class, and packed weights and scales follow
+the weight, on the parameter and in the state. From meta the scales come back uninitialized, like the weight, and
+``load_state_dict`` fills both. Scales are moved, never cast, because ``.half()`` would round them.
 
-Who moves a model away by ``.to`` and brings its parameters back by ``.data``, as the group offloading of
-diffusers does without streams, found the codes and scales of a layer that was not used yet still on the
-device. Now they are with the weight that was moved away, so where a layer settles they follow it back.
+Some programs move a model away with ``.to`` and bring its parameters back through ``.data`` (diffusers' group
+offloading without streams). They found the packed weights and scales of a layer that had not run yet still on the
+device. With the repair these move away with the weight, and the first forward moves them back to it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The shape function of ``int8_mixed_scaled_mm`` describes another tensor than the kernel returns.
+"""The shape function of ``int8_mixed_scaled_mm`` declares another shape and dtype than the kernel returns.
 
-The second result holds the input's outlier columns: rows by columns, in the dtype of the input. The
-shape function says one dimension of unknown length, int64. So ``opcheck`` fails, and whoever compiles
-or exports the operator himself gets graphs with wrong types. All releases; #2044.
+The second result of the operator holds the outlier columns of the input: rows by columns, in the dtype of the input.
+Its shape function (the fake kernel that torch.compile calls) declares one dimension of unknown length, int64. So
+``opcheck`` fails, and programs that compile or export the operator themselves get graphs with wrong types. All
+releases; #2044.
 
-The repair returns what the kernel returns. The number of columns is known: it is the length of
-``outlier_cols``. Without outliers the kernel returns an empty vector; where their number is a symbol
-the matrix is right for all of its values but 0.
+The repair declares what the kernel returns. The number of columns is the length of ``outlier_cols``. Without outliers
+the kernel returns an empty vector. If the number is symbolic, the declared matrix is right for every number except 0.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""INT8 with a threshold cannot be compiled: every layer breaks the graph at its outlier columns.
+"""torch.compile breaks the graph at every INT8 layer that has a threshold.
 
-transformers loads INT8 models with ``llm_int8_threshold=6.0``. ``MatMul8bitLt`` then looks for
-activation columns above the threshold, and how many there are depends on the data: Dynamo cannot
-give ``int8_vectorwise_quant`` and ``int8_mixed_scaled_mm`` a shape and breaks there. A model of 3
-layers falls into 35 graphs; with gradient checkpointing no decoder layer compiles at all, and
-compiled training is slower than eager. Hits training on a GPU, and eval everywhere.
-``capture_dynamic_output_shape_ops`` is no cure: with checkpointing it crashes Dynamo.
-All releases.
+transformers loads INT8 models with ``llm_int8_threshold=6.0``. ``MatMul8bitLt`` then looks for activation columns
+above the threshold. Their number depends on the data, so Dynamo cannot give ``int8_vectorwise_quant`` and
+``int8_mixed_scaled_mm`` a shape and breaks the graph. A model of 3 layers becomes 35 graphs. With gradient
+checkpointing no decoder layer compiles, and compiled training is slower than eager. Affects training on a GPU, and
+eval on every device. ``capture_dynamic_output_shape_ops`` does not help: with checkpointing it makes Dynamo fail. All
+releases.
 
-While compiling, the layer becomes one operator, ``bnb_patches::int8_linear_…``, whose output shape
-does not depend on the data: it calls the same two kernels in the same order, and its backward
-rounds as ``MatMul8bitLt.backward`` does, so both are bit-equal to eager. Only what it can stand for
-goes there: a quantized weight, 2-D or 3-D input, a threshold. Eager calls take the old path, and so
-does torch.export, whose programs are loaded where the operator is not defined.
+While compiling, the repair makes the layer one operator, ``bnb_patches::int8_linear_…``, whose output shape does not
+depend on the data. It calls the same two kernels in the same order, and its backward rounds as
+``MatMul8bitLt.backward`` does, so forward and backward are bit-equal to eager. It takes only quantized weights with a
+threshold and 2-D or 3-D inputs. Eager calls take the old path, and so does torch.export, whose programs are loaded
+where the operator does not exist.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """An INT8 layer cannot run with a weight that is not an ``Int8Params``.
 
-``Linear8bitLt.forward`` reads ``self.weight.CB``, and others put plain tensors there: transformers
-ties ``lm_head`` to the embedding when ``llm_int8_skip_modules`` does not name it (#1634), FSDP2
-replaces every parameter, ``functional_call`` runs on the tensors that it was given. All die with
-``'Parameter' object has no attribute 'CB'``. All releases.
+``Linear8bitLt.forward`` reads ``self.weight.CB``, but other code puts plain tensors there. transformers ties
+``lm_head`` to the embedding if ``llm_int8_skip_modules`` does not name it (#1634). FSDP2 replaces every parameter.
+``functional_call`` uses the tensors that it is given. In all three cases forward raises ``'Parameter' object has no
+attribute 'CB'``. All releases.
 
-The repair gives such a weight a forward of its own, which leaves the layer and the weight as they
-were (the normal path would write int8 codes into the embedding that the head is tied to). A plain
-float weight is not quantized, so it computes as ``nn.Linear``; with ``has_fp16_weights`` it is
-quantized for the call, as always. Plain int8 codes use the scales of this layer, which is why the
-layer notes them as soon as it gets a quantized weight: FSDP2 throws that weight away.
+The repair gives such a weight its own forward, which leaves layer and weight as they were (the normal path would write
+packed weights into the embedding that the head is tied to). A plain floating-point weight is not quantized: the layer
+computes as ``nn.Linear``, or, with ``has_fp16_weights``, quantizes it for the call, as always. A plain int8 tensor
+uses the scales of this layer. FSDP2 drops the quantized weight, so the layer stores these scales as soon as it gets
+one.
 """
 
 from __future__ import annotations

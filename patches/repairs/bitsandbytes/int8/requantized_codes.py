@@ -1,18 +1,16 @@
-"""An int8 weight whose scales were lost is quantized a second time, as if its codes were numbers.
+"""An INT8 weight whose scales were lost is quantized a second time, as if its packed weights were values.
 
-Wherever the codes (``CB``) or row scales (``SCB``) of a quantized layer are missing, forward calls
-``int8_vectorwise_quant`` on whatever the weight holds. Int8 codes survive that unchanged, but
-every scale becomes 127: outputs are off by a factor of about 2000, without an error. Two ways
-lead there in a user's program: accelerate's offload hook brings a weight back without its scale,
-and ``Int8Params.to`` itself quantizes again on 0.46.1, or drops what it had on 0.47.0 (so that
-transformers re-loads INT8 checkpoints wrongly there).
+If the packed weights (``CB``) or row scales (``SCB``) of a quantized layer are missing, forward calls
+``int8_vectorwise_quant`` on whatever the weight holds. Packed weights stay the same, but every scale becomes 127:
+outputs are off by a factor of about 2000, without an error. Programs reach this in two ways. accelerate's offload hook
+brings a weight back without its scales. And ``Int8Params.to`` itself quantizes again on 0.46.1, or drops the scales on
+0.47.0 (so that transformers loads INT8 checkpoints wrongly there).
 
 Upstream: #1927, which proposes ``SCB = CB.abs().amax(1) / 127``. That is 1.0 for every row.
 
-The repair never computes a scale. ``init_8bit_state`` takes it from where it truly is (the weight,
-accelerate's offloaded weights, the state that holds these very codes) and leaves it on the weight
-too, so that it goes where the weight goes. Int8 codes are never quantized: a weight that has no
-scale anywhere is an error that names the layer.
+The repair never computes a scale. ``init_8bit_state`` takes it from where it is (the weight, accelerate's offloaded
+weights, the state that holds these packed weights) and also stores it on the weight, so that both move together.
+Packed weights are never quantized. If a weight has no scales anywhere, an error names the layer.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""A zeroed gradient brings back the codes of an older weight.
+"""With ``has_fp16_weights=True``, an INT8 layer goes on computing with the packed weights of an older weight.
 
-With ``has_fp16_weights=True``, forward quantizes the weight anew unless ``weight.grad`` exists, which
-it takes to mean that gradients are being accumulated. ``zero_grad(set_to_none=False)`` leaves zeros
-there, so that every later step runs on the codes of the first one; and an eval forward uses those of
-the last training forward, from before the optimizer's step. Both silently. All releases; before 0.48
-such a layer can be trained on an accelerator only.
+Forward quantizes the weight again unless ``weight.grad`` exists, which it takes as a sign that gradients are
+accumulated. ``zero_grad(set_to_none=False)`` leaves zeros there, so every later step computes with the packed weights
+of the first one. An eval forward uses those of the last training forward, from before the optimizer's step. Both are
+silent. All releases; before 0.48 such a layer can be trained only on an accelerator.
 
-The repair quantizes in every training forward (the same weight gives the same codes, so what was
-right stays bit-identical), and in eval whenever the weight is another than in the last eval forward.
-Whether it is, its bytes say: ``weight.data``, numpy and the optimizer kernels of bitsandbytes write
-without touching version counters. On a CPU that is a checksum (CRC-32) of the whole weight. It takes
-0.23 ms a MB, so 1.9 ms for 2048 x 2048 in bfloat16, where quantizing takes 20 and a product with one
-row 0.5, with 128 rows 3; another weight with the same checksum is met once in 4e9. Elsewhere reading a
-checksum would wait for the device, and quantizing costs less than a product: it is done each time.
+The repair quantizes in every training forward (the same weight gives the same packed weights, so right results stay
+bit-identical). In eval it quantizes if the weight differs from that of the last eval forward. It compares contents,
+because ``weight.data``, numpy and the optimizer kernels of bitsandbytes write without raising version counters. On a
+CPU it compares a checksum (CRC-32) of the whole weight; two weights share one by chance once in 4e9. On other devices
+reading a checksum would wait for the device, and quantizing takes less time than a product, so eval quantizes each
+time.
+
+What it costs: in eval on a CPU 0.23 ms a MB, so 1.9 ms for 2048 x 2048 in bfloat16. Quantizing takes 20 ms there, and
+a product 0.5 ms with one row and 3 ms with 128 rows.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The names in an INT8 layer's state dict are not its attributes: distributed checkpoints cannot be made.
+"""``get_model_state_dict`` fails on INT8 layers, because keys of their state dict are not attributes.
 
-``Linear8bitLt`` saves ``SCB`` and ``weight_format`` beside ``weight`` and has no attribute of either
-name. ``torch.distributed.checkpoint`` finds the owner of every key by walking the attributes, so
-``get_model_state_dict`` dies with ``'Linear8bitLt' object has no attribute 'SCB'`` (FSDP, DCP,
-accelerate). All releases.
+``Linear8bitLt`` saves ``SCB`` and ``weight_format`` beside ``weight`` and has no attribute of either name.
+``torch.distributed.checkpoint`` finds the owner of each key by following attributes, so ``get_model_state_dict``
+raises ``'Linear8bitLt' object has no attribute 'SCB'`` (FSDP, DCP, accelerate). All releases.
 
-The repair adds both as properties of what the layer saves. They can be set and deleted, so that
-``functional_call`` may be given a whole state dict.
+The repair adds both as properties that return what the layer saves. They can be set and deleted, so that
+``functional_call`` accepts a whole state dict.
 """
 
 from __future__ import annotations

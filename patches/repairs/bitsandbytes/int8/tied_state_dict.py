@@ -1,9 +1,9 @@
-"""``state_dict`` of a model with a tied INT8 head: ``'Parameter' object has no attribute 'SCB'``.
+"""``state_dict()`` of a model with a tied INT8 head raises ``'Parameter' object has no attribute 'SCB'``.
 
-``Linear8bitLt._save_to_state_dict`` asks the weight for its scales, and a weight that is tied to an
-embedding (or replaced by FSDP2) is a plain ``Parameter``; on the meta device, transformers takes the
-attribute off an ``Int8Params`` too. Saving, and loading with transformers, which reads the state
-dict, then fail (#1634). Up to 0.49.2; fixed upstream in 0.50.0 (#1897), the same way.
+``Linear8bitLt._save_to_state_dict`` reads the scales from the weight. A weight that is tied to an embedding, or
+replaced by FSDP2, is a plain ``Parameter`` without them. On the meta device, transformers also removes the attribute
+from an ``Int8Params``. Saving fails, and so does loading with transformers, which reads the state dict (#1634). Up to
+0.49.2; the repair is that of 0.50.0 (#1897).
 """
 
 from __future__ import annotations

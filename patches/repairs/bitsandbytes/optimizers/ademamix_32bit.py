@@ -1,14 +1,17 @@
-"""``AdEMAMix32bit`` and ``PagedAdEMAMix32bit`` have room for one of the two averages that they keep.
+"""``AdEMAMix32bit`` and ``PagedAdEMAMix32bit`` allocate memory for one of the two averages that they update.
 
-AdEMAMix keeps a fast and a slow average of the gradient, one behind the other in its first state. ``AdEMAMix`` makes
-that state twice as large as the parameter; these two classes are not made of it but of its base, which does not: on a
-CPU (from 0.50 on) the first ``step()`` ends in ``output with shape [64] doesn't match the broadcast shape [64, 64]``, on
-a GPU, by the source, the kernel reads and writes the slow average behind the end of the state, where other tensors are.
-``t_alpha`` and ``t_beta3`` do nothing. All releases; ``AdEMAMix(optim_bits=32)`` is the same optimizer, and right.
+AdEMAMix keeps a fast and a slow average of the gradient, one after the other in its first state. ``AdEMAMix`` makes
+that state twice as large as the parameter. These two classes do not inherit from it but from its base, which does not.
+On a CPU (from 0.50 on) the first ``step()`` raises ``output with shape [64] doesn't match the broadcast shape [64,
+64]``. On a GPU, according to the source, the kernel reads and writes the slow average beyond the end of the state, in
+the memory of other tensors. ``t_alpha`` and ``t_beta3`` have no effect. All releases. ``AdEMAMix(optim_bits=32)`` is
+the same optimizer and is right.
 
-The repair gives both classes the states of ``AdEMAMix``, and its step where there is a schedule: they are that optimizer
-to the bit. A state of the old size, from an optimizer or a file made before, lacks the slow average: a step with it is an
-error that says so. It costs a comparison for each parameter and step.
+The repair gives both classes the states of ``AdEMAMix``, and its step if there is a schedule. They then equal that
+optimizer bit for bit. A state of the old size, from an optimizer or a file made before, lacks the slow average: a step
+with it raises an error that says so.
+
+What it costs: a comparison for each parameter and step.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2075
 """

@@ -1,18 +1,20 @@
-"""A copied or pickled optimizer of bitsandbytes cannot go on.
+"""A copied or unpickled optimizer of bitsandbytes cannot step.
 
-torch copies and pickles of an optimizer what ``Optimizer.__getstate__`` gives: its defaults, states and groups. Those of
-bitsandbytes have more (whether their states have 8 bits, the tables of their codes, their names), set it in
-``__init__``, and do not say so: after ``copy.deepcopy((model, optimizer))``, or after ``torch.save`` of an optimizer and
-``torch.load``, ``step()``, ``load_state_dict()`` and since 0.49.2 ``state_dict()`` end in ``'Adam8bit' object has no
-attribute 'initialized'`` (or ``'non_castable_tensor_keys'``). All releases; those of torch go on.
+torch copies and pickles what ``Optimizer.__getstate__`` returns: defaults, states and groups. The optimizers of
+bitsandbytes have more attributes, set in ``__init__`` (whether their states have 8 bits, their code books, names),
+which it does not return. After ``copy.deepcopy((model, optimizer))``, or after ``torch.save`` and ``torch.load`` of an
+optimizer, ``step()``, ``load_state_dict()`` and since 0.49.2 ``state_dict()`` raise ``'Adam8bit' object has no
+attribute 'initialized'`` (or ``'non_castable_tensor_keys'``). All releases; torch's own optimizers can be copied.
 
-The repair lets them give the rest as well, with the configuration that overrides gave to their parameters, which the
-copies of these have then. What a process has one of (the managers) is that of the process where the copy is. A copy goes
-on to the bit as what it was made of. Paged states lie in memory that a copy is not made of: such an optimizer is copied as
-it was before, and its copy cannot go on, unless it is by ``state_dict()``. So does a file that was written unpatched: what
-it lacks is not guessed.
+The repair returns these attributes as well, and the configuration that overrides gave to the parameters, so that the
+copied parameters have it too. Objects that exist once in a process (the managers) are those of the process of the
+copy. A copy steps exactly as the original does, bit for bit.
 
-It costs nothing in a step.
+Paged states are in memory that cannot be copied. Such an optimizer is copied as before, and the copy cannot step: use
+``state_dict()``. A file that was written without the plugin cannot step either, because nothing restores what it
+lacks.
+
+What it costs: nothing in a step.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L189
 """

@@ -1,21 +1,22 @@
-"""An optimizer override keeps its model alive, and is given to parameters that it was not made for.
+"""An optimizer override keeps its model in memory, and is applied to parameters that it was not made for.
 
-Parameters may have an optimizer configuration of their own: 32 bits for embeddings, which ``Trainer`` (``adamw_8bit``
-and its like), peft's LoRA+ and the embeddings of ``bitsandbytes.nn`` register. ``GlobalOptimManager`` notes that for
-the life of the process: by module, which it holds with all that hangs on it; by ``id()`` of the parameter, which a new
-parameter has as soon as the old one is gone; and by place in the optimizer, where the next model has another parameter.
-Who trains several models in one process (a notebook, a sweep, a test suite) keeps the embeddings of each in memory, and
-has states of 32 bits, or another learning rate, where none were asked for, without a word. All releases.
+Parameters can have their own optimizer configuration. ``Trainer`` (``adamw_8bit`` and similar), peft's LoRA+ and the
+embeddings of ``bitsandbytes.nn`` register 32 bits for embeddings. ``GlobalOptimManager`` keeps this until the process
+ends, in three ways: by module, which it keeps alive with everything it refers to; by ``id()`` of the parameter, which
+a new parameter gets once the old one is gone; and by position in the optimizer, where the next model has another
+parameter. If one process trains several models (a notebook, a sweep, a test suite), the embeddings of each stay in
+memory, and other parameters silently get 32-bit states or another learning rate. All releases.
 
-The repair notes the same, for as long as the parameter lives: modules are held weakly, and what is noted by ``id()`` goes
-with the parameter. What an optimizer finds by module it notes by parameter alone. Since 0.50 that is looked up as well
-as the place; before, an override that was given by parameter alone was ignored (#1269), and the repair looks it up there
-too. What ``register_parameters`` notes by place stays: it is how an override follows ``tensor.to(device)``.
+The repair keeps an override as long as its parameter lives. Modules are held weakly, and an override by ``id()`` is
+removed with the parameter. What an optimizer finds by module it stores by parameter only. Since 0.50 overrides by
+parameter are looked up beside those by position; earlier releases ignored them (#1269), and with the repair they are
+looked up there too. What ``register_parameters`` stores by position stays, because an override follows
+``tensor.to(device)`` that way.
 
-A copy of an embedding of ``bitsandbytes.nn`` never went through the constructor that registers it. Unpatched it often had
-the override of its original all the same, by its place in the optimizer; now it is registered as its original was.
+A copy of an embedding of ``bitsandbytes.nn`` does not run the constructor that registers it. Unpatched it often had
+the override of its original by its position in the optimizer. With the repair it is registered like its original.
 
-It costs nothing in a step; before 0.50 a look into a dict for each parameter, which later releases have.
+What it costs: nothing in a step; before 0.50 one dict lookup for each parameter, as in later releases.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1269
 """

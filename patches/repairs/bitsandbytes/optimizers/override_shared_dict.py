@@ -1,14 +1,16 @@
-"""An optimizer override of one parameter is given to all that had one together with it.
+"""An optimizer override of one parameter is applied to all parameters that were given in the same call.
 
-``GlobalOptimManager.override_config`` takes a list of parameters, and notes for each of them the very dict that it was
-called with, or made of ``key`` and ``value``. A later call for one of them writes into that dict: the others have the
-override as well, and so has the dict of the caller, and whatever parameter that is given to next. Who lets some layers
-learn more slowly, and then gives one of them states of 32 bits, has 32 bits in all of them; with another learning rate
-they train with it. Nothing is said. All releases; before 0.50 where the parameters are registered after it, which was
-the only way that overrides had an effect.
+``GlobalOptimManager.override_config`` takes a list of parameters and stores the same dict for each: the one that it
+was given, or one made of ``key`` and ``value``. A later call for one of these parameters writes into that dict. So the
+others get the override too, as does the caller's own dict and every parameter that is given it later. Example: some
+layers have a lower learning rate, then one of them gets 32-bit states; all of them get 32-bit states. There is no
+message. All releases; before 0.50 only if the parameters are registered afterwards, because overrides had no effect
+otherwise.
 
-The repair notes a dict for each parameter; over one that the caller has, a layer of its own, into which later overrides
-are written: what the caller writes there counts as before. It costs nothing in a step of a parameter without override.
+The repair stores one dict for each parameter. If the caller passed a dict, later overrides go into a separate layer
+above it, so that changes of the caller's dict count as before.
+
+What it costs: nothing in a step of a parameter without override.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2029
 """

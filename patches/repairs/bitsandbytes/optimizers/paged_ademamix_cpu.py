@@ -1,13 +1,14 @@
-"""Paged AdEMAMix steps on no parameter of a CPU that is large enough to be paged.
+"""Paged AdEMAMix raises an error on a CPU for every parameter that is large enough to be paged.
 
-Since 0.50 the optimizers step on a CPU, where the states of paged ones are made as those of others, with a warning.
-AdEMAMix makes the state of its two averages by itself and lacks that: of 100,000 values on it asks the library for managed
-memory, which no CPU has. ``PagedAdEMAMix`` and ``PagedAdEMAMix8bit`` (``paged_ademamix_32bit`` and ``paged_ademamix_8bit``
-of ``Trainer``) end in ``Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes``. Before 0.50 nothing
-steps on a CPU.
+Since 0.50 the optimizers run on a CPU, where paged ones allocate their states like others, with a warning. AdEMAMix
+allocates the state of its two averages itself and lacks this: from 100,000 values on it asks the library for managed
+memory, which a CPU does not have. ``PagedAdEMAMix`` and ``PagedAdEMAMix8bit`` (``paged_ademamix_32bit`` and
+``paged_ademamix_8bit`` of ``Trainer``) raise ``Method 'cget_managed_ptr' not available in CPU-only version of
+bitsandbytes``. Before 0.50 no optimizer runs on a CPU.
 
-The repair makes the state as that of ``AdEMAMix``, which it then is to the bit. Elsewhere it costs a look at the device
-when a paged state is made.
+The repair allocates the state like that of ``AdEMAMix``, and the steps equal those of ``AdEMAMix`` bit for bit.
+
+What it costs: on other devices a look at the device when a paged state is made.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901
 """

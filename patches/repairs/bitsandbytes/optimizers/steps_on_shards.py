@@ -1,21 +1,24 @@
 """No optimizer of bitsandbytes steps under FSDP2.
 
-``fully_shard`` makes each parameter, and with it its gradient, a ``DTensor``: the whole by its shape, a shard in memory.
-The optimizers hand that to their kernels, with scales of 8-bit states for the whole: ``got mixed torch.Tensor and
-DTensor`` or ``does not have a sharding strategy registered`` in the first step, on a GPU an illegal memory access. All
-releases; before 0.50 nothing steps on a CPU, so that it is repaired from there on. (#1633)
+``fully_shard`` makes each parameter and its gradient a ``DTensor``, whose shape is that of the whole and whose memory
+is one shard. The optimizers pass it to their kernels, with 8-bit scales for the whole. The first step raises ``got
+mixed torch.Tensor and DTensor`` or ``does not have a sharding strategy registered``, and on a GPU it is an illegal
+memory access. All releases. Before 0.50 no optimizer runs on a CPU, so the repair begins with 0.50. (#1633)
 
-The repair hands the kernels what the rank has of the parameter, of its gradient and of its states. States and scales
-are sharded as the parameter is, so that ``torch.distributed.checkpoint`` saves and loads them as it does those of
-torch's optimizers, on any number of ranks. Blocks of 256 values share a scale: if each rank has an equal number of whole
-rows that are whole blocks, a step is that of one process to the bit. Where shards cut a block (odd sizes, a weight that
-is sharded along another dimension or along two) the state of that parameter has 32 bits instead, with a warning. So the
-bits of a state depend on the number of ranks: a full state dict is brought into those of the ranks that load it (8 bits
-to 32 exactly, 32 to 8 as a step rounds them), and ``torch-checkpoint-other-forms`` does it for ``dcp.load``.
-On a GPU, paged states are not paged under FSDP2, with a warning. LARS and LAMB limit an update by its norm where the
-state has 32 bits (small parameters always do), which no rank knows: they still fail there, and say why.
+The repair passes the kernels the rank's shard of the parameter, of its gradient and of its states. States and scales
+are sharded like the parameter, so ``torch.distributed.checkpoint`` saves and loads them as it does for torch's
+optimizers, on any number of ranks. Blocks of 256 values share a scale. If every rank has the same number of complete
+rows and these are complete blocks, a step equals that of one process bit for bit. If shards cut a block (odd sizes, a
+weight that is sharded along another dimension or along two), the state of that parameter has 32 bits instead, with a
+warning.
 
-A step of anything else costs a type check for each parameter.
+So the number of bits depends on the number of ranks. A full state dict is converted to that of the ranks that load it
+(8 to 32 bits exactly, 32 to 8 bits as a step rounds), and ``torch-checkpoint-other-forms`` does so for ``dcp.load``.
+On a GPU, paged states are not paged under FSDP2, with a warning. LARS and LAMB limit an update by its norm if the
+state has 32 bits (small parameters always do), and no rank knows that norm: they still fail there, with an error that
+says why.
+
+What it costs: without FSDP2 a type check for each parameter in a step.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633
 """
