@@ -1,16 +1,16 @@
-"""Offloading a model that has adapters leaves some of them on the meta device, and the answer is garbage.
+"""Offloading a model that has adapters leaves some adapters on the meta device: outputs are garbage.
 
-``cpu_offload``, ``disk_offload`` and ``dispatch_model`` put a hook on each module that has parameters, which brings
-them when that module is called. Some kinds of adapters have theirs in a ``ParameterDict`` (HIRA, LoHa, LoKr, LILY,
-VeRA, DoRA's magnitudes), which is never called: they stay on meta, and a CPU multiplies by whatever lies in memory,
-silently. Others read the weight of their base layer, which is brought in the base layer's own forward alone, and die.
-On 4-bit layers all of them die (``Cannot copy out of meta tensor``) unless ``bitsandbytes-params4bit-meta`` is in.
+``cpu_offload``, ``disk_offload`` and ``dispatch_model`` put a hook on each module with parameters, which brings them
+when that module is called. Some adapters keep theirs in a ``ParameterDict`` (HiRA, LoHa, LoKr, LILY, VeRA, DoRA's
+magnitudes), which is never called. They stay on meta, and a CPU silently multiplies by uninitialized memory. Other
+adapters read the weight of their base layer outside of that layer's forward, where it is not brought, and fail. On
+4-bit layers all adapters fail (``Cannot copy out of meta tensor``) without ``bitsandbytes-params4bit-meta``.
 
-The repair lets a layer of peft that is offloaded bring what is below it, adapters and base layer, for the whole of
-its own forward, as ``peft-adapters-on-meta`` does for adapters that are put on an offloaded model. Such adapters
-cannot be trained: accelerate drops their gradients after backward, unpatched without a word. Gradients of the inputs
-are right, and stay so; the step of an optimizer that holds such adapters is an error, which says what to do. Other
-modules, and models that are not offloaded, are as they were. All releases of peft and accelerate.
+With the repair an offloaded peft layer brings everything below it, adapters and base layer, for the whole of its own
+forward, as ``peft-adapters-on-meta`` does for adapters that are added to an offloaded model. Adapters that were
+offloaded cannot be trained, because accelerate drops their gradients after backward (unpatched: silently). The step of
+an optimizer with such adapters raises an error that says what to do. Gradients of the inputs are right. Other modules,
+and models that are not offloaded, stay as they were. All releases of peft and accelerate.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""New adapters of an offloaded model land on the meta device: no values, no gradients, no adapter.
+"""Adapters that are added to an offloaded model are created on the meta device and lose their values.
 
-peft puts a new adapter where the base weight is. A model that does not fit is loaded with a device map, accelerate
-offloads what does not fit to the CPU or the disk, and its weights are on meta between two forwards. So after
-``get_peft_model`` the adapters of those layers have lost the values that they were made with. The first backward
-dies with ``Function MmBackward0 returned an invalid gradient at index 1 - expected device meta but got cpu``; a
-forward, ``generate`` and ``merge_and_unload`` say nothing and answer without the adapter. Every kind of adapter, on
-plain and on quantized layers, in every release; those that are made from the base weight (DoRA, PiSSA, OLoRA)
-cannot even be made.
+peft puts a new adapter on the device of the base weight. In a model that was loaded with a device map and does not
+fit, offloaded weights are on meta between two forwards. So after ``get_peft_model`` the adapters of these layers have
+lost their initial values. The first backward raises ``Function MmBackward0 returned an invalid gradient at index 1 -
+expected device meta but got cpu``. A forward, ``generate`` and ``merge_and_unload`` silently ignore the adapter.
+Affects every kind of adapter, on plain and quantized layers, in every release. Adapters that are computed from the
+base weight (DoRA, PiSSA, OLoRA) cannot be created at all.
 
-The repair has the base layer where its forward has it, on the execution device, while an adapter is put on it:
-everything that peft then asks of the weight, its device as its values, is what it would be for a layer that is not
-offloaded, and what an initialization changes in it is offloaded changed. Kinds that read the base weight in a
-forward of their own (DoRA, BOFT, OFT, HRA and others) need it there as well: the layer that peft makes brings it
-for the whole of its forward, instead of the base layer for a part of it. It costs one look at each target, and
-bringing each offloaded weight once. A layer without an offload hook takes the same path as before.
+The repair brings the base layer to its execution device while an adapter is added to it. peft then finds the device
+and values that a layer without offloading has, and if an initialization changes the base weight, the changed weight is
+offloaded. Adapters that read the base weight in their own forward (DoRA, BOFT, OFT, HRA and others) need it there too:
+their layer brings it for the whole of its forward. A layer without an offload hook takes the old path.
+
+What it costs: one look at each target, and bringing each offloaded weight once.
 """
 
 from __future__ import annotations

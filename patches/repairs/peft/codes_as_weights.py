@@ -1,30 +1,31 @@
-"""HRA, PEANuT, DEFT and HiRA compute with INT8 codes as if these were weights.
+"""HRA, PEANuT, DEFT and HiRA compute with INT8 packed weights as if these were values.
 
-Most tuners of peft that have no code for quantized layers let the layer compute and add what is theirs, which is
-right. Four read ``base_layer.weight`` instead, and the weight of a ``Linear8bitLt`` holds codes from -127 to 127
-whose scales lie beside it. Nothing is said:
+Most tuners of peft without code for quantized layers call the layer and add their own part, which is right. Four of
+them read ``base_layer.weight`` instead. The weight of a ``Linear8bitLt`` holds packed weights from -127 to 127, and
+its scales are stored elsewhere. There is no message:
 
-- HRA rotates the weight in each forward and multiplies by that: every output is that of a model with other weights
-  (relative error 1.17 on a small Llama, also untrained, where HRA changes nothing). peft since 0.16.
-- PEANuT takes its delta from the weight: 1.4 as soon as it is trained. Since 0.19.
-- DEFT starts as the identity by what it reads: 1.2 before the first step. Since 0.20.
-- HiRA multiplies the weight by what it trains. It has layers of its own for a model that says ``is_loaded_in_8bit``;
-  one that does not, with layers of bitsandbytes that its user put there, gets the plain one. Since 0.20.
+- HRA rotates the weight in each forward and multiplies by the result: every output is that of a model with other
+  weights (relative error 1.17 on a small Llama, also untrained, when HRA should change nothing). peft since 0.16.
+- PEANuT computes its update from the weight: a relative error of 1.4 once it is trained. Since 0.19.
+- DEFT starts as the identity with respect to what it reads: 1.2 before the first step. Since 0.20.
+- HiRA multiplies the weight by what it trains. It has its own INT8 layers for models with ``is_loaded_in_8bit``. A
+  model without this flag, whose user put in the bitsandbytes layers, gets the plain one. Since 0.20.
 
-An adapter that was trained like that fits no other base: not the same model unquantized, nor in 4 bits. In 4 bits all
-four fail with shapes that do not fit. Upstream repaired one such reader, KappaTune (peft #3736).
+An adapter that was trained like this fits no other base: neither the unquantized model nor the 4-bit one. In 4 bits
+all four raise errors about shapes. Upstream repaired one such tuner, KappaTune (peft #3736).
 
-The repair hands them the weight that the layer stands for, dequantized by bitsandbytes: INT8 and 4-bit then equal the
-same adapter on the dequantized model. Unquantized layers give the same parameter as before. An adapter that was trained
-on codes gives other outputs now, those that it has on any other base: train it again.
+The repair gives them the dequantized weight. INT8 and 4-bit layers then equal the same adapter on the dequantized
+model. Unquantized layers give the same parameter as before. An adapter that was trained on packed weights now gives
+other outputs, those that it has on any other base: train it again.
 
-None of them can merge into codes: what they add is lost, and what no longer fits in 8 bits wraps around (HRA: 12 % off
-what the unmerged model computes). Their ``merge`` is an error now for INT8, as it is for 4 bits, and says what to do.
+None of these tuners can merge into packed weights: the update is lost, and values that do not fit in 8 bits wrap
+around (HRA: 12 % off the unmerged model). For INT8, as for 4 bits, ``merge`` now raises an error that says what to do.
 
-FSDP2 gathers codes into a plain ``Parameter``, which these four and DoRA's ``dequantize_module_weight`` do not take for
-quantized: that weight is dequantized by the scales of its layer as well.
+FSDP2 gathers packed weights into a plain ``Parameter``, which these four and DoRA's ``dequantize_module_weight`` do
+not recognize as quantized. It is dequantized by the scales of its layer as well.
 
-It costs one dequantized weight for each HRA, PEANuT and HiRA layer in a forward, which these tuners ask of any layer.
+What it costs: one dequantized weight for each HRA, PEANuT and HiRA layer in a forward, as these tuners need for any
+layer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""DoRA with gradient checkpointing: no decoder layer compiles, because each call clears a cache.
+"""torch.compile cannot trace a checkpointed DoRA layer, because each call clears a cache.
 
-``DoraLinearLayer`` keeps an ad hoc cache for inference and empties it in every training forward.
-Inside a checkpoint Dynamo allows no write to an object outside of it, not even one that changes
-nothing: 5 graphs, 5 breaks, and every decoder layer runs in eager. peft >= 0.19, where the cache is.
+``DoraLinearLayer`` keeps a cache for inference and empties it in every training forward. Inside a checkpoint Dynamo
+allows no write to an object outside of it, even if nothing changes. The result is 5 graphs and 5 breaks, and every
+decoder layer runs in eager. peft >= 0.19, which added the cache.
 
-An empty cache is not emptied.
+The repair does not clear a cache that is empty.
 """
 
 from __future__ import annotations

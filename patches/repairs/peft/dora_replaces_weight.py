@@ -1,14 +1,15 @@
-"""DoRA gives the base layer a new weight in every forward, and on INT8 layers that loses the scales.
+"""DoRA gives the base layer a new weight in every forward, and INT8 layers lose their scales by that.
 
-``dequantize_module_weight`` once had to move a CPU weight to CUDA, and ends with what took it back:
-``module.weight = module.weight.to(device)``. Since peft 0.15 nothing moves, and ``to`` makes a second
-parameter of the same memory. After its first forward an INT8 layer keeps the scales in its state; the
-new parameter has codes without scales, the next forward takes both from it, and training dies with
-``'NoneType' object has no attribute 'unsqueeze'`` (bitsandbytes >= 0.48). On 0.46.1 ``to`` quantizes
-the codes as if they were numbers: every scale becomes 127, when the adapter is added already, and
-nothing is said. Whoever trains or runs DoRA on an INT8 model on a CPU; 0.47 gets away with it.
+``dequantize_module_weight`` once moved CPU weights to CUDA, and still moves them back at its end: ``module.weight =
+module.weight.to(device)``. Since peft 0.15 nothing was moved, and ``to`` makes a second parameter over the same
+memory. After its first forward an INT8 layer keeps the scales in its state, so the new parameter has packed weights
+without scales. The next forward reads both from it, and training fails with ``'NoneType' object has no attribute
+'unsqueeze'`` (bitsandbytes >= 0.48). On 0.46.1 ``to`` quantizes the packed weights as if they were values: every scale
+silently becomes 127, as soon as the adapter is added. Affects DoRA on INT8 models on a CPU; bitsandbytes 0.47 is not
+affected.
 
-A weight that is where it was is not replaced. The parameter of a 4-bit layer stays the same one too.
+The repair does not replace a weight that is already on its device. The parameter of a 4-bit layer stays the same
+object too.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Adapters of experts that peft 0.17 or 0.18 saved do not load in 0.19 and later, or load as something else.
+"""Adapters of experts that peft 0.17 or 0.18 saved do not load in 0.19 and later, or load wrongly without a message.
 
-For a parameter (experts, out, in), as transformers keeps experts, peft before 0.19 has its ``lora_A`` on the rows and
-its ``lora_B`` on the columns of each expert; since 0.19 it is the other way round. Nothing converts the files. Where
-rows and columns are not as many, loading ends in ``size mismatch for ...lora_A.default.weight``. Where they are (both
-directions of an OLMoE's ``gate_up_proj``, 2048), the adapter loads without a word and adds something else: in the
-program below the output is off by as much as the adapter does. Upstream: peft #3165. All releases from 0.19 on.
+For a parameter (experts, out, in), as transformers stores experts, peft before 0.19 applies ``lora_A`` to the rows and
+``lora_B`` to the columns of each expert. Since 0.19 it is the other way round. Files are not converted. If the numbers
+of rows and columns differ, loading raises ``size mismatch for ...lora_A.default.weight``. If they are equal (both
+directions of an OLMoE's ``gate_up_proj``, 2048), the adapter loads silently and adds another update: in the program
+below the output is wrong by as much as the adapter adds. Upstream: peft #3165. All releases from 0.19 on.
 
-What was trained is in the file, only in another order, so the repair permutes it while it is read. The shapes of the
-adapter decide which layout it has, all of its parameters together. Only if every one is square, the release that wrote
-it decides (``peft_version`` in ``adapter_config.json``, which 0.17 does not write), and a warning says so. An adapter
-of both layouts is an error. Files in the layout of 0.19 are read as before.
+The file holds the trained values in another order, so the repair permutes them on reading. The shapes of the adapter,
+all its parameters together, decide which layout it has. If all are square, the release that wrote it decides
+(``peft_version`` in ``adapter_config.json``, which 0.17 does not write), and a warning says so. An adapter with both
+layouts raises an error. Files in the layout of 0.19 are read as before.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""DoRA, merging and dequantizing take weights that INT8 layers keep in floating point for packed ones.
+"""DoRA, merging and dequantizing use INT8 weights that are kept in floating point as if they were packed.
 
 With ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point and quantizes it in each
-forward. The class of the weight is that of packed weights, and peft goes by its name: it multiplies the numbers by row
-scales. Before the first forward there are none, and everything that needs the weight ends in ``'NoneType' object has no
-attribute 'to'``: DoRA and PiSSA when they are added, ``merge_and_unload()``. Who has run the model before (generated
-once, evaluated) gets other numbers, silently. The same happens to 4-bit and INT8 layers that were dequantized in place
-(``layer.weight.data = ...``). All releases with the function.
+forward. The class of the weight is that of packed weights, and peft decides by the name of the class: it multiplies
+the values by row scales. Before the first forward there are no scales, and everything that needs the weight raises
+``'NoneType' object has no attribute 'to'``: adding DoRA or PiSSA, and ``merge_and_unload()``. After a forward
+(``generate``, an evaluation), the results are silently wrong. The same happens to 4-bit and INT8 layers that were
+dequantized in place (``layer.weight.data = ...``). All releases with the function.
 
-The repair looks at the contents: a weight in floating point is the weight. Packed weights are dequantized as before.
+The repair looks at the contents: a floating-point weight is used as it is. Packed weights are dequantized as before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""peft's own copies of the embedding hook split the compiled graph too.
+"""torch.compile splits the model at peft's hook that makes the embedding's output require grad.
 
 ``prepare_model_for_kbit_training``, ``PeftModel`` and ``PeftMixedModel`` register a hook that calls
-``output.requires_grad_(True)`` on any model that has ``get_input_embeddings`` but not transformers'
-``enable_input_require_grads``: models of one's own. What goes wrong, and the repair, are those of
+``output.requires_grad_(True)`` on models that have ``get_input_embeddings`` but not transformers'
+``enable_input_require_grads``, such as a user's own models. Cause and repair are those of
 ``transformers-input-grads-hook``. All releases.
 """
 

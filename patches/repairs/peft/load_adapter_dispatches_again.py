@@ -1,18 +1,21 @@
-"""Loading an adapter into an offloaded model takes the model apart and dispatches it anew.
+"""Loading an adapter into an offloaded model dispatches the model a second time.
 
-``PeftModel.from_pretrained`` removes accelerate's hooks from a model whose device map names the CPU or the disk, and
-``load_adapter`` then infers a device map of its own, from the memory that it sees, and dispatches the whole with it:
-- What lay on disk has no hook in between, and the map that is inferred may well be one device: ``Cannot copy out of
-  meta tensor; no data!``.
-- What lay in CPU memory is on the device after it, if that has room at the moment: the user's map is forgotten.
-- Or the adapters are offloaded with the rest, so that nothing is trained.
+If the device map of a model names the CPU or the disk, ``PeftModel.from_pretrained`` removes accelerate's hooks.
+``load_adapter`` then infers a device map from the memory that it finds, and dispatches the whole model with it:
+
+- What was on disk has no hook in between, and the inferred map may be a single device: ``Cannot copy out of meta
+  tensor; no data!``.
+- What was in CPU memory is moved to the device if it has room at the moment. The user's device map is lost.
+- Or the adapters are offloaded too, and nothing is trained.
 - A folder that accelerate wrote (``dispatch_model``, ``disk_offload``) has no ``safetensors_file``: ``KeyError``.
-- ``load_adapter`` alone, which the Trainer calls to resume and to load the best model, dispatches a model that has
-  its hooks already.
+- ``load_adapter`` alone, which the Trainer calls to resume and to load the best model, dispatches a model that still
+  has its hooks.
+
 All releases.
 
-The model stays as it is dispatched, and the adapters go where their layers run (``peft-adapters-on-meta``). Whoever
-passes a ``device_map`` or ``max_memory`` asks for a new one and gets it as before, as does a model without hooks.
+With the repair the model stays dispatched as it is, and the adapters go where their layers run
+(``peft-adapters-on-meta``). If you pass a ``device_map`` or ``max_memory``, the model is dispatched with it, as
+before. So is a model without hooks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""``replace_lora_weights_loftq`` works on CUDA and XPU only, and for 4-bit layers only.
+"""``replace_lora_weights_loftq`` works only on CUDA and XPU, and only for 4-bit layers.
 
-It moves the original weight to ``"cuda"``, wherever the quantized layer is: ``Torch not compiled with CUDA enabled`` on a
-CPU, and on the second GPU of a model that is spread over two, or for a layer on the CPU, tensors on two devices. For an
-INT8 model it says ``No bnb LoRA module found on the model``. All releases of peft that have it.
+It moves the original weight to ``"cuda"``, wherever the quantized layer is. On a CPU this raises ``Torch not compiled
+with CUDA enabled``. For a layer on a second GPU, or on the CPU of a machine with a GPU, it raises an error about two
+devices. For an INT8 model it raises ``No bnb LoRA module found on the model``. All releases of peft that have it.
 
-The repair computes where the quantized weight is, and starts LoRA on INT8 layers in the same way: by the leading singular
-vectors of what quantization took away, which peft's own function computes. On CUDA the 4-bit result is what it was.
+The repair computes on the device of the quantized weight. It initializes LoRA on INT8 layers in the same way: by the
+leading singular vectors of the quantization error, which peft's own function computes. On CUDA the 4-bit result stays
+the same.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Merging LoRA with ``lora_bias=True`` into a quantized layer gives another bias than the one that was trained.
+"""Merging LoRA with ``lora_bias=True`` into a quantized layer adds another bias than the trained one.
 
-In a forward the bias of ``lora_B`` is scaled, as all that LoRA adds. ``merge`` of the layers for INT8 and 4-bit adds it
-unscaled: with ``lora_alpha=32`` and ``r=4`` an eighth of it, silently, and ``unmerge`` takes the same away, so that a
-round trip looks right (peft #3741; #2489 repaired the plain layers, in 0.16, and forgot these). ``safe_merge=True``
-does not get that far: ``Boolean value of Tensor with more than one value is ambiguous``, as its test for finite values
-lacks an ``all()``, and at that point the weight has been merged already, and nobody knows. So has it where the base has
-no bias: ``'NoneType' object has no attribute 'data'``. All releases that have ``lora_bias``, plain layers before 0.16.
+In a forward the bias of ``lora_B`` is scaled, like everything that LoRA adds. ``merge`` of INT8 and 4-bit layers adds
+it unscaled: with ``lora_alpha=32`` and ``r=4`` an eighth of it, silently. ``unmerge`` subtracts the same, so a round
+trip looks right (peft #3741; #2489 repaired only plain layers, in 0.16). ``safe_merge=True`` raises ``Boolean value of
+Tensor with more than one value is ambiguous``, because its check for finite values lacks an ``all()``. By then the
+weight has been merged, but the layer does not count as merged. The same happens if the base layer has no bias:
+``'NoneType' object has no attribute 'data'``. All releases that have ``lora_bias``; plain layers before 0.16.
 
-The repair scales what is added and taken away, looks at all of the bias, and looks at it, and whether there is one,
-before the weight is touched: an error leaves the layer as it was. Nothing else changes.
+The repair scales the bias in both directions. Before it changes the weight, it checks that the base layer has a bias
+and that all of the new bias is finite, so an error leaves the layer as it was.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""LoRA on experts in 4 bits makes all of them dense in each step, and cannot be merged.
+"""LoRA on quantized experts dequantizes all experts of a layer in each step, and cannot be merged.
 
-peft trains a parameter (``LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])``) by adding the adapter to the
-weights for the time of a forward: ``W + scaling * B @ A``, for all experts of a layer at once. Of experts that
-``patches.quantize_experts`` has quantized that sum is a floating-point tensor of full size, which autograd keeps for
-backward: of a Qwen3-30B-A3B 1.2 GB a layer, 58 GB without checkpointing. The plugin's tensor gives it and says so.
-Merging is an error, as ``param.data += delta`` would write into packed weights.
+To train a parameter (``LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])``), peft adds the adapter to the
+weights during a forward: ``W + scaling * B @ A``, for all experts of a layer at once. If ``patches.quantize_experts``
+has quantized the experts, that sum is a floating-point tensor of full size, which autograd keeps for backward: for
+Qwen3-30B-A3B 1.2 GB a layer, 58 GB without checkpointing. The plugin's tensor computes it and logs that. Merging
+raises an error, because ``param.data += delta`` would write into packed weights.
 
-With the patch the wrapper's sum is never formed (``helpers/experts/adapted.py``). An expert that tokens chose is
-dequantized for its product, and its own slices of ``lora_A`` and ``lora_B`` are applied to these tokens, for each
-active adapter. Gradients equal those of the model whose experts are rounded in floating point, up to rounding (1e-6).
-Merging dequantizes, adds and quantizes one expert at a time, and unmerging puts back the packed weights that were
-there before, as ``peft-unmerge-lora`` does for ``Linear4bit``. Parameters in floating point take the same path as
-before.
+With the patch this sum is never computed (``helpers/experts/adapted.py``). Only experts that tokens chose are
+dequantized, one at a time, and their slices of ``lora_A`` and ``lora_B`` are applied to these tokens, for each active
+adapter. Gradients equal those of the dequantized model up to rounding (1e-6). Merging dequantizes, adds and quantizes
+one expert at a time. Unmerging restores the packed weights from before, as ``peft-unmerge-lora`` does for
+``Linear4bit``. Parameters in floating point take the old path.
 """
 
 from __future__ import annotations

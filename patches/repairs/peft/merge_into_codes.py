@@ -1,16 +1,16 @@
-"""C3A, and MiSS and Bone of older peft, add their update to INT8 codes: the merged model has lost the adapter.
+"""Merging C3A, or MiSS and Bone of older peft, into INT8 layers silently loses the adapter.
 
-These tuners know nothing of quantized layers. They train beside them, which is right, and merge by adding to
-``base_layer.weight``, which holds codes from -127 to 127 of a ``Linear8bitLt``. C3A leaves floats there; MiSS and Bone
-cast back to INT8. The layer goes on with the codes that it knows, so the merged model is the base model: nothing that
-was trained is in its outputs, and nothing is said. What is saved of it is neither of the two.
-C3A: peft since 0.16. MiSS: 0.17 to 0.19, before it merged through a backend that quantizes. Bone: up to 0.18.
-In 4 bits all three fail with shapes that do not fit, as FourierFT and WaveFT do in 4 bits and INT8.
+These tuners do not know quantized layers. They train beside them, which is right, but merge by adding to
+``base_layer.weight``, which in a ``Linear8bitLt`` holds packed weights from -127 to 127. C3A leaves floats there; MiSS
+and Bone cast back to INT8. The layer goes on computing with the packed weights in its state, so the merged model
+computes what the base model does, silently. A saved model holds neither the base nor the merged weights. C3A: peft
+since 0.16. MiSS: 0.17 to 0.19, before it merged through a backend that quantizes. Bone: up to 0.18. In 4 bits all
+three raise errors about shapes. FourierFT and WaveFT do so in 4 bits and INT8.
 
-IA3 and AdaLoRA have no merge into quantized layers, and end in a ``NotImplementedError`` without a word.
+IA3 and AdaLoRA have no merge into quantized layers, and raise a ``NotImplementedError`` without a message.
 
-The repair is an error before anything is touched, which names tuner and layer and says what to do, as for HRA, PEANuT
-and DEFT (``codes_as_weights.py``). Unquantized layers are merged into as before.
+With the repair, ``merge`` raises an error before anything is changed. It names the tuner and the layer and says what
+to do, as for HRA, PEANuT and DEFT (``codes_as_weights.py``). Merging into unquantized layers works as before.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""Merging adapters into offloaded layers loses them, brings the whole model to the device at once, or dies.
+"""Merging adapters into offloaded layers is silently lost, fails, or brings the whole model to the device.
 
-``merge_and_unload``, ``merge_adapter`` and ``unmerge_adapter`` bring an offloaded layer with ``onload_layer``, which
-is right for one case, a plain linear layer in a model that accelerate dispatched as a whole:
-- Layers that were offloaded one by one (``cpu_offload(layer)``) have two hooks in one, which is not looked into. On
-  a plain layer the merge is written to the meta device and gone with the next forward, silently; on a quantized
-  one it dies (``Cannot copy out of meta tensor; no data!``).
-- INT8 layers die in ``unmerge_adapter``: the row scales are left behind (``'NoneType' object has no attribute
-  'to'``).
-- A merge below the wrapped layer itself (``trainable_token_indices``) is not written back.
-- ``merge_and_unload`` asks for every module of the model, the outermost too, and gets all that is offloaded below
-  it at once: a model that does not fit, to the last byte, several times over.
-- Weights that lie on disk are in memory after the merge, and stay there.
-- ``set_adapter`` of a merged model, and with it ``add_adapter``, takes the merged adapter out without bringing
-  anything: out of the meta device, and the next forward still has it.
+``merge_and_unload``, ``merge_adapter`` and ``unmerge_adapter`` bring an offloaded layer with ``onload_layer``. That is
+right only for a plain linear layer in a model that accelerate dispatched as a whole:
 
-The repair brings what is offloaded below a layer of peft, and only there. After the merge it writes what has
-changed to where the hook brings it from: into the map in memory, or to a new file that the index of the map then
-leads to (in a folder that goes when the process ends; files that were there, perhaps the checkpoint itself, are
-never written to). The layer stays offloaded. A layer without an offload hook takes the same path as before.
-All releases of peft.
+- Layers that were offloaded one by one (``cpu_offload(layer)``) have two hooks in a ``SequentialHook``, which
+  ``onload_layer`` does not look into. On a plain layer the merge is written to the meta device and silently lost with
+  the next forward. On a quantized layer it raises ``Cannot copy out of meta tensor; no data!``.
+- ``unmerge_adapter`` fails on INT8 layers, because the row scales are not brought (``'NoneType' object has no
+  attribute 'to'``).
+- A merge below the wrapped layer (``trainable_token_indices``) is not written back.
+- ``merge_and_unload`` brings every module of the model, the outermost too, and with it everything below at once: the
+  whole model, several times.
+- Weights that were on disk stay in memory after the merge.
+- ``set_adapter`` of a merged model, and so ``add_adapter``, unmerges without bringing the weight: it changes the meta
+  tensor, and the next forward still has the old adapter.
+
+The repair brings only what is offloaded below a peft layer. After the merge it writes what has changed to where the
+hook reads it: into the map in memory, or to a new file that the map's index then names. The new file is in a folder
+that is removed when the process ends; existing files, perhaps the checkpoint itself, are never changed. The layer
+stays offloaded. A layer without an offload hook takes the old path. All releases of peft.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""OFT merges the transposed base weight into quantized layers, without the rotation.
+"""OFT of older peft silently merges the transposed base weight into quantized layers.
 
-``merge`` of the quantized layers dequantizes the weight, transposes it, rotates it, transposes the product back, and then
-quantizes the transposed weight in place of the product. A square layer, such as most attention projections, holds its
-own transpose from then on, without a word: relative error 1.4 in INT8 and in 4 bits. Any other layer has the wrong shape.
-``unmerge`` of 4-bit layers makes the same mistake. peft 0.16 to 0.19; 0.20 cannot put OFT on quantized layers, and from
-0.21 on they are merged through a backend that is right.
+``merge`` of quantized layers dequantizes the weight, transposes it, rotates it, transposes the product back, and then
+quantizes the transposed weight instead of the product. After that a square layer, such as most attention projections,
+holds its own transpose, silently: relative error 1.4 in INT8 and in 4 bits. Other layers get the wrong shape.
+``unmerge`` of 4-bit layers has the same mistake. peft 0.16 to 0.19; 0.20 cannot add OFT to quantized layers, and from
+0.21 on OFT merges through a backend that is right.
 
-The repair quantizes the product. It is as good as quantizing the merged weight is. Unquantized layers have a ``merge`` of
-their own, which is right. To take an adapter out again exactly is the matter of ``unmerge_oft.py``.
+The repair quantizes the product, so the merge is as exact as quantizing the merged weight. Unquantized layers have
+their own ``merge``, which is right. ``unmerge_oft.py`` makes unmerging exact.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""RandLoRA merges another update into quantized layers than the one that it trained.
+"""RandLoRA silently merges another update into quantized layers than the one that it trained.
 
-The update of RandLoRA is the product of two bases, and ``get_scaled_bases`` gives first the one that meets the input.
-The forward applies them in that order. ``get_delta_weight`` of the quantized layers multiplies them the other way round:
-of a square layer, such as most attention projections, that is a matrix of the right shape and another update, merged
-without a word. The outputs of a merged model are off by more than the adapter (relative error 0.88 on a small Llama, in
-INT8 and in 4 bits). Of any other layer the shapes do not fit: an error. peft since 0.16, which has RandLoRA.
-Unquantized layers have a ``get_delta_weight`` of their own, which is right.
+The update of RandLoRA is the product of two bases. ``get_scaled_bases`` returns the one that is applied to the input
+first, and forward applies them in that order. ``get_delta_weight`` of quantized layers multiplies them in the other
+order. For a square layer, such as most attention projections, the result has the right shape but is another update,
+which is merged silently. The outputs of a merged model are wrong by more than the adapter adds (relative error 0.88 on
+a small Llama, in INT8 and in 4 bits). For other layers it raises an error about shapes. peft since 0.16, which added
+RandLoRA. Unquantized layers have their own ``get_delta_weight``, which is right.
 
-The repair multiplies them in the order of the forward: a merge is as good as quantizing the merged weight is, and layers
-that are not square can be merged too. A conversion to LoRA reads the same update. An unmerge takes out what was merged.
-Into 4-bit layers a merge leaves floats where codes are read, which ``bitsandbytes-params4bit-meta`` repairs.
+The repair multiplies in the order of the forward. A merge is then as exact as quantizing the merged weight, and layers
+that are not square can be merged too. A conversion to LoRA reads the same update. Unmerging subtracts what was merged.
+In 4-bit layers a merge leaves floats in the place of packed weights, which ``bitsandbytes-params4bit-meta`` repairs.
 """
 
 from __future__ import annotations

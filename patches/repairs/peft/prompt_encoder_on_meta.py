@@ -1,12 +1,12 @@
 """Prompt and prefix tuning of an offloaded model put their encoder on the meta device.
 
-``PeftModel`` moves a new prompt encoder to the device of the model, which transformers takes from the first parameter:
-the embedding, as a rule. Where that is offloaded (``cpu_offload``, ``disk_offload``, a device map that has it on the
-CPU), it is meta between two forwards; the trainable values are gone when the encoder is made, and the first forward
-dies with ``Tensor on device cpu is not on the expected device meta!``. All releases.
+``PeftModel`` moves a new prompt encoder to the device of the model, which transformers reads from the first parameter,
+usually the embedding. If the embedding is offloaded (``cpu_offload``, ``disk_offload``, a device map with "cpu"), that
+is meta between two forwards. The trainable values are lost, and the first forward raises ``Tensor on device cpu is not
+on the expected device meta!``. All releases.
 
-The encoder goes to the execution device of what is offloaded. Any other model is asked for its device as before, and
-the answer is used as it is: a model that is not of transformers may say ``"cpu"``, or None.
+With the repair the encoder goes to the execution device of the offloaded module. For any other model the device is
+read as before and used as it is; models outside of transformers may return ``"cpu"`` or None.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""DeLoRA, TinyLoRA, FRoD, LoHa and LoKr cannot be put on quantized layers: they read packed weights as weights.
+"""DeLoRA, TinyLoRA, FRoD, LoHa and LoKr fail on quantized layers, or use packed weights as values.
 
-These tuners of peft have no code for quantized layers and take ``base_layer.weight`` for the weight:
+These tuners of peft have no code for quantized layers and read ``base_layer.weight`` as if it held values:
 
-- DeLoRA scales its update by the norms of the columns of the weight: ``linalg.vector_norm: Expected a floating point``.
-  Where 4-bit weights are stored as floats (``bnb_4bit_quant_storage=torch.bfloat16``, what FSDP asks for) there is no
-  error: it takes the norm of packed bits, often NaN. Since peft 0.18.
-- TinyLoRA (0.19) and FRoD (0.20) factor the weight and make parameters in its dtype: ``Only Tensors of floating point and
-  complex dtype can require gradients``.
-- LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is that of packed bytes:
-  ``shape '[2048, 1]' is invalid for input of size 4096``. In INT8 they train, which is right.
+- DeLoRA scales its update by the norms of the columns of the weight: ``linalg.vector_norm: Expected a floating
+  point``. If packed 4-bit weights are stored as floats (``bnb_4bit_quant_storage=torch.bfloat16``, needed for FSDP),
+  there is no error: it computes the norm of packed bits, often NaN. Since peft 0.18.
+- TinyLoRA (0.19) and FRoD (0.20) factor the weight and make parameters in its dtype: ``Only Tensors of floating point
+  and complex dtype can require gradients``.
+- LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is that of packed bytes: ``shape
+  '[2048, 1]' is invalid for input of size 4096``. In INT8 they train correctly.
 
-The repair hands them the weight that the layer stands for, dequantized by bitsandbytes, or its shape. Quantized layers then
-equal the same adapter on the dequantized model. Unquantized layers give the same parameter as before.
+The repair gives them the dequantized weight, or its shape. Quantized layers then equal the same adapter on the
+dequantized model. Unquantized layers give the same parameter as before.
 
-None of them can merge into quantized layers; they fail with a dtype or shape. Their ``merge`` is an error now that names the
-layer and says what to do, as for HRA and C3A (``codes_as_weights.py``).
+None of these tuners can merge into quantized layers: ``merge`` raises errors about a dtype or shape. It now raises an
+error that names the layer and says what to do, as for HRA and C3A (``codes_as_weights.py``).
 
-It costs one dequantized weight for each layer while the adapter is made; FRoD with dropout needs one in each forward.
+What it costs: one dequantized weight for each layer while the adapter is made; FRoD with dropout needs one in each
+forward.
 """
 
 from __future__ import annotations

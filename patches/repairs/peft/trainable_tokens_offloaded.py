@@ -1,12 +1,13 @@
-"""``trainable_token_indices`` on an offloaded embedding: no values to begin with, none in a forward.
+"""``trainable_token_indices`` on an offloaded embedding has no initial values, and fails in the first forward.
 
-The layer that trains single tokens copies their rows from the base weight when it is made, and each of its forwards
-puts the trained rows into a copy of the whole. Offloaded, the base weight is on meta both times: ``get_peft_model``
-makes a parameter on meta, and the first forward dies with ``Cannot copy out of meta tensor; no data!``. The kind
-``TrainableTokensConfig`` is put on like any other adapter (``peft-adapters-on-meta``); ``LoraConfig`` and its
-like wrap the embedding another way, which this repairs. peft >= 0.15, where it came.
+The layer that trains single tokens copies their rows from the base weight when it is made, and each forward puts the
+trained rows into a copy of the whole weight. If the embedding is offloaded, the base weight is on meta both times:
+``get_peft_model`` makes a parameter on meta, and the first forward raises ``Cannot copy out of meta tensor; no
+data!``. ``peft-adapters-on-meta`` repairs ``TrainableTokensConfig``; ``LoraConfig`` and similar configurations wrap
+the embedding in another way, which this patch repairs. peft >= 0.15, which added it.
 
-The layer is made while the base weight is on the execution device, and brings it for the whole of each forward.
+The repair makes the layer while the base weight is on the execution device, and brings the weight for the whole of
+each forward.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""``modules_to_save`` on an offloaded module trains nothing: the copy that is to be trained is offloaded too.
+"""``modules_to_save`` on an offloaded module silently trains nothing, because the copy to be trained is offloaded too.
 
-peft deep-copies a module that is to be trained whole (``modules_to_save``, and what ``LNTuningConfig`` targets), on
-meta between two forwards, together with accelerate's hook. So the copy is brought anew from the map for every
-forward and dropped after it: its parameters are other objects each time, gradients go with them, the optimizer holds
-one that stays on meta. Nothing is said; at the end the head that was to be trained is the one that was loaded, and
-``save_pretrained`` dies on meta tensors. The deep copy of the hook also copies the map, which holds the offloaded
-weights of the *whole* model; and where a module has two hooks in one (``cpu_offload(layer)``) it dies, for
-accelerate's ``SequentialHook`` cannot be copied. All releases of peft.
+peft deep-copies a module that is to be trained whole (``modules_to_save``, and the targets of ``LNTuningConfig``),
+together with accelerate's hook, while its weights are on meta. So the copy is brought anew for every forward and
+dropped after it. Its parameters are other objects each time: their gradients are lost, and the optimizer holds one
+that stays on meta. There is no message. After training, the module has the values that were loaded, and
+``save_pretrained`` fails on meta tensors. The copied hook also copies its map, which holds the offloaded weights of
+the *whole* model. If a module has two hooks (``cpu_offload(layer)``), copying fails, because accelerate's
+``SequentialHook`` cannot be copied. All releases of peft.
 
-The repair copies the values, while the module has them, and leaves the copy on the execution device with a hook that
+The repair copies the values while the module has them, and keeps the copy on the execution device with a hook that
 moves its inputs there. The original stays offloaded.
 """
 

@@ -1,15 +1,15 @@
-"""UniLora learns nothing on quantized layers: its scales are rounded to whole numbers.
+"""UniLora silently learns nothing on quantized layers, because its scales are rounded to integers.
 
-UniLora takes every entry of its low-rank matrices from one shared vector, times a scale below one. It keeps the scales
-in the dtype of the base weight, and what bitsandbytes leaves there is codes: ``torch.int8`` in a ``Linear8bitLt``,
-``torch.uint8`` in a ``Linear4bit``. So a scale is 1 where an entry of the vector is used once and 0 where it is used
-twice or more, which on a model is everywhere: the adapter adds nothing, all its gradients are zero, and the loss of
-a training is that of the base model. Nothing is said. Every release that has it, peft 0.20 on. On unquantized layers,
-and with ``bnb_4bit_quant_storage`` of a floating point type, it trains.
+UniLora takes every entry of its low-rank matrices from one shared vector, times a scale below one. It stores the
+scales in the dtype of the base weight, which for packed weights is ``torch.int8`` in a ``Linear8bitLt`` and
+``torch.uint8`` in a ``Linear4bit``. So a scale is 1 if an entry of the vector is used once, and 0 if it is used more
+often, which in a model is always so. The adapter adds nothing, all its gradients are zero, and the training loss stays
+that of the base model, without a message. All releases that have it, peft 0.20 and later. It trains on unquantized
+layers, and with a floating-point ``bnb_4bit_quant_storage``.
 
-The repair keeps the scales in the dtype of the vector that they scale, where the weight holds codes. A weight in
-floating point of two bytes or more gives its dtype as before. An adapter that was "trained" without the patch has the
-vector that it began with: train it again.
+If the weight is packed, the repair stores the scales in the dtype of the vector. A floating-point weight of two bytes
+or more determines the dtype as before. An adapter that was "trained" without the patch has its initial values: train
+it again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A name in ``target_parameters`` that no parameter has is not mentioned, if another one is found.
+"""A name in ``target_parameters`` that matches no parameter is silently ignored if another name matches.
 
-``LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])`` on a mixture whose experts are
-called otherwise in part (``w1``, ``experts.up_proj``), or with a slip of the pen, trains what is found and leaves the
-rest frozen. peft warns only if none of the names is found. Whoever trains experts then sees a loss that falls, and half
-of the adapter is missing. All releases of peft from 0.17 on.
+``LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])`` trains what it finds and leaves
+the rest frozen, for example on a mixture whose experts have other names (``w1``, ``experts.up_proj``), or with a
+typing error. peft warns only if no name matches. The training loss falls, and half of the adapter is missing. All
+releases of peft from 0.17 on.
 
-A warning names what was not found, and the parameters of three dimensions that the model has.
+With the repair a warning lists the names without a match, and the parameters of three dimensions that the model has.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Merging HiRA into a quantized layer and taking it out again changes the layer for good.
+"""Merging HiRA into a quantized layer and unmerging it changes the layer for good.
 
-HiRA has its own copy of what ``unmerge_lora.py`` tells of, with the same loss: peft since 0.20.
+HiRA has its own copy of the code that ``unmerge_lora.py`` describes, with the same rounding: peft since 0.20.
 Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 """
 

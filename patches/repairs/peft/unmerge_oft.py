@@ -1,8 +1,8 @@
-"""Merging OFT into a quantized layer and taking it out again changes the layer for good.
+"""Merging OFT into a quantized layer and unmerging it changes the layer for good.
 
-OFT has its own copy of what ``unmerge_lora.py`` tells of, with the same loss: peft 0.16 to 0.19. 0.20 cannot put
-OFT on quantized layers (a TypeError), and from 0.21 on they merge as ``unmerge_through_backend.py`` says.
-Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
+OFT has its own copy of the code that ``unmerge_lora.py`` describes, with the same rounding: peft 0.16 to 0.19. 0.20
+cannot add OFT to quantized layers (TypeError), and from 0.21 on they merge as ``unmerge_through_backend.py``
+describes. Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 """
 
 from __future__ import annotations

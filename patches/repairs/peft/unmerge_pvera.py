@@ -1,9 +1,9 @@
-"""Merging PVeRA into a quantized layer and taking it out again changes the layer for good.
+"""Merging PVeRA into a quantized layer and unmerging it changes the layer for good.
 
-PVeRA has its own copy of what ``unmerge_lora.py`` tells of, with the same loss: peft since 0.19.
-Into 4-bit layers it does not even quantize: floats stay where codes are read (an error on a CPU), and
-``bitsandbytes-params4bit-meta`` repairs that. So INT8 is what ``defect()`` merges into.
-Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
+PVeRA has its own copy of the code that ``unmerge_lora.py`` describes, with the same rounding: peft since 0.19. Its
+merge into 4-bit layers does not quantize: it leaves floats in the place of packed weights (an error on a CPU), which
+``bitsandbytes-params4bit-meta`` repairs. Therefore ``defect()`` merges into INT8. Upstream: trl #3466, #6688 (for
+LoRA). The repair is the same.
 """
 
 from __future__ import annotations

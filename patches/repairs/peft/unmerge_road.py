@@ -1,8 +1,7 @@
-"""Merging RoAd into a quantized layer and taking it out again changes the layer for good.
+"""Merging RoAd into a quantized layer and unmerging it changes the layer for good.
 
-RoAd has its own copy of what ``unmerge_lora.py`` tells of, with the same loss: peft since 0.18. It turns the bias
-as well, whose own bits come back too.
-Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
+RoAd has its own copy of the code that ``unmerge_lora.py`` describes, with the same rounding: peft since 0.18. It also
+rotates the bias, which is restored bit for bit too. Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 """
 
 from __future__ import annotations

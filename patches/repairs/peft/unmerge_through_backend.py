@@ -1,9 +1,9 @@
-"""Merging VeRA, OFT, BOFT, MiSS or SHiRA into a quantized layer and taking it out again changes the layer for good.
+"""Merging VeRA, OFT, BOFT, MiSS or SHiRA into a quantized layer and unmerging it changes the layer for good.
 
-Since 0.20 these layers of peft are the same for plain and quantized bases, and read and write the latter through a
-``QuantizationBackend``, which dequantizes and quantizes; OFT since 0.21. So each merge and each unmerge rounds, as
-``unmerge_lora.py`` tells. Upstream: trl #3466, #6688 (for LoRA). The repair is the same; a base that is not quantized
-by bitsandbytes is merged into as before.
+Since 0.20 (OFT since 0.21) these layers of peft are the same for plain and quantized bases. They read and write
+quantized ones through a ``QuantizationBackend``, which dequantizes and quantizes. So each merge and each unmerge
+rounds, as ``unmerge_lora.py`` describes. Upstream: trl #3466, #6688 (for LoRA). The repair is the same. A base that
+bitsandbytes did not quantize is merged into as before.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""``prepare_model_for_kbit_training`` doubles a mixture of experts, and nobody says so.
+"""``prepare_model_for_kbit_training`` silently doubles the memory of a mixture of experts.
 
-It makes float32 of every half-precision parameter that is not quantized: meant for norms and the head. transformers 5
-keeps all experts of a layer in one parameter of three dimensions, which bitsandbytes does not quantize, so nearly the
-whole model grows to twice its size: 276 kB become 540 kB for a tiny Qwen3-MoE, and the 58 GB of
-experts of Qwen3-30B-A3B become 116 GB.
+It casts every half-precision parameter that is not quantized to float32, which is meant for norms and the head.
+transformers 5 keeps all experts of a layer in one parameter of three dimensions, which bitsandbytes does not quantize.
+So nearly the whole model doubles: from 276 kB to 540 kB for a tiny Qwen3-MoE, from 58 GB to 116 GB for the experts of
+Qwen3-30B-A3B.
 
-To leave them as they are is no repair that harms nobody. The norms are float32 afterwards, and so are hidden states
-in a step without autocast; measured on transformers 5.23, 4-bit, experts cast back to bfloat16:
+The patch does not leave the experts in half precision, because that would change results. The norms are float32
+afterwards, and so are hidden states in a step without autocast. Measured on transformers 5.23, 4-bit, experts cast
+back to bfloat16:
 
 ======================  ========================================  ================================
 experts_implementation  without autocast                         under autocast (``bf16=True``)
@@ -15,7 +16,7 @@ grouped_mm (default)    runs, in bfloat16: other numbers         runs, other num
 eager, batched_mm       RuntimeError: products of two dtypes     the same loss to the last digit
 ======================  ========================================  ================================
 
-So it says what it does when it does it: how much, and how to have it otherwise.
+Instead it warns when this happens: how much memory is added, and how to avoid it.
 """
 
 from __future__ import annotations

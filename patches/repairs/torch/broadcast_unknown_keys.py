@@ -1,19 +1,19 @@
 """A full state dict cannot be loaded into a quantized model that FSDP2 has sharded.
 
-One file is loaded into all ranks by ``set_model_state_dict`` with ``broadcast_from_rank0`` and ``cpu_offload``, as
-accelerate and its Trainer resume from a checkpoint of the kind ``FULL_STATE_DICT``. torch then moves every key of the
-file to the CPU in the state dict of the sharded model, of which it has listed parameters and buffers alone. The state
-dict of a quantized layer has more: ``absmax`` and the rest of a quantization state, ``SCB``. So the load dies in
-``KeyError: '….base_layer.weight.absmax'``, or ``….SCB``. That is a file of a whole model, or of a sharded one whose
-statistics are saved (``bitsandbytes-linear4bit-sharded-state-dict``, which brings this edit too). Without
-``cpu_offload`` a key that the model has not is left to ``load_state_dict``, as it should be. torch 2.7 to 2.15
-(#149516, open).
+``set_model_state_dict`` with ``broadcast_from_rank0`` and ``cpu_offload`` loads one file into all ranks; accelerate
+and its Trainer resume ``FULL_STATE_DICT`` checkpoints this way. torch then looks up every key of the file in the state
+dict of the sharded model, in which it has listed only parameters and buffers. A quantized layer has more keys:
+``absmax`` and the rest of a quantization state, ``SCB``. So loading raises ``KeyError: '….base_layer.weight.absmax'``,
+or ``….SCB``. This happens with the file of a whole model, and with that of a sharded one whose quantization states
+were saved (``bitsandbytes-linear4bit-sharded-state-dict``, which includes this edit). Without ``cpu_offload``, unknown
+keys are passed to ``load_state_dict``, as they should be. torch 2.7 to 2.15 (#149516, open).
 
-The repair moves what is there, and lets every rank keep the quantization states that rank 0 sends (torch sends all, and the
-other ranks drop what is no parameter or buffer): all ranks load the same model. A file whose packed weights have none
-(saved sharded without the plugin) loads where they are the model's own, else it is an error on every rank, strict or
-not, and packed weights stay as they were. Ranks ask each other by the store of their group, and only then. A rank with
-the plugin warns where rank 0 has none.
+The repair moves the keys that exist. Every rank keeps the quantization states that rank 0 sends (torch sends all of
+them, and the other ranks drop what is neither parameter nor buffer), so all ranks load the same model. A file whose
+packed weights have no quantization state (saved sharded, without the plugin) loads if the packed weights equal the
+model's own. Otherwise it raises an error on every rank, strict or not, and the packed weights stay as they were. For
+this the ranks exchange messages through the store of their group, and only in this case. A rank with the plugin warns
+if rank 0 runs without it.
 
 Upstream: https://github.com/pytorch/pytorch/issues/149516
 """

@@ -1,14 +1,15 @@
-"""DistributedDataParallel refuses a model with quantized experts.
+"""DistributedDataParallel raises an error for a model with quantized experts.
 
-When it is made, ``DistributedDataParallel`` broadcasts all parameters of rank 0, joined by dtype. Experts that
-``patches.quantize_experts`` has quantized look like floating point: they are dequantized to be joined, and what comes back
-cannot be written into packed weights. So QLoRA on several GPUs ends before its first step: ``quantized experts of shape ...
-cannot take a Tensor in torch.float32``.
+When it is created, ``DistributedDataParallel`` broadcasts all parameters of rank 0, joined by dtype. Experts that
+``patches.quantize_experts`` has quantized report a floating-point dtype. They are dequantized to be joined, and the
+result cannot be written back into packed weights. So QLoRA on several GPUs ends before its first step: ``quantized
+experts of shape ... cannot take a Tensor in torch.float32``.
 
-With the patch the packed weights and statistics are broadcast, as those of ``Linear4bit`` are: all ranks have the experts of
-rank 0. Parameters that are not quantized experts are broadcast as before.
+With the patch the packed weights and scales are broadcast, like those of ``Linear4bit``, and all ranks have the
+experts of rank 0. Other parameters are broadcast as before.
 
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes does not quantize)
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes does not
+quantize)
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""FSDP2 shards quantized experts in floating point: each rank holds eight times the bytes, and gathers as many.
+"""FSDP2 shards quantized experts in floating point: eight times the memory on each rank.
 
-``fully_shard`` makes a padded copy of a rank's part of each parameter, and keeps it flat as well. Of experts that
-``patches.quantize_experts`` has quantized both are ordinary tensors in floating point: the plugin's tensor gives them and
-says so. A Qwen3-30B-A3B then takes 58 GB over all ranks, and each layer 1.2 GB while it is gathered.
+``fully_shard`` makes a padded copy of a rank's part of each parameter, and also keeps it flat. For experts that
+``patches.quantize_experts`` has quantized, both are ordinary floating-point tensors: the plugin's tensor computes them
+and logs that. Qwen3-30B-A3B then takes 58 GB over all ranks, and each layer 1.2 GB while it is gathered.
 
-With the patch a rank holds the packed weights and statistics of its experts, FSDP2 gathers these, and the parameter that a
-layer computes with is quantized. Outputs and gradients equal those of one process. Experts whose number the ranks do not
-divide are sharded in floating point as before, and the log says so. Parameters that are not quantized take the same path
-as before; nothing is added to a step.
+With the patch a rank holds the packed weights and scales of its experts, FSDP2 gathers these, and a layer computes
+with a quantized parameter. Outputs and gradients equal those of one process. If the number of experts is not a
+multiple of the number of ranks, they are sharded in floating point as before, and the log says so. Parameters that are
+not quantized take the old path.
 
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes does not quantize)
+What it costs: nothing in a step.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes does not
+quantize)
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""FSDP2's mixed precision casts the packed codes of 4-bit weights as if they were numbers.
+"""FSDP2's mixed precision casts packed 4-bit weights as if they were values.
 
-``fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=...))`` casts every floating point parameter before it is
-gathered. The codes of a 4-bit layer are bytes, but with a ``quant_storage`` of a floating dtype (what bitsandbytes and
-peft advise for FSDP) they have one, and where that is not ``param_dtype`` they are cast. bfloat16 storage under
-float16, or the other way round, keeps the number of bytes and no code: outputs are 117 % off without a word.
-float32 storage under bfloat16, which peft's guide advises for FSDP1, loses half of the bytes; on a CPU that is an
-error about a shape (``shape '[64, 32]' is invalid for input of size 1024``). Run on torch 2.13 and 2.15; earlier forms
-of the line, by reading, cast integers as well.
+``fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=...))`` casts every floating-point parameter before it is
+gathered. Packed 4-bit weights are bytes, but with a floating-point ``quant_storage`` (which bitsandbytes and peft
+recommend for FSDP) they have a floating-point dtype. If it differs from ``param_dtype``, they are cast. bfloat16
+storage under float16, or the reverse, keeps the number of bytes but changes all values: outputs are silently 117 %
+off. float32 storage under bfloat16, which peft's guide recommends for FSDP1, loses half of the bytes; on a CPU that
+raises an error about a shape (``shape '[64, 32]' is invalid for input of size 1024``). Run on torch 2.13 and 2.15.
+According to their source, earlier releases also cast integers.
 
-The repair leaves codes in the dtype that they have, as torch itself leaves integers, so the layer computes what it
-computes without a policy. Its bias and everything else is cast as asked. FSDP2 decides once per parameter, before the
-first forward; nothing is added to a step. A model that has had its first forward already keeps what was decided.
+The repair leaves packed weights in their dtype, as torch does for integers, so the layer computes what it computes
+without a policy. Its bias and everything else is cast as requested. FSDP2 decides once for each parameter, before the
+first forward. A model that has had its first forward keeps what was decided.
 
-Upstream: https://github.com/huggingface/peft/pull/1550 (which storage is advised under mixed precision)
+What it costs: nothing in a step.
+
+Upstream: https://github.com/huggingface/peft/pull/1550 (recommended storage under mixed precision)
 """
 
 from __future__ import annotations

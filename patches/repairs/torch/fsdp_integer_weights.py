@@ -1,17 +1,20 @@
 """FSDP2 of torch before 2.12 refuses quantized layers: only Tensors of floating point dtype can require gradients.
 
-``fully_shard`` makes the parameter of each rank's part with gradients first, and turns them off after it. The packed weights
-of a quantized layer are integers, ``torch.int8`` of ``Linear8bitLt`` and ``torch.uint8`` of a ``Linear4bit`` with the default
-storage, which cannot take gradients at all: sharding ends in this error, frozen as they are. INT8 has no way around it;
-4 bits need ``bnb_4bit_quant_storage`` in a floating dtype. torch 2.12 makes the parameter as the original one is.
+``fully_shard`` creates the parameter for each rank's part with gradients, and turns them off afterwards. The packed
+weights of a quantized layer are integers, ``torch.int8`` in a ``Linear8bitLt`` and ``torch.uint8`` in a ``Linear4bit``
+with the default storage, which cannot have gradients. So sharding raises this error, although they are frozen. 4-bit
+models can avoid it by a floating-point ``bnb_4bit_quant_storage``, INT8 models cannot. torch 2.12 creates the
+parameter like the original one.
 
-The repair makes such a parameter without gradients. A parameter in floating point is made as before. Nothing is added to a
-step. torch 2.6 stays as it is: there all parameters that are sharded together must have one dtype, so that a quantized layer
-cannot lie beside its adapter. On a CPU, FSDP2 of torch before 2.9 adds up the gradients of the ranks instead of averaging
-them, for every model, quantized or not (ratio 2.0 for one ``nn.Linear`` on two ranks; 1.0 on 2.9): what was an error stays one
-there, and says why.
+The repair creates such a parameter without gradients. Floating-point parameters are created as before. torch 2.6 is
+not repaired: there all parameters that are sharded together must have one dtype, so a quantized layer cannot be
+sharded together with its adapter. On a CPU, FSDP2 of torch before 2.9 adds up the gradients of the ranks instead of
+averaging them, for every model (ratio 2.0 for one ``nn.Linear`` on two ranks; 1.0 on 2.9). There the error stays, and
+says why.
 
-Upstream: https://github.com/pytorch/pytorch/issues/177844 (the same repair, in torch 2.12).
+What it costs: nothing in a step.
+
+Upstream: https://github.com/pytorch/pytorch/issues/177844 (the same repair, in torch 2.12)
 """
 
 from __future__ import annotations

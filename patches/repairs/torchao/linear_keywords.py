@@ -1,12 +1,13 @@
-"""``F.linear(x, weight, bias=bias)`` with a weight of torchao ignores the bias.
+"""``F.linear(x, weight, bias=bias)`` with a torchao weight silently ignores the bias.
 
-torchao's implementations of ``torch.nn.functional.linear`` for its quantized weights read their arguments by position.
-Whoever passes the bias by keyword gets the product without it, and nothing is said; with the weight by keyword it is
-``IndexError: tuple index out of range``. ``nn.Linear`` passes all by position; code that calls the function itself does
-not: fused projections, attention written by hand, adapters. ``Int8Tensor``, ``Float8Tensor``,
+torchao's implementations of ``torch.nn.functional.linear`` for quantized weights read their arguments by position. If
+the bias is passed by keyword, it is silently left out. If the weight is passed by keyword, they raise ``IndexError:
+tuple index out of range``. ``nn.Linear`` passes all arguments by position; code that calls the function itself often
+does not: fused projections, hand-written attention, adapters. Affects ``Int8Tensor``, ``Float8Tensor``,
 ``IntxUnpackedToInt8Tensor`` and the other weights of ``quantize_``, torchao 0.14.1 to 0.18.0.
 
-The repair puts the arguments in their places before an implementation sees them. A call by position is what it was.
+The repair puts the arguments in their positions before an implementation sees them. A call by position stays as it
+was.
 """
 
 from __future__ import annotations

@@ -1,25 +1,24 @@
-"""No gradient passes a torchao layer that quantizes its activations.
+"""A torchao layer that quantizes its activations passes no gradient.
 
 ``Int8DynamicActivationInt8WeightConfig`` rounds the input of a layer to integers, and autograd ends there: ``x.grad``
-is ``None``, without a word. In a LoRA model each adapter still trains as far as its own branch reaches, so the loss
-falls, and whatever lies below the first layer of each path that bears no adapter gets nothing: 8 of 12 LoRA tensors
-of a small Llama with adapters on ``q_proj``, ``v_proj`` and ``down_proj``. transformers calls this configuration
-trainable, and its Trainer starts. ``Int8StaticActivationInt8WeightConfig`` and
-``Int8DynamicActivationIntxWeightConfig`` do the same. The sibling in fp8,
-``Float8DynamicActivationFloat8WeightConfig``, is loud: ``derivative for aten::_scaled_mm is not implemented``
-(ao #4376). The weight-only configurations have their gradient. torchao 0.14.1 to 0.18.0, both versions of the
-configuration.
+is silently ``None``. In a LoRA model each adapter still gets the gradient of its own branch, so the loss falls. But a
+tensor gets no gradient if every path to it passes a layer without an adapter: 8 of 12 LoRA tensors of a small Llama
+with adapters on ``q_proj``, ``v_proj`` and ``down_proj``. transformers reports this configuration as trainable, and
+its Trainer starts. ``Int8StaticActivationInt8WeightConfig`` and ``Int8DynamicActivationIntxWeightConfig`` behave in
+the same way. The fp8 variant, ``Float8DynamicActivationFloat8WeightConfig``, raises an error: ``derivative for
+aten::_scaled_mm is not implemented`` (ao #4376). Weight-only configurations have gradients. torchao 0.14.1 to 0.18.0,
+both versions of the configuration.
 
-The repair leaves the forward to torchao, bit for bit, and ties its result to the input with the gradient that
-quantization-aware training uses: straight through the rounding, times the weight that the product stands for,
-``grad @ W.dequantize()``. A static scale clips, and what is clipped gets none. The gradient of a bias is torchao's.
-The weight is kept by reference, in 8 bits, until backward: nothing is saved that saved-tensor hooks or checkpointing
-would have to carry. With autograd off, and while torch.export traces, nothing changes. Left as it was: fp8 with an
-upper bound for the activations, which clips by what it measures.
+The repair leaves the forward to torchao, bit for bit, and gives its result the gradient that quantization-aware
+training uses: straight through the rounding, times the dequantized weight, ``grad @ W.dequantize()``. Inputs that a
+static scale clips get no gradient. The gradient of a bias is torchao's. The weight is kept by reference, in 8 bits,
+until backward, so saved-tensor hooks and checkpointing have nothing more to carry. With autograd off, and while
+torch.export traces, nothing changes. Not repaired: fp8 with an upper bound for the activations, because the bound
+depends on what it measures.
 
-It costs one dequantized weight at a time in backward and the product with it, as every quantized layer that trains.
-A compiled graph with such a layer is one graph, but torch's AOT autograd cache takes no graph with a custom function,
-so a new process compiles the training step again.
+What it costs: in backward one dequantized weight at a time and the product with it, as for every quantized layer that
+is trained. A compiled model stays one graph, but torch's AOT autograd cache does not store graphs with a custom
+function, so each process compiles the training step again.
 """
 
 from __future__ import annotations

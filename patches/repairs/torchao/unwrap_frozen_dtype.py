@@ -1,22 +1,21 @@
-"""``unwrap_tensor_subclass`` freezes the dtype of the weights that it unwraps.
+"""A cast after ``unwrap_tensor_subclass`` does not reach the weights that it unwrapped.
 
-``torchao.utils.unwrap_tensor_subclass`` makes a quantized model ready for ``torch.export`` and
-``aot_compile``: it stores the plain tensors of a weight and rebuilds the weight at each access, from
-metadata that was taken when it was unwrapped. That metadata holds the dtype to dequantize to. A later
-``model.to(torch.float32)``, ``.half()`` or ``.float()`` casts scales, biases and norms, but not the
-metadata: eager then fails with two dtypes in one matmul, and ``torch.export`` says nothing and writes
-``dequantize_affine(..., output_dtype=bfloat16)`` into a float32 program.
+``torchao.utils.unwrap_tensor_subclass`` prepares a quantized model for ``torch.export`` and ``aot_compile``. It stores
+the plain tensors of a weight and rebuilds the weight at each access from metadata, which includes the dtype to
+dequantize to. A later ``model.to(torch.float32)``, ``.half()`` or ``.float()`` casts scales, biases and norms, but not
+this metadata. In eager the next forward raises an error about two dtypes in one product. ``torch.export`` silently
+writes ``dequantize_affine(..., output_dtype=bfloat16)`` into a float32 program.
 
-Who hits it: whoever quantizes, unwraps and then casts, as exporters do. Upstream:
-https://github.com/pytorch/executorch/issues/18975 (ExecuTorch stopped unwrapping in its own "8da4w";
-its "torchao:8da*w" mode and its SourceTransform stage still unwrap, as do optimum-executorch and
-torchchat). Shown on torchao 0.14.1 to 0.18.0; the class is the same in all of them.
+This affects programs that quantize, unwrap and then cast, as exporters do. Upstream:
+https://github.com/pytorch/executorch/issues/18975 (ExecuTorch stopped unwrapping in its own "8da4w"; its
+"torchao:8da*w" mode and its SourceTransform stage still unwrap, as do optimum-executorch and torchchat). Shown on
+torchao 0.14.1 to 0.18.0; the class is the same in all of them.
 
-The repair gives ``UnwrapTensorSubclass`` the ``_apply`` that ``Module.to`` and its relatives call on
-every submodule, and there moves the one entry ``"dtype"`` of the metadata by the very function that
-casts the parameters. ``target_dtype`` and the other entries say how the codes are stored and stay.
-Parameters, keys and the weight before a cast are not touched, so a model that is not cast is
-bit-identical. A model that was cast before the patch was applied is set right by its next cast.
+The repair gives ``UnwrapTensorSubclass`` an ``_apply``, which ``Module.to`` and similar methods call on every
+submodule. It casts the entry ``"dtype"`` of the metadata with the function that casts the parameters. ``target_dtype``
+and the other entries describe how packed weights are stored and stay. Parameters, keys and the weight before a cast
+are not changed, so a model that is not cast is bit-identical. A model that was cast before the patch was applied is
+repaired by its next cast.
 """
 
 from __future__ import annotations
