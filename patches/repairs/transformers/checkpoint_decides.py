@@ -1,17 +1,17 @@
-"""A quantized checkpoint whose list of skipped modules was written by another version loads layers as what they are not.
+"""A list of skipped modules from another release makes layers of a checkpoint what they are not.
 
-Which layers of a quantized checkpoint are quantized is read from ``llm_int8_skip_modules`` in its configuration, not from
-its tensors. The "dynamic" 4-bit vision models of the Hub have names of transformers 4 in it
-(``language_model.model.layers.0.mlp``, for what is ``model.language_model.layers.0.mlp`` now): layers that lie there in
-16 bits become ``Linear4bit`` without a quantization state, whose forward ends in an ``AssertionError``. Where it computes
-all the same, peft ends in ``'Parameter' object has no attribute 'compress_statistics'``. The other way, a checkpoint that
-was saved by a release that ignored the list has quantized layers that another release takes for plain ones. Seen on
-transformers 4.53 to 5.23.
+Which layers of a quantized checkpoint are quantized is read from ``llm_int8_skip_modules`` in its configuration, not
+from its tensors. The "dynamic" 4-bit vision models of the Hub list names of transformers 4
+(``language_model.model.layers.0.mlp``, today ``model.language_model.layers.0.mlp``). Layers that the checkpoint has in
+16 bits become ``Linear4bit`` without a quantization state, and their forward raises an ``AssertionError``. With
+``bitsandbytes-linear4bit-plain-weight`` it computes, but peft raises ``'Parameter' object has no attribute
+'compress_statistics'``. The opposite happens too: if the checkpoint was saved by a release that ignored the list,
+another release takes its quantized layers for plain ones. Seen on transformers 4.53 to 5.23.
 
-With the repair the file decides: a layer whose quantization state is in the checkpoint is quantized, one without is the
-plain layer that it was. It reads the headers of the files, no tensor. A checkpoint that holds packed weights without their
-quantization state, or a quantization state without a weight, raises an error that names the layer. Where list and file
-agree nothing changes.
+With the repair the file decides: a layer whose quantization state is in the checkpoint is quantized, any other is a
+plain layer. The repair reads the headers of the files, no tensor. If a checkpoint holds packed weights without their
+quantization state, or a quantization state without a weight, an error names the layer. If list and file agree, nothing
+changes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""The dtype that was asked for is ignored for the floating-point weights of a quantized checkpoint.
+"""``dtype=`` is ignored for the floating-point weights of a quantized checkpoint.
 
-Who loads a checkpoint that was saved in bf16 with ``dtype=torch.float16``, as on every T4, gets bf16 weights and fp16
-biases on transformers 5.21 to 5.23: the loader leaves all that is called "weight" in the dtype of the file, as it must
-leave packed weights. ``model.dtype`` is bf16, outputs are, and models whose norms have a bias (GPT-NeoX, OPT) end in
-``expected scalar type BFloat16 but found Half``. So it is with each pair of dtypes, in 4 bits and INT8. On transformers
-5.0 to 5.20 it is so for each tensor that has another name in the file than in the model (GPT-NeoX since 5.17, and models
-that were saved by transformers 4): ``expected m1 and m2 to have the same dtype``.
+If a checkpoint that was saved in bf16 is loaded with ``dtype=torch.float16``, as on every T4, transformers 5.21 to
+5.23 gives bf16 weights and fp16 biases. The loader keeps every tensor named "weight" in the dtype of the file, as it
+must for packed weights. ``model.dtype`` and outputs are bf16, and models whose norms have a bias (GPT-NeoX, OPT) raise
+``expected scalar type BFloat16 but found Half``. The same is true for every pair of dtypes, in 4 bits and INT8. On
+transformers 5.0 to 5.20 it affects every tensor that has another name in the file than in the model (GPT-NeoX since
+5.17, and models that transformers 4 saved): ``expected m1 and m2 to have the same dtype``.
 
-The repair casts what is not packed while it is read, as a checkpoint that is not quantized is cast: weights of norms,
-embeddings, the head and layers that were skipped. Packed weights, in whatever dtype they are stored, and the statistics of
-quantization are read as they are; what the class of a model keeps in float32 stays so. A checkpoint that is loaded in
-the dtype of its file is the same. It costs a look at the name of each tensor.
+The repair casts what is not packed while it is read, as for an unquantized checkpoint: weights of norms, embeddings,
+the head and skipped layers. Packed weights, whatever their storage dtype, and quantization states are read as they
+are. What the class of a model keeps in float32 stays in float32. If a checkpoint is loaded in its own dtype, nothing
+changes.
+
+What it costs: a look at the name of each tensor.
 """
 
 from __future__ import annotations

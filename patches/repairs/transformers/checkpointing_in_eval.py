@@ -1,13 +1,13 @@
-"""Gradient checkpointing that is on and does nothing, because the base model is in eval.
+"""Gradient checkpointing silently does nothing while the base model is in eval mode.
 
-``from_pretrained`` returns a model in eval, and checkpointing layers look at their own ``training``.
-After ``prepare_model_for_kbit_training`` and ``get_peft_model``, ``peft_model.training`` is True, the
-layers below are not: every layer keeps all its activations, and nobody says so. The Trainer calls
-``train()``; training loops written by hand run out of memory (bitsandbytes #1927 takes it for a
-matter of order). All releases of transformers that have ``GradientCheckpointingLayer``.
+``from_pretrained`` returns a model in eval mode, and checkpointing layers look at their own ``training``. After
+``prepare_model_for_kbit_training`` and ``get_peft_model``, ``peft_model.training`` is True, but that of the layers
+below is False. So every layer keeps all its activations, without a message. The Trainer calls ``train()``;
+hand-written training loops run out of memory (bitsandbytes #1927 suspects the order of calls). All releases of
+transformers that have ``GradientCheckpointingLayer``.
 
-The repair warns, once for each time checkpointing was enabled, when such a layer runs with gradients
-wanted. It changes no result: a model may be in eval on purpose. Nothing is said while compiling.
+The repair warns if such a layer runs while gradients are needed, once for each time that checkpointing was enabled. It
+changes no result, because a model may be in eval mode on purpose. It does not warn while compiling.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""``bnb_4bit_compute_dtype`` and ``llm_int8_threshold`` are ignored for a checkpoint that is quantized already.
+"""``bnb_4bit_compute_dtype`` and ``llm_int8_threshold`` are ignored for a checkpoint that is already quantized.
 
-Who loads a 4-bit checkpoint with ``BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)``, because a
-T4 cannot compute in bf16, gets layers that compute in what the file says: transformers takes the whole configuration of the
-checkpoint, and its warning says that of each argument. A checkpoint that was saved with the default computes in float32,
-whatever is asked for. All releases (transformers #47378, #47661).
+A T4 cannot compute in bf16, so its users load 4-bit checkpoints with ``BitsAndBytesConfig(load_in_4bit=True,
+bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)``. The layers still compute in the dtype of the file,
+because transformers takes the whole configuration of the checkpoint; its warning says so for each argument. A
+checkpoint that was saved with the default computes in float32, whatever the user gives. All releases (transformers
+#47378, #47661).
 
-Both are matters of computing, not of what is stored. With the repair they count if they were given: they are in the
-configuration of the model, and so in its layers. One that was not given is what the file says. What else differs (the
-kind of 4-bit type, double quantization, storage) is in the tensors and cannot be chosen any more. Nor can the layers: a
-``llm_int8_skip_modules`` that was given with such a checkpoint is said to have no effect.
+Both arguments concern computing, not what is stored. With the repair they take effect if they were given: they go into
+the configuration of the model, and so into its layers. Otherwise the file decides. Other arguments (the 4-bit type,
+double quantization, storage) describe the saved tensors and cannot be changed. The set of quantized layers cannot be
+changed either: if ``llm_int8_skip_modules`` was given with such a checkpoint, a warning says that it has no effect.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""``bnb_4bit_compute_dtype=torch.int8`` is accepted, and the model computes nonsense.
+"""``bnb_4bit_compute_dtype=torch.int8`` is accepted, and 4-bit layers silently return wrong numbers.
 
-``BitsAndBytesConfig`` takes any dtype for what 4-bit layers compute in. With ``torch.int8`` or ``torch.uint8``, a slip of
-who means the storage, activations and weights are truncated to whole numbers: the forward runs, and its outputs are
-wrong, silently. A float8 gives NaN, a complex dtype zeros. A name that torch does not have (``"fp16"``) ends in ``module
-'torch' has no attribute 'fp16'``. All releases.
+``BitsAndBytesConfig`` accepts any dtype as the compute dtype of 4-bit layers. With ``torch.int8`` or ``torch.uint8``,
+which users confuse with the storage dtype, activations and weights are truncated to integers: the forward runs, and
+its outputs are silently wrong. A float8 gives NaN, a complex dtype zeros. A name that torch does not have (``"fp16"``)
+raises ``module 'torch' has no attribute 'fp16'``. All releases.
 
-With the repair each is a ``ValueError`` that names what was given and what can be given, before anything is loaded. What
-is float16, bfloat16, float32 or float64 is taken as before.
+With the repair each of these raises a ``ValueError`` before anything is loaded. It names the value and the accepted
+ones. float16, bfloat16, float32 and float64 are accepted as before.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""A bf16 model in 4 bits computes in float32, because no ``bnb_4bit_compute_dtype`` was given, and nobody says so.
+"""A bf16 model in 4 bits silently computes in float32, the default of ``bnb_4bit_compute_dtype``.
 
-``BitsAndBytesConfig(load_in_4bit=True)`` computes in float32: its default is older than bf16 models. Each product of a
-4-bit layer then casts its input to float32, dequantizes the weight to twice the memory of 16 bits, multiplies without the
-16-bit units of the GPU, and casts the result back. ``load_in_4bit=True`` alone, as tutorials have it, and checkpoints
-that were saved from such a model are all affected; outputs are right, only slow. bitsandbytes has a warning for this, which
-is not reached from transformers: that hands the default over as if it had been chosen. All releases.
+The default of ``BitsAndBytesConfig(load_in_4bit=True)`` is older than bf16 models. Each product of a 4-bit layer casts
+its input to float32, dequantizes the weight to twice the memory of 16 bits, multiplies without the 16-bit units of the
+GPU, and casts the result back. This affects ``load_in_4bit=True`` alone, as in tutorials, and checkpoints that were
+saved from such a model. Outputs are right, but slow. bitsandbytes has a warning for this case, but it is never shown
+through transformers, which passes the default as if the user had chosen it. All releases.
 
-The patch changes no number: it says once a process what the model computes in, what that costs, and what to write. Who
-gave a compute dtype, float32 among them, is told nothing. It costs a comparison while loading.
+The patch changes no number. Once a process it warns which dtype the model computes in, what that costs, and what to
+write. It does not warn if a compute dtype was given, also float32.
+
+What it costs: a comparison while loading.
 """
 
 from __future__ import annotations

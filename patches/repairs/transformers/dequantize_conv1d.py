@@ -1,16 +1,16 @@
-"""``dequantize()`` of a GPT-2 gives a model whose checkpoint cannot be loaded, or is loaded wrong.
+"""A dequantized GPT-2 is saved with transposed weights: it cannot be loaded, or is loaded wrongly.
 
-GPT-2, and what was made after it, has ``Conv1D`` layers, whose weights lie transposed. transformers turns them when it
-quantizes, which is why a quantized GPT-2 is right, and notes on each layer what it was made from. ``dequantize()`` does
-not ask: it makes an ``nn.Linear`` of each. The model computes what it should, but ``save_pretrained`` writes the weights
-of ``nn.Linear`` under names where the class expects those of ``Conv1D``. ``from_pretrained`` then ends with ``You set
-`ignore_mismatched_sizes` to `False```; with ``True`` it gives random weights to the layers that are not square and
-transposed ones to those that are (relative error of the logits 0.8), and says so in a table among its log lines. All
-releases that have ``dequantize()``.
+GPT-2 and its descendants have ``Conv1D`` layers, whose weights are stored transposed. transformers transposes them
+when it quantizes, and notes on each layer what it was made from. ``dequantize()`` ignores this note and makes each
+layer an ``nn.Linear``. The model computes correctly, but ``save_pretrained`` writes the weights of ``nn.Linear`` under
+names for which the class expects those of ``Conv1D``. ``from_pretrained`` then raises ``You set
+`ignore_mismatched_sizes` to `False```. With ``True``, layers that are not square get random weights, and square ones
+transposed weights (relative error of the logits 0.8); a table in the log says so. All releases that have
+``dequantize()``.
 
-The repair makes the layer that was there: a ``Conv1D`` with the dequantized weight as it keeps it. Outputs are those of
-the ``nn.Linear`` but for the order in which a product is summed up. Models without ``Conv1D`` get the same layers as
-before. A checkpoint that was written without it is to be written again.
+The repair makes the original kind of layer: a ``Conv1D`` with the dequantized weight in its layout. Outputs equal
+those of the ``nn.Linear`` except for the order of summation. Models without ``Conv1D`` get the same layers as before.
+If you saved a checkpoint without the repair, save it again.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""``model.dequantize()`` of a model that is offloaded in part dies.
+"""``model.dequantize()`` fails for a partly offloaded model, or gives other weights.
 
-Each quantized layer is replaced by a plain one with its dequantized weight. An offloaded weight is on meta: what comes
-out is on meta, and the layer with accelerate's new hook dies in ``Cannot copy out of meta tensor; no data!``. Layers
-that were offloaded one by one have two hooks in one, which cannot be made again: ``SequentialHook.__init__() got an
-unexpected keyword argument 'hooks'``. Who merges adapters into an offloaded model to save it dequantized meets it.
-transformers 5. transformers 4 makes new weights on meta without an error, and the model computes with whatever its
-hooks bring: logits are 1.4 off in the reproducer, silently.
+Each quantized layer is replaced by a plain one with its dequantized weight. An offloaded weight is on meta, so the
+result is on meta too, and the layer with accelerate's new hook raises ``Cannot copy out of meta tensor; no data!``.
+Layers that were offloaded one by one have two hooks in a ``SequentialHook``, which cannot be made again:
+``SequentialHook.__init__() got an unexpected keyword argument 'hooks'``. This affects programs that merge adapters
+into an offloaded model to save it dequantized. On transformers 5 it is an error. transformers 4 makes new weights on
+meta without an error, and the model computes with what its hooks bring: logits are silently 1.4 off in the reproducer.
 
-The repair replaces the offloaded layers first, one at a time: the weight is brought to its device, dequantized as that
-of any other layer, written to where the hook brings it from (a new file, if that is the disk) and offloaded again. The
-hook goes with it. So the model stays offloaded, and takes as much memory or disk as plain weights do. Layers whose
-weights are brought by a module around them are refused before anything is changed.
+The repair replaces the offloaded layers first, one at a time. It brings the weight to its device, dequantizes it like
+that of any other layer, writes it to where the hook reads it (for the disk, a new file) and offloads it again, with
+its hook. So the model stays offloaded, and takes as much memory or disk as plain weights. If the weights of a layer
+are brought by a module around it, an error is raised before anything is changed.
 """
 
 from __future__ import annotations

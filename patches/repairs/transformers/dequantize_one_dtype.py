@@ -1,14 +1,14 @@
-"""``model.dequantize()`` after training on a k-bit model gives a model that cannot compute.
+"""After training on a k-bit model, ``model.dequantize()`` gives a model with mixed dtypes, which cannot compute.
 
-peft's ``prepare_model_for_kbit_training`` casts all that is not quantized to float32. After training,
-``merge_and_unload()`` and ``model.dequantize()`` should give a plain model; but ``dequantize`` makes the
-former quantized weights ``config.dtype`` (bfloat16), "using the same dtype we used to load the model",
-while embeddings, norms, biases and head are float32 by then. The first forward dies with ``mat1 and mat2
-must have the same dtype, but got Float and BFloat16``, for 4 and 8 bit.
+peft's ``prepare_model_for_kbit_training`` casts everything that is not quantized to float32. After training,
+``merge_and_unload()`` and ``model.dequantize()`` should give a plain model. But ``dequantize`` gives the formerly
+quantized weights ``config.dtype`` (bfloat16), "using the same dtype we used to load the model", while embeddings,
+norms, biases and head are float32 by then. The first forward raises ``mat1 and mat2 must have the same dtype, but got
+Float and BFloat16``, for 4 and 8 bits.
 
-The repair asks the rest of the model. If its floating point parameters are all of one dtype, that is what
-the dequantized weights become; widening is exact. If they are of several (a model that keeps some modules
-in float32, say), ``config.dtype`` decides as before. A dtype that the caller gives is obeyed as before.
+The repair looks at the rest of the model. If all its floating-point parameters have one dtype, the dequantized weights
+get it too; widening is exact. If they have several (a model that keeps some modules in float32, for example),
+``config.dtype`` decides as before. So does a dtype that the caller gives.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""``model.load_adapter`` reads adapters of experts that peft 0.17 or 0.18 saved as something else.
+"""``model.load_adapter`` loads adapters of experts that peft 0.17 or 0.18 saved wrongly.
 
-transformers loads adapters by itself, past peft's own loading, so ``peft-expert-adapters-before-019``, which tells the
-two layouts, is not asked. Where the matrices of the experts are square the adapter loads without a word and adds
-something else; where they are not, loading ends in ``MISMATCH ... Reinit due to size mismatch``. transformers 5.
+transformers loads adapters without peft's own loading code, so ``peft-expert-adapters-before-019``, which tells the
+two layouts apart, does not run. If the matrices of the experts are square, the adapter loads silently and adds another
+update. If not, loading raises ``MISMATCH ... Reinit due to size mismatch``. transformers 5.
 
-The repair reads such a file, and only such a file, before transformers does, and hands over what it holds in the layout
-of the installed peft.
+The repair reads such a file, and only such a file, before transformers does, and passes its contents in the layout of
+the installed peft.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""``load_in_4bit`` leaves most of a mixture of experts unquantized, and nobody says so.
+"""``load_in_4bit`` silently leaves most of a mixture of experts unquantized.
 
-bitsandbytes quantizes ``nn.Linear``. transformers 5 keeps all experts of a layer in one parameter of three
-dimensions (Mixtral, Qwen3-MoE and their kin), which is none: of Qwen3-30B-A3B 95 % of the parameters stay in
-bfloat16, 58 GB. What was loaded "in 4 bits" then does not
-fit, and the configuration, the class of the model and ``is_loaded_in_4bit`` all say that it is quantized. INT8
-likewise.
+bitsandbytes quantizes ``nn.Linear``. transformers 5 keeps all experts of a layer in one parameter of three dimensions
+(Mixtral, Qwen3-MoE and others) instead. So 95 % of the parameters of Qwen3-30B-A3B stay in bfloat16, 58 GB. A model
+that was loaded "in 4 bits" then does not fit, although the configuration, the class of the model and
+``is_loaded_in_4bit`` say that it is quantized. The same is true for INT8.
 
-To quantize them unasked would be another model than transformers makes. So loading says it, with the figure and with
-what can be done: ``patches.quantize_experts(model)``.
+The plugin does not quantize the experts unless you ask, because that would give another model than transformers does.
+Loading warns instead, with the figure and the remedy: ``patches.quantize_experts(model)``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """A quantized mixture of experts that transformers 4 saved cannot be loaded with transformers 5, nor saved again.
 
-transformers 4 kept each expert as linear layers, which ``load_in_4bit`` and ``load_in_8bit`` quantized: the 4-bit mixtures
-of the Hub have packed weights and a quantization state for each matrix of each expert, the INT8 ones scales (``SCB``).
-transformers 5 keeps all experts of a layer in one parameter of three dimensions. It stacks the packed weights as if they
-were matrices and finds no place for the statistics: loading ends in a mismatch of shapes, or from 5.0 to 5.16 in a model
-whose experts have the shape of packed weights.
+transformers 4 kept each expert as linear layers, which ``load_in_4bit`` and ``load_in_8bit`` quantized. The 4-bit
+mixtures of the Hub have packed weights and a quantization state for each matrix of each expert, the INT8 ones scales
+(``SCB``). transformers 5 keeps all experts of a layer in one parameter of three dimensions. It stacks the packed
+weights as if they were matrices and finds no place for the quantization states. Loading fails with a mismatch of
+shapes, or, from 5.0 to 5.16, gives a model whose experts have the shape of packed weights.
 
-With the repair such a parameter is an ``Experts4bit`` or ``Experts8bit``: it has the shape and dtype of the experts in
-floating point, and holds packed weights and statistics as they are in the file. Nothing is dequantized while loading, and
-products take one expert at a time. ``save_pretrained`` writes the same names and bytes again. A layer whose experts the
-file has in floating point is loaded as before.
+With the repair such a parameter is an ``Experts4bit`` or ``Experts8bit``. It has the shape and dtype of the experts in
+floating point, and holds packed weights and quantization states as they are in the file. Nothing is dequantized while
+loading, and products take one expert at a time. ``save_pretrained`` writes the same names and bytes again. If the file
+has the experts of a layer in floating point, they are loaded as before.
 """
 
 from __future__ import annotations

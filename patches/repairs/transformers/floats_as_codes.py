@@ -1,11 +1,11 @@
-"""``dequantize()`` takes weights that INT8 layers keep in floating point for packed ones.
+"""``dequantize()`` uses INT8 weights that are kept in floating point as if they were packed.
 
-With ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point. ``model.dequantize()`` goes
-by the class of the weight, which is that of packed weights, and multiplies the numbers by row scales: before the first
-forward there are none (``'NoneType' object has no attribute 'view'``), after it every output is wrong, silently. So are
-layers that were dequantized in place. All releases.
+With ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point. ``model.dequantize()``
+decides by the class of the weight, which is that of packed weights, and multiplies the values by row scales. Before
+the first forward there are none (``'NoneType' object has no attribute 'view'``). After it every output is silently
+wrong. Layers that were dequantized in place are affected too. All releases.
 
-The repair looks at the contents: a weight in floating point is the weight.
+The repair looks at the contents: a floating-point weight is used as it is.
 """
 
 from __future__ import annotations

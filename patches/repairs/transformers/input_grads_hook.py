@@ -1,16 +1,14 @@
-"""Gradient checkpointing on a quantized model splits the compiled graph at the embedding.
+"""torch.compile splits the model at the hook that makes the embedding's output require grad.
 
-``enable_input_require_grads`` registers a hook that calls ``output.requires_grad_(True)`` on the
-output of the embedding, so that reentrant checkpoints have an input that requires grad; peft's
-``prepare_model_for_kbit_training`` and the Trainer call it. Dynamo cannot trace a change of
-``requires_grad`` on a tensor that leaves the graph, and the whole model falls apart there: a 3-layer
-Llama in 4-bit gives 3 graphs and 5 breaks, and with ``fullgraph=True`` an error. All releases.
+``enable_input_require_grads`` registers a hook that calls ``output.requires_grad_(True)`` on the output of the
+embedding, so that reentrant checkpoints have an input that requires grad. peft's ``prepare_model_for_kbit_training``
+and the Trainer call it. Dynamo cannot trace a change of ``requires_grad`` on a tensor that leaves the graph. A 4-bit
+Llama of 3 layers becomes 3 graphs with 5 breaks, and with ``fullgraph=True`` it is an error. All releases.
 
-While compiling, the hook ties the output to an anchor that requires grad, an operator that returns
-its input unchanged. The values are the same and the output requires grad as before; to skip the
-hook instead would cost gradients where a graph ends between the embedding and a reentrant
-checkpoint. Eager calls run the line they always ran. Only hooks registered while the patch is
-applied are ours; they stay valid after it is reverted.
+While compiling, the hook ties the output to an anchor that requires grad, with an operator that returns its input
+unchanged. The values stay the same, and the output requires grad as before. (Leaving the hook out instead would lose
+gradients if a graph ends between the embedding and a reentrant checkpoint.) Eager calls run the original line. Only
+hooks that are registered while the patch is applied are repaired; they stay valid after it is reverted.
 """
 
 from __future__ import annotations

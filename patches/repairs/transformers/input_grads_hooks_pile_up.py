@@ -1,13 +1,14 @@
-"""Every time checkpointing is switched on, the embedding gets one more hook, and none is ever taken away.
+"""Each time that checkpointing is switched off and on again, the embedding gets one more hook.
 
 ``activation_checkpointing_enable`` (``gradient_checkpointing_enable``) of transformers 5 calls
-``enable_input_require_grads``, which registers a forward hook and forgets the one before; switching checkpointing off
-leaves it. Who switches it off for a reference pass and on again does so in every step: TRL's DPOTrainer, KTOTrainer,
-GRPOTrainer and RLOOTrainer do. After 10,000 steps the embedding calls 10,000 hooks, and with ``torch_compile=True``
-each step is compiled anew, because there is one hook more than the graph was made for, until Dynamo gives up.
+``enable_input_require_grads``, which registers a forward hook and loses the handle of the previous one. Switching
+checkpointing off does not remove it. TRL's DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer switch it off and on in
+every step, for a reference pass. After 10,000 steps the embedding calls 10,000 hooks. With ``torch_compile=True`` each
+step is compiled again, because the number of hooks has changed, until Dynamo gives up.
 
-An embedding that has two of these hooks gets no third. Two and not one: ``disable_input_require_grads`` takes the last
-one away, and who enabled it twice still has one then, as before. What a hook does, it does once or ten times alike.
+With the repair an embedding with two of these hooks gets no third. Two, because ``disable_input_require_grads``
+removes the last one, and a program that enabled it twice must keep one, as before. Ten of these hooks do the same as
+one.
 """
 
 from __future__ import annotations

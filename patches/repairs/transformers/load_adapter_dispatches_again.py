@@ -1,12 +1,12 @@
-"""``model.load_adapter`` reads an adapter to the device "disk", then dispatches the offloaded model a second time.
+"""``model.load_adapter`` on an offloaded model fails, or dispatches the model a second time.
 
-transformers 4.53 to 4.57 read the adapter's file to the first device of the model's device map. "disk" is none:
-``SafetensorError: device disk is invalid``. Where the map begins with another, the whole model, hooks and adapters and
-all, is dispatched anew by a map that is inferred from the memory at hand: the story of
-``peft-load-adapter-dispatches-again``. 5.0 left both out.
+transformers 4.53 to 4.57 read the file of the adapter to the first device of the model's device map. If that is
+"disk", it raises ``SafetensorError: device disk is invalid``. If it is a device, the whole model, with hooks and
+adapters, is dispatched again by a map that is inferred from free memory, as ``peft-load-adapter-dispatches-again``
+describes. transformers 5.0 does neither.
 
-An offloaded model stays as it is dispatched, and the file is read to where its layers run. Any other model is read to
-and dispatched as before.
+With the repair an offloaded model stays dispatched as it is, and the file is read to the device where its layers run.
+Any other model is read and dispatched as before.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""``model.load_adapter`` of an offloaded model "loads" the adapter to the disk, which is to say nowhere.
+"""``model.load_adapter`` silently leaves adapters of layers on the disk at random values.
 
-transformers loads the adapter's tensors by the device map of the model. A tensor of a layer that the map has on disk
-is "offloaded": it is not loaded, the layer keeps the random values that the adapter was made with, and nothing is
-said. One of a layer on the CPU goes there, though it runs on the device. Since 5.4; before 5.0 it was another defect,
-``transformers-load-adapter-dispatches-again``.
+transformers loads the tensors of an adapter by the device map of the model. If the map has a layer on the disk, the
+tensor counts as offloaded and is not loaded: the adapter silently keeps its random initial values. If the map has a
+layer on the CPU, the tensor goes there, although the layer runs on the device. Since 5.4; before 5.0 there was another
+defect, ``transformers-load-adapter-dispatches-again``.
 
-Adapters are loaded to where they are, which is where their layers run (``peft-adapters-on-meta``). A model without
-offload hooks is asked for its device map as before.
+The repair loads adapters to the device where they are, which is where their layers run (``peft-adapters-on-meta``).
+For a model without offload hooks the device map is used as before.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """``from_pretrained(..., load_in_4bit=True)`` raises a ``TypeError`` on transformers 5.
 
-Tutorials, notebooks and training scripts since 2023 write ``load_in_4bit=True`` or ``load_in_8bit=True`` as an argument of
-``from_pretrained``, some with ``bnb_4bit_compute_dtype`` and its kin beside it. transformers 4 makes a
-``BitsAndBytesConfig`` of them and says that this is deprecated. transformers 5 hands them to the class of the model:
-``LlamaForCausalLM.__init__() got an unexpected keyword argument 'load_in_4bit'``. ``load_in_4bit=False`` too, which scripts
-with a switch write. All releases of transformers 5.
+Tutorials, notebooks and training scripts since 2023 pass ``load_in_4bit=True`` or ``load_in_8bit=True`` to
+``from_pretrained``, some with ``bnb_4bit_compute_dtype`` and similar arguments. transformers 4 makes a
+``BitsAndBytesConfig`` of them and logs that this is deprecated. transformers 5 passes them to the class of the model:
+``LlamaForCausalLM.__init__() got an unexpected keyword argument 'load_in_4bit'``. This also happens with
+``load_in_4bit=False``, from scripts with a switch. All releases of transformers 5.
 
-The repair makes the ``BitsAndBytesConfig``, with the defaults that it has, and says once a process what to write instead.
-As on transformers 4, both this and a ``quantization_config`` are refused. It runs once a model that is loaded, and costs a
-look at the names of the arguments.
+The repair makes the ``BitsAndBytesConfig``, with its defaults, and says once a process what to write instead. As on
+transformers 4, giving both this and a ``quantization_config`` is an error.
+
+What it costs: a look at the names of the arguments, once for each model that is loaded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""``dequantize()`` reads an INT8 layer that got a new weight with the scales of the weight before.
+"""``dequantize()`` reads a new INT8 weight with the row scales of the old one.
 
-A ``Linear8bitLt`` computes with ``layer.state`` from its first forward on. A weight that is assigned to it later
-(``layer.weight = Int8Params(...).to("cpu")``, or floats and ``model.to(device)``) brings packed weights and row scales of
-its own, which the next forward takes. ``dequantize_bnb_weight`` of transformers reads ``layer.state.SCB`` before that, and multiplies
-the new packed weights by the old scales: the dequantized layer computes other numbers, silently. All releases.
+From its first forward on, a ``Linear8bitLt`` computes with ``layer.state``. A weight that is assigned later
+(``layer.weight = Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own packed
+weights and row scales, which the next forward takes. Before that forward, ``dequantize_bnb_weight`` of transformers
+multiplies the new packed weights by the old scales in ``layer.state.SCB``, and the dequantized layer silently computes
+wrong numbers. All releases.
 
 The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing changes.
 """

@@ -1,13 +1,13 @@
-"""The layers of a 4-bit checkpoint compute in the dtype that it was saved in, not in the one that was asked for.
+"""4-bit layers of a bf16 checkpoint that is loaded in fp16 dequantize to bf16.
 
-A 4-bit layer dequantizes its weight in the dtype of its quantization state. That is read from the file: of a bf16
-checkpoint that is loaded with ``dtype=torch.float16``, as on every T4, each weight is rounded to the 8 bits of bf16 and
-then cast. ``model.dequantize()``, merging and ``peft`` read bf16 out of an fp16 model, and what is saved again says
-bf16 in each quantization state and fp16 in its configuration. A model that is quantized while it is loaded has the
-dtype that was asked for. All releases that load 4-bit checkpoints.
+A 4-bit layer dequantizes its weight in the dtype of its quantization state, which is read from the file. If a bf16
+checkpoint is loaded with ``dtype=torch.float16``, as on every T4, each weight is first rounded to the 8 bits of bf16
+and then cast. ``model.dequantize()``, merging and peft read bf16 from an fp16 model, and a model that is saved again
+has bf16 in each quantization state and fp16 in its configuration. A model that is quantized while it is loaded has the
+dtype that the user gave. All releases that load 4-bit checkpoints.
 
-The repair gives the quantization state of each layer the dtype in which the rest of the model is loaded. Packed weights
-and absmax are the same. Nothing changes where the two are the same already.
+The repair gives the quantization state of each layer the dtype in which the rest of the model is loaded. Packed
+weights and absmax stay the same. If both dtypes are the same, nothing changes.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""``quantization_config=None`` reads a checkpoint that holds codes as if it held weights.
+"""``quantization_config=None`` loads the packed weights of a checkpoint as if they were plain weights.
 
-Training scripts write ``quantization_config=bnb_config if use_4bit else None``, and that is what a checkpoint which is
-quantized already is loaded with: there is nothing to ask for. The ``AutoModel`` classes hand the None on to the
-configuration, where it takes the place of what the checkpoint says of itself. The model is built from plain layers: an
-INT8 checkpoint is loaded into them silently, its codes as weights, and every output is that of another model; one of 4
-bits dies of shapes that do not fit. ``LlamaForCausalLM`` and its like are right, as are the ``AutoModel`` classes
-without the argument; TRL's own scripts leave it out for this reason ("Passing None would not be treated the same as
-omitting the argument"). So it is on 5.12 and 5.23; on older releases (seen on 4.57 to 5.10) both end in a bare
-``'NoneType' object has no attribute 'get'``, or ``'to_dict'``. So do ``pipeline(model_kwargs={"quantization_config": None})``
-there, and classes that come with a checkpoint (``trust_remote_code=True``).
+Training scripts write ``quantization_config=bnb_config if use_4bit else None``, and load checkpoints that are already
+quantized with None. The ``AutoModel`` classes write this None into the configuration, over the quantization
+configuration of the checkpoint, and build the model from plain layers. An INT8 checkpoint is silently loaded into
+them, and every output is wrong. A 4-bit checkpoint raises an error about shapes. ``LlamaForCausalLM`` and other
+classes of models are right, as are the ``AutoModel`` classes without the argument. TRL's own scripts leave it out for
+this reason ("Passing None would not be treated the same as omitting the argument"). So on 5.12 and 5.23; on older
+releases (seen on 4.57 to 5.10) both kinds raise ``'NoneType' object has no attribute 'get'``, or ``'to_dict'``. The
+same error comes from ``pipeline(model_kwargs={"quantization_config": None})`` there, and from classes that come with a
+checkpoint (``trust_remote_code=True``).
 
-With the repair None means for a checkpoint of bitsandbytes what leaving it out means. For any other it means what it
-did: a checkpoint of BitNet, say, may hold plain weights beside its configuration.
+With the repair, None means the same as leaving the argument out, for a checkpoint of bitsandbytes. For any other it
+keeps its meaning: a checkpoint of BitNet, for example, may hold plain weights beside its configuration.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Loading a quantized checkpoint with layers on the CPU or the disk is refused with advice that does not help.
+"""Loading a quantized checkpoint with layers on the CPU or the disk asks for a flag that was given.
 
-``validate_environment`` of the bitsandbytes quantizers says ``you need to set llm_int8_enable_fp32_cpu_offload=True``.
-For a checkpoint that is quantized already, the configuration in its ``config.json`` takes the place of the one that the
-user passes, flag and all: whoever follows the advice reads it again, and again. All releases since 4.53.
+``validate_environment`` of the bitsandbytes quantizers raises ``you need to set
+llm_int8_enable_fp32_cpu_offload=True``. For a checkpoint that is already quantized, the configuration in its
+``config.json`` replaces the one that the user passes, including this flag. Users who follow the advice get the same
+error again. All releases since 4.53.
 
-``from_pretrained`` reads no row scales and no quantization state for a layer on disk, so the refusal is right where
-``transformers-refuses-what-does-not-fit`` is not in, which makes it load such a model. It now says what does work, with
-the same result bit for bit: load whole, then ``dispatch_model``. A model that is quantized while it is loaded is asked
-for the flag as before, and gets what it documents.
+``from_pretrained`` reads no row scales and no quantization state for a layer on the disk, so it is right to refuse,
+unless ``transformers-refuses-what-does-not-fit`` is applied, which loads such a model. With the repair the error says
+what works, with the same result bit for bit: load the whole model, then call ``dispatch_model``. A model that is
+quantized while it is loaded is asked for the flag as before.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """A quantized model that does not fit the device is refused, or loaded with layers that are not quantized.
 
-``from_pretrained(..., quantization_config=BitsAndBytesConfig(...), device_map="auto")`` of a model that does not fit, and
-any device map with "cpu" or "disk" in it beside a device, raise ``Some modules are dispatched on the CPU or the disk. Make
-sure you have enough GPU RAM to fit the quantized model.`` With the flag that the message names,
-``llm_int8_enable_fp32_cpu_offload``, these layers are loaded without being quantized, four to eight times as large. For
-a checkpoint that is quantized already nothing helps: the configuration in its ``config.json`` takes the place of the one that
-has the flag. It is the commonest error of quantized loading since 2023.
+``from_pretrained(..., quantization_config=BitsAndBytesConfig(...), device_map="auto")`` of a model that does not fit,
+and every device map with "cpu" or "disk" beside a device, raise ``Some modules are dispatched on the CPU or the disk.
+Make sure you have enough GPU RAM to fit the quantized model.`` With the flag that the message names,
+``llm_int8_enable_fp32_cpu_offload``, these layers are not quantized, so they are four to eight times as large. For a
+checkpoint that is already quantized the flag has no effect, because the configuration in its ``config.json`` replaces
+the one that has it. This has been the most frequent error of quantized loading since 2023.
 
-With the repair such a map gives the quantized model, the same to the bit as when it is loaded whole: each layer is
-quantized on the device where it computes, and then its packed weights wait on the CPU, or on the disk in a folder of
-their own inside ``offload_folder``, which is removed with the model. Packed weights of a quantized checkpoint in
-safetensors stay in the checkpoint and are read from there. accelerate's hooks bring each layer when it is used. With
-``llm_int8_enable_fp32_cpu_offload=True`` nothing changes, and neither do maps without "cpu" and "disk".
-What it costs: each use of an offloaded layer brings its packed weights over the bus or from the disk.
+With the repair such a map gives the quantized model, equal bit for bit to one that is loaded whole. Each layer is
+quantized on the device where it computes. Then its packed weights stay on the CPU, or on the disk in a folder of their
+own inside ``offload_folder``, which is removed with the model. Packed weights of a quantized checkpoint in safetensors
+stay in the checkpoint and are read from there. accelerate's hooks bring each layer when it is used. With
+``llm_int8_enable_fp32_cpu_offload=True``, and with maps without "cpu" and "disk", nothing changes.
+
+What it costs: each use of an offloaded layer copies its packed weights from CPU memory or reads them from the disk.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""``save_pretrained`` of an offloaded model raises an error: of an INT8 one always, of any that has no device map.
+"""``save_pretrained`` fails for offloaded INT8 models, and for models that were offloaded without a device map.
 
-A parameter that is on meta is looked up in the map of its hook while it is written, if the model has a device map. The
-row scales of an offloaded INT8 layer are neither parameter nor buffer, and the look-up fails before that:
-``AttributeError: `q_proj.SCB` is neither a parameter, buffer, nor extra state``. ``cpu_offload``, ``disk_offload`` and
-a layer offloaded by itself leave no device map, or one that names one device, which transformers 4 takes for none:
-``Cannot copy out of meta tensor; no data!``. transformers 4.53 to 5.23. Before 5.14 transformers looks up the names of
-the checkpoint where the model has others (Llava, mixtures of experts): ``has no attribute `language_model```.
+If a model has a device map, ``save_pretrained`` looks up each parameter on meta in the map of its hook. The row scales
+of an offloaded INT8 layer are neither parameter nor buffer, and the look-up raises ``AttributeError: `q_proj.SCB` is
+neither a parameter, buffer, nor extra state``. ``cpu_offload``, ``disk_offload`` and a layer that was offloaded by
+itself leave no device map, or one that names one device, which transformers 4 treats as none: ``Cannot copy out of
+meta tensor; no data!``. transformers 4.53 to 5.23. Before 5.14 transformers also looks up names of the checkpoint that
+the model does not have (Llava, mixtures of experts): ``has no attribute `language_model```.
 
-In these cases the state dict that is saved is put together module by module, each brought from where it is offloaded
-and taken to CPU memory, which has to hold all of them. A model that is saved today is saved as before, a shard at a
-time.
+In these cases the repair builds the state dict module by module. It brings each module from where it is offloaded and
+copies it to CPU memory, which must hold all of them. Models that could be saved before are saved as before, one shard
+at a time.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
 """``save_pretrained`` into the folder that an offloaded model reads from destroys the checkpoint.
 
-A model with layers on the disk that was loaded from safetensors is not copied: accelerate's hooks read its layers from the
-checkpoint. ``save_pretrained`` into that folder first removes the shards whose names it will not write again, and then
-reads them: ``FileNotFoundError: No such file or directory: .../model-00001-of-00003.safetensors``. The weights are gone
-from the disk and the model. With as many shards as before, a shard may be written over before its last layer is read.
-Whoever fine-tunes, merges and saves in place meets it, on transformers 4.53 to 5.24, quantized or not.
+If a model with layers on the disk was loaded from safetensors, accelerate's hooks read these layers from the
+checkpoint itself. ``save_pretrained`` into that folder first removes the shards whose names it will not write again,
+and then reads from them: ``FileNotFoundError: No such file or directory: .../model-00001-of-00003.safetensors``. The
+weights are lost, on the disk and for the model. If there are as many shards as before, a shard may be overwritten
+before its last layer is read. This affects programs that fine-tune, merge and save in place, on transformers 4.53 to
+5.24, quantized or not.
 
-With the repair the new files are written beside those that the model reads, and take their names when all are written.
-If saving fails or is interrupted before, the checkpoint is as it was, its ``config.json`` too. The old files stay until
-the model is gone, in a folder beside the checkpoint (a second name: a link), and the model reads on from there.
-What it costs: the disk has to hold both for that long. Nothing changes if the model reads nothing in that folder.
+With the repair the new files are written beside those that the model reads, and get their names when all are written.
+If saving fails or is interrupted, the checkpoint is as it was, including ``config.json``. The old files stay in a
+folder beside the checkpoint (as links) until the model is deleted, and the model goes on reading from there. If the
+model reads nothing from that folder, nothing changes.
+
+What it costs: the disk holds both sets of files until the model is deleted.
 """
 
 from __future__ import annotations

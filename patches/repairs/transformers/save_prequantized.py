@@ -1,16 +1,15 @@
-"""A model that was loaded from a checkpoint saved quantized cannot be saved any more.
+"""A model that was loaded from a 4-bit or INT8 checkpoint cannot be saved, before or after ``dequantize()``.
 
-transformers 5 notes on a model how its tensors were put together while it was loaded, and ``save_pretrained`` takes that
-apart again: fused experts become one tensor an expert, renamed keys get their old names. What it noted for a checkpoint
-of 4-bit or INT8 layers is how codes and their statistics become one parameter, and that has no way back:
-``save_pretrained`` ends in a bare ``NotImplementedError``. It does so whether the model is quantized still, has an
-adapter merged into it, which is how a QLoRA run on a checkpoint that is published in 4 bits ends, or, before
-transformers 5.24, was made plain with ``dequantize()``. An offloaded model ends in ``We could not revert some weight
-conversions because of offlading``.
+transformers 5 notes on a model how its tensors were converted on loading, and ``save_pretrained`` reverts that: fused
+experts become one tensor for each expert, renamed keys get their old names. For a 4-bit or INT8 checkpoint it also
+notes how packed weights and scales became one parameter, which it cannot revert: ``save_pretrained`` raises a
+``NotImplementedError`` without a message. It does so if the model is still quantized, if an adapter was merged into it
+(the end of a QLoRA run on a published 4-bit checkpoint), and, before transformers 5.24, after ``dequantize()``. An
+offloaded model raises ``We could not revert some weight conversions because of offlading``.
 
-There is nothing to take apart: the layers themselves write codes and statistics under the names that a checkpoint has,
-and a plain layer has neither. A model that is quantized while it is loaded has no such note and is saved so. The repair
-passes over these notes while a model is saved and keeps all others; models without them are saved as before.
+Nothing has to be reverted: quantized layers write packed weights and scales under the names of the checkpoint, and
+plain layers have neither. Models that are quantized while they are loaded have no such note and are saved this way.
+The repair ignores these notes while a model is saved and keeps all others. Models without them are saved as before.
 """
 
 from __future__ import annotations

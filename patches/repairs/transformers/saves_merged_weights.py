@@ -1,14 +1,13 @@
-"""``save_pretrained`` joins the packed weights of quantized layers, and loses their quantization states.
+"""``save_pretrained`` joins the packed weights of quantized layers and loses their quantization states.
 
-Some models are put together from a checkpoint that has several layers in one tensor (HRM: ``gqkv_proj`` becomes the layers
-``q_proj``, ``k_proj``, ``v_proj`` and ``gate_proj``). ``save_pretrained`` joins them again. It does so with packed
-weights, too, of which it writes one quantization state for all: what is saved in 4 bits or INT8 cannot be loaded
-(``quant_state is required``, ``'NoneType' object has no attribute 'dtype'``), and what it held is lost. transformers 5.10
-to 5.23.
+Some checkpoints hold several layers in one tensor (HRM: ``gqkv_proj`` becomes the layers ``q_proj``, ``k_proj``,
+``v_proj`` and ``gate_proj``). ``save_pretrained`` joins them again. It also joins packed weights, and writes one
+quantization state for all of them. A model that was saved in 4 bits or INT8 then cannot be loaded (``quant_state is
+required``, ``'NoneType' object has no attribute 'dtype'``), and its weights are lost. transformers 5.10 to 5.23.
 
-With the repair such layers are saved as they are, each by its own name with its own quantization state, where
-``from_pretrained`` finds them, also without the plugin. A model in floating point, and conversions that concern no quantized
-layer, are saved as before. What was saved without the repair is to be quantized again.
+With the repair such layers are saved separately, each under its own name with its own quantization state.
+``from_pretrained`` finds them, also without the plugin. A floating-point model, and conversions that concern no
+quantized layer, are saved as before. If you saved a model without the repair, quantize and save it again.
 """
 
 from __future__ import annotations

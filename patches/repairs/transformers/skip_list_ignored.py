@@ -1,18 +1,20 @@
-"""A layer that ``llm_int8_skip_modules`` names is quantized all the same, and nobody says so.
+"""A layer that ``llm_int8_skip_modules`` names is quantized anyway, silently.
 
-``llm_int8_skip_modules=["vision_tower"]``, ``["mlp"]`` and ``["layers.1"]`` leave those parts of a model unquantized on
-transformers 4: a name counts wherever it stands in the path of a layer. transformers 5 looks for it at the beginning or at
-the end of the path. The vision tower of a Llava is at ``model.vision_tower``, so it is quantized, and so is all that
-tutorials and model cards exclude by a part of a path (transformers 5.0 to 5.23; JoyCaption #53, unsloth #4208). On
-transformers 4 ``"self_attn.q_proj"`` is one that is ignored: it is neither a whole path nor followed by a dot. Up to 5.17
-``"model.layers.1"`` skips ``model.layers.10`` as well.
+On transformers 4, ``llm_int8_skip_modules=["vision_tower"]``, ``["mlp"]`` and ``["layers.1"]`` leave those parts of a
+model unquantized: a name matches anywhere in the path of a layer. transformers 5 looks only at the beginning and the
+end of the path. The vision tower of a Llava is at ``model.vision_tower``, so it is quantized, as is everything that
+tutorials and model cards exclude by a middle part of a path (transformers 5.0 to 5.23; JoyCaption #53, unsloth #4208).
+transformers 4 ignores ``"self_attn.q_proj"``, which is neither a whole path nor followed by a dot. Up to 5.17,
+``"model.layers.1"`` also skips ``model.layers.10``.
 
-With the repair a name skips each layer whose path contains it, component by component: "layers.1" is not "layers.10". What
-the installed transformers skips by a name, as a regular expression or as the end of a path, is skipped as before. The
-paths that transformers would not have found are added to the configuration of the model, so that what is saved loads
-without the plugin. A name that matches no module is said once, with the nearest ones. A list that is no list and an empty
-name raise an error. A checkpoint that is quantized already is left to what its file holds
-(``transformers-checkpoint-decides``). It costs a walk over the names of the modules while loading.
+With the repair a name skips every layer whose path contains it, compared by components: "layers.1" is not "layers.10".
+Whatever the installed transformers skips, by a regular expression or the end of a path, is skipped as before. Paths
+that transformers alone would not find are added to the configuration of the model, so that a saved model loads without
+the plugin. If a name matches no module, a warning names the nearest ones. A list that is not a list, and an empty
+name, raise an error. For a checkpoint that is already quantized, its file decides
+(``transformers-checkpoint-decides``).
+
+What it costs: one pass over the names of the modules while loading.
 """
 
 from __future__ import annotations

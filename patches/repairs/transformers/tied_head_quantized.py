@@ -1,14 +1,14 @@
-"""With a list of one's own in ``llm_int8_skip_modules`` a tied head is made a quantized layer that holds no packed weights.
+"""Any list in ``llm_int8_skip_modules`` makes a tied head a quantized layer without packed weights.
 
-Without a list transformers leaves the head of a model as it is. Any list replaces that default. The head of a model that
-ties it to its embeddings (small Llama, Qwen and Gemma models) then becomes a ``Linear4bit`` or ``Linear8bitLt`` whose
-weight is the floating-point embedding: its forward ends in ``AssertionError`` or ``'Parameter' object has no attribute
-'CB'``, and transformers 4.57 raises ``'weight' is not an nn.Module`` while it loads. Where the layer computes all the same
-(``bitsandbytes-linear4bit-plain-weight``), peft and ``all-linear`` meet a quantized layer without a quantization state. All
-releases (transformers #45674, #45734, bitsandbytes #1634).
+Without a list, transformers does not quantize the head of a model. Any list replaces that default. If the head is tied
+to the embeddings (small Llama, Qwen and Gemma models), it becomes a ``Linear4bit`` or ``Linear8bitLt`` whose weight is
+the floating-point embedding. Its forward raises ``AssertionError`` or ``'Parameter' object has no attribute 'CB'``,
+and transformers 4.57 raises ``'weight' is not an nn.Module`` while loading. With
+``bitsandbytes-linear4bit-plain-weight`` the layer computes, but peft and ``all-linear`` find a quantized layer without
+a quantization state. All releases (transformers #45674, #45734, bitsandbytes #1634).
 
-With the repair a layer that is tied stays as it is, whatever list is given, and the head is added to the configuration of
-the model, so that what is saved loads without the plugin. A head that is not tied is quantized by such a list as before.
+With the repair a tied head is never quantized, whatever the list, and is added to the list in the configuration of the
+model, so that a saved model loads without the plugin. A head that is not tied is quantized by such a list as before.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The Trainer moves a model that is offloaded by hooks alone, and dies of what is on meta.
+"""The Trainer raises an error for a model that was offloaded without a device map.
 
-``Trainer`` leaves a plain model where it is if it has a device map. ``cpu_offload``, ``disk_offload`` and a module
-offloaded by itself give it none: the Trainer dies where it is made (``Cannot copy out of meta tensor; no data!``).
-transformers 4.53 moves what has a device map as well. The Accelerator that it asks next has the same defect:
+``Trainer`` leaves a plain model where it is if it has a device map. ``cpu_offload``, ``disk_offload`` and offloading a
+single module set none, so creating the Trainer raises ``Cannot copy out of meta tensor; no data!``. transformers 4.53
+also moves models with a device map. The Accelerator, which the Trainer calls next, has the same defect:
 ``accelerate-prepare-moves-offloaded``.
 
-A model that is offloaded, with nothing offloaded to train, stays where its hooks have it.
+With the repair an offloaded model stays where its hooks have it, if no offloaded parameter is trained.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""A warning inside a model's forward splits the compiled graph.
+"""torch.compile splits the model wherever its forward warns through ``logger.warning_once``.
 
-Models call ``logger.warning_once``: for one, when gradient checkpointing meets ``use_cache=True``,
-which is the default of a model that was not prepared for training. Dynamo traces no method of a
-``logging.Logger`` and breaks at each such call: 3 of them in a checkpointed Llama, an error with
-``fullgraph=True``. All releases.
+For example, models warn if gradient checkpointing meets ``use_cache=True``, the default of a model that was not
+prepared for training. Dynamo cannot trace methods of a ``logging.Logger`` and breaks the graph at each such call: 3
+breaks in a checkpointed Llama, an error with ``fullgraph=True``. All releases.
 
-While compiling, Dynamo gives the warning itself when it meets the call, and leaves it out of the
-graph. So it is still given once a process: ``warning_once`` remembers what it said. Arguments that
-are not known while tracing drop it, as Dynamo's ``ignore_logging_functions`` would. That setting
-is no way out: from torch 2.12 on it is kept per thread, so what we set is not seen by a compilation
-in another.
+While compiling, Dynamo gives the warning itself when it reaches the call, and leaves the call out of the graph. The
+warning is still given once a process, because ``warning_once`` remembers it. If its arguments are not known while
+tracing, the warning is dropped, as with Dynamo's ``ignore_logging_functions``. That setting would not be enough: from
+torch 2.12 on it is kept per thread, so a compilation in another thread would not see it.
 """
 
 from __future__ import annotations

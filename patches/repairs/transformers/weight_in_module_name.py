@@ -1,11 +1,11 @@
-"""A quantized layer whose name ends in "weight" loses its quantization state while it is loaded.
+"""A 4-bit layer whose name ends in "weight" loses its quantization state on loading.
 
-The loader finds the tensors of a quantized layer by the names "weight", "weight.absmax" and so on, wherever they stand
-in a key. Of a layer named ``block_inject_weight`` (Qwen4) the key ``block_inject_weight.weight.absmax`` is taken for the
-weight itself: what was saved in 4 bits loads silently, and forward ends in ``quant_state is required``. transformers
-5.0 to 5.23.
+The loader finds the tensors of a quantized layer by the names "weight", "weight.absmax" and so on, anywhere in a key.
+For a layer named ``block_inject_weight`` (Qwen4), it takes the key ``block_inject_weight.weight.absmax`` for the
+weight itself. A model that was saved in 4 bits loads silently, and its forward raises ``quant_state is required``.
+transformers 5.0 to 5.23.
 
-With the repair these names count as whole components alone. Keys of other layers match as before.
+With the repair these names match only whole components of a key. Keys of other layers match as before.
 """
 
 from __future__ import annotations

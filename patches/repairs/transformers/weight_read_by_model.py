@@ -1,19 +1,21 @@
-"""Layers are quantized whose weight the code of the model reads by itself: outputs are wrong, or forward raises an error.
+"""Some models read the weight of a layer themselves: in 4 bits outputs are wrong, or forward raises an error.
 
-A quantized layer is called; its ``weight`` holds packed bytes. Some model files read that:
+If a layer is quantized, its ``weight`` holds packed bytes. Some model files read it:
 
-- they cast activations to its dtype (``hidden_states.to(self.wo.weight.dtype)``), which is ``torch.uint8`` in 4 bits. LongT5
-  and Switch are off by 1.5 of the norm of their outputs, silently; udop, pix2struct, kosmos2_5, blip_2 and the indexers of
-  DeepSeek V3.2 and its kin have the same line. Swin v2 makes its table of positions in such a dtype. T5 itself keeps
-  these layers in float32;
-- they take it for a matrix (``self.dt_proj.weight @ x``): Mamba ends in an error about shapes. WavLM and the heads of
-  wav2vec2 for speakers read weights likewise.
+- They cast activations to its dtype (``hidden_states.to(self.wo.weight.dtype)``), which is ``torch.uint8`` in 4 bits.
+  LongT5 and Switch are silently wrong by 1.5 of the norm of their outputs. udop, pix2struct, kosmos2_5, blip_2 and the
+  indexers of DeepSeek V3.2 and similar models have the same line. Swin v2 makes its table of positions in this dtype.
+  T5 itself keeps these layers in float32.
+- They use it as a matrix (``self.dt_proj.weight @ x``): Mamba raises an error about shapes. WavLM and wav2vec2's heads
+  for speakers read weights in the same way.
 
-transformers 4.53 to 5.23. With the repair such a layer is left in floating point when a model is quantized, as
-``llm_int8_skip_modules`` would leave it, and is added to that list in the configuration, so that what is saved loads without
-the plugin. It is about the layers in ``READ`` alone, each only where the installed source still reads its weight so; a cast
-that only 4 bits lose leaves INT8 as it was. A checkpoint that is quantized already is loaded as it is in the file: there
-``bitsandbytes-whole-numbers`` raises an error.
+transformers 4.53 to 5.23.
+
+With the repair such a layer stays in floating point when a model is quantized, as with ``llm_int8_skip_modules``, and
+is added to that list in the configuration, so that a saved model loads without the plugin. It affects only the layers
+in ``READ``, and only if the installed source still reads their weight. If only 4 bits lose by the cast, INT8 stays as
+it was. A checkpoint that is already quantized is loaded as its file says; there ``bitsandbytes-whole-numbers`` raises
+an error.
 """
 
 from __future__ import annotations

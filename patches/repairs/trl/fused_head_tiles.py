@@ -1,23 +1,23 @@
-"""TRL's fused head splits the compiled train step of whoever trains with ``torch_compile=True``.
+"""torch.compile splits the train step at TRL's fused head, and runs peft's frames in eager.
 
-Since 1.16 SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer take log-probabilities from one autograd
-function, ``ChunkedLogProbFunction``, that projects hidden states tile by tile into a piece of one buffer. Dynamo
-refuses both things that it does with a tile:
+Since 1.16 SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer compute log-probabilities in one autograd
+function, ``ChunkedLogProbFunction``, which projects hidden states tile by tile into a part of one buffer. Dynamo
+refuses two operations on a tile:
 
-- ``torch.mm(..., out=tile)``: the tile is as wide as the vocabulary, the buffer 32768 wide; a product into what is
-  not contiguous is no part of a graph;
-- ``tile.stride(0)`` in the backward: while it traces a backward Dynamo asks nobody for strides. It starts again with
-  ``grad.contiguous()`` for each incoming gradient, and one of them is None: ``AttributeError('contiguous')``.
+- ``torch.mm(..., out=tile)``: the tile is as wide as the vocabulary, but the buffer is 32768 wide, and a graph cannot
+  write a product into a tensor that is not contiguous;
+- ``tile.stride(0)`` in the backward, because Dynamo does not know strides while it traces a backward. It starts again
+  with ``grad.contiguous()`` for each incoming gradient, and one of them is None: ``AttributeError('contiguous')``.
 
 The break is inside of peft's ``with self._enable_peft_forward_hooks``, so the frames of peft and of the model's own
-forward fall to eager, and with them whatever they do beside the backbone: 3 pieces of a step that is one graph.
+forward run in eager, with everything that they do besides the backbone. The step is 3 graphs instead of one.
 
-While compiling, a tile is a tensor of its own, of its own width: the same product, contiguous, and its stride is
-that width. Where Inductor puts it is Inductor's business, as with any intermediate. Eager steps use the buffer.
+While compiling, the repair makes each tile a contiguous tensor of its own width, with that width as its stride: the
+same product. Eager steps use the buffer.
 
-1.15 has the function too, but imports it only where Triton is: it cannot be shown on a CPU, and is left alone. 1.1 to
-1.14 have one by another name that picks the scored positions with a mask before it, which breaks the graph anyway.
-1.16 does so too on CUDA and XPU (``hidden_states[mask]``): there the step is in two graphs at least.
+Not repaired: 1.15 imports the function only if Triton is installed, so the defect cannot be shown on a CPU. 1.1 to
+1.14 have a function with another name, which breaks the graph anyway because it selects the scored positions with a
+mask first. 1.16 does that too on CUDA and XPU (``hidden_states[mask]``), so there the step is at least two graphs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """unsloth's LoRA kernels break the compiled graph wherever they dequantize an NF4 weight.
 
-``unsloth.kernels.utils.fast_dequantize`` calls bitsandbytes' C functions through ctypes, with raw
-pointers and streams kept in lists by device. Dynamo traces none of it, so every call of
-``matmul_lora`` cuts the graph. 2026.10.1 has kernels that it can trace.
+``unsloth.kernels.utils.fast_dequantize`` calls C functions of bitsandbytes through ctypes, with raw pointers and with
+streams in lists by device. Dynamo can trace none of this, so every call of ``matmul_lora`` breaks the graph. 2026.10.1
+has kernels that it can trace.
 
-While compiling, the weight goes through ``bitsandbytes.functional.dequantize_4bit``, which Dynamo
-can trace and which runs the same kernels. Weights of other kinds (float8, NVFP4), quantization
-states in the old list format, and eager calls take the old path.
+While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantize_4bit``, which Dynamo can trace and
+which runs the same kernels. Other weights (float8, NVFP4), quantization states in the old list format, and eager calls
+take the old path.
 
 Upstream: https://github.com/unslothai/unsloth
 """
