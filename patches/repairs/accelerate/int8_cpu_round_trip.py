@@ -53,7 +53,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="accelerate-int8-cpu-round-trip",
-    summary="moving INT8 weights to the CPU needs an accelerator: without one the forward fails",
+    summary="offloaded INT8 layers whose execution device is the CPU fail without an accelerator",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",

@@ -59,7 +59,7 @@ def _model() -> Any:
 
 PATCH = Patch(
     id="peft-expert-adapters-before-019",
-    summary="adapters of experts saved by peft 0.17 or 0.18 do not load, or load as something else, silently",
+    summary="adapters of experts saved by peft 0.17 or 0.18 do not load, or silently load wrongly",
     links=("https://github.com/huggingface/peft/issues/3165",),
     requires=("peft>=0.19",),
     tested_up_to="0.21.2",

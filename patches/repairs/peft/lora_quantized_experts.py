@@ -44,7 +44,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="peft-lora-quantized-experts",
-    summary="LoRA on experts in 4 bits makes all experts of a layer dense in each step, and cannot be merged",
+    summary="LoRA on quantized experts dequantizes all experts of a layer in each step, and cannot be merged",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/axolotl-ai-cloud/axolotl/issues/3395",

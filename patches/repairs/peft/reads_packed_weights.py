@@ -72,7 +72,7 @@ def _shape(function: str, when: str = "", layer: str = "base_layer") -> Rewrite:
 
 PATCH = Patch(
     id="peft-reads-packed-weights",
-    summary="DeLoRA, TinyLoRA, FRoD, LoHa and LoKr fail on quantized layers, or take packed bits for weights",
+    summary="DeLoRA, TinyLoRA, FRoD, LoHa and LoKr fail on quantized layers, or use packed bits as values",
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/delora/layer.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lycoris_utils.py",

@@ -57,7 +57,7 @@ def _name(name: str) -> str:
 
 PATCH = Patch(
     id="peft-unmatched-target-parameters",
-    summary="a name in target_parameters that nothing matches is left out, silently",
+    summary="a name in target_parameters that matches no parameter is silently ignored",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/tuners_utils.py",),
     requires=("peft>=0.17",),
     tested_up_to="0.21.2",

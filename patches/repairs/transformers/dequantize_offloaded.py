@@ -119,7 +119,7 @@ _SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transfor
 
 PATCH = Patch(
     id="transformers-dequantize-offloaded",
-    summary="dequantize() of a partly offloaded model fails, or gives other weights",
+    summary="dequantize() of a partly offloaded model fails, or silently gives wrong weights",
     links=(f"{_SOURCE}#L287",),
     requires=("transformers>=4.53", "accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

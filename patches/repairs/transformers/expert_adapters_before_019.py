@@ -53,7 +53,7 @@ def _mixture() -> Any:
 
 PATCH = Patch(
     id="transformers-expert-adapters-before-019",
-    summary="model.load_adapter reads adapters of experts saved by peft 0.17 or 0.18 as something else, silently",
+    summary="model.load_adapter silently loads adapters of experts saved by peft 0.17 or 0.18 wrongly",
     links=("https://github.com/huggingface/peft/issues/3165",),
     requires=("transformers>=5", "peft>=0.19"),
     tested_up_to="5.24.0",

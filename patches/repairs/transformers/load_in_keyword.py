@@ -72,7 +72,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="transformers-load-in-keyword",
-    summary="from_pretrained(..., load_in_4bit=True), as tutorials have it, raises a TypeError on transformers 5",
+    summary="from_pretrained(..., load_in_4bit=True) raises a TypeError on transformers 5",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L4094",),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

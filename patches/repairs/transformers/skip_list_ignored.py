@@ -107,7 +107,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="transformers-skip-list-ignored",
-    summary="llm_int8_skip_modules=['vision_tower'] is ignored: the vision tower is quantized, silently",
+    summary="llm_int8_skip_modules=['vision_tower'] is silently ignored: the vision tower is quantized",
     links=(
         "https://github.com/fpgaminer/joycaption/issues/53",
         "https://github.com/unslothai/unsloth/issues/4208",

@@ -183,7 +183,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="transformers-weight-read-by-model",
-    summary="LongT5, Switch and others in 4 bits compute wrong outputs: activations are cast to the dtype of packed weights",
+    summary="LongT5, Switch and others are wrong in 4 bits: they cast activations to the dtype of packed weights",
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/longt5/modeling_longt5.py#L293",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/mamba/modeling_mamba.py#L438",

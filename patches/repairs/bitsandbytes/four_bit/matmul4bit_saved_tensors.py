@@ -166,7 +166,7 @@ _FUNCTION = "bitsandbytes.autograd._functions:MatMul4Bit"
 
 PATCH = Patch(
     id=_ID,
-    summary="reusing a 4-bit weight buffer gives wrong gradients silently; offloaded weights stay in memory until backward",
+    summary="reusing a 4-bit weight buffer silently gives wrong gradients; offloaded weights stay in memory until backward",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
