@@ -70,7 +70,7 @@ def test_a_page_has_the_summary_the_story_the_diff_of_this_release_and_the_repro
         report = patches.report().to_dict()
     text = page.page(PATCH, KNOWN, FIGURES[ID], reports.seen(ID, [report]))
     assert f"**C{PATCH.summary[1:]}.**" in text
-    assert "Between two forwards accelerate leaves the weights of an offloaded layer on meta." in text
+    assert "Between two forwards accelerate keeps the weights of an offloaded layer on meta." in text
     assert f"### On bitsandbytes {gate.installed('bitsandbytes')}\n" in text and bitsandbytes.__version__ in text
     assert re.search(r"^-.* type\(self\)\.__new__\(type\(self\)\)$", text, re.MULTILINE)
     assert re.search(r"^\+.* _patches_empty\(self\)$", text, re.MULTILINE)
@@ -99,7 +99,7 @@ def test_releases_with_the_same_change_stand_together_whatever_its_lines():
 def test_a_docstring_as_markdown():
     unmerge = REGISTRY.patches["peft-unmerge-hira"]
     _, rest = prose.story(unmerge)
-    assert "[`peft-unmerge-lora`](peft-unmerge-lora.md) tells of" in rest, "a file leads to the page of its patch"
+    assert "[`peft-unmerge-lora`](peft-unmerge-lora.md) describes" in rest, "a file leads to the page of its patch"
     assert "[trl #3466](https://github.com/huggingface/trl/issues/3466)" in rest
     _, rest = prose.story(REGISTRY.patches["peft-trainable-tokens-offloaded"])
     assert "([`peft-adapters-on-meta`](peft-adapters-on-meta.md))" in rest
