@@ -102,7 +102,7 @@ def test_a_docstring_as_markdown():
     assert "[`peft-unmerge-lora`](peft-unmerge-lora.md) describes" in rest, "a file leads to the page of its patch"
     assert "[trl #3466](https://github.com/huggingface/trl/issues/3466)" in rest
     _, rest = prose.story(REGISTRY.patches["peft-trainable-tokens-offloaded"])
-    assert "([`peft-adapters-on-meta`](peft-adapters-on-meta.md))" in rest
+    assert "[`peft-adapters-on-meta`](peft-adapters-on-meta.md) repairs" in rest
 
 
 def test_every_public_name_and_every_command_has_its_place():
