@@ -21,8 +21,8 @@ def taken() -> str:
     owners = sorted(set(_owners()) - {"bnb-patches"}) or ["another package"]
     return (
         f"{os.path.join(folder, '__init__.py')} was replaced by {' and '.join(owners)}: `import patches` gives that "
-        "package. Use `import bnb_patches` and `python -m bnb_patches`. To uninstall one of the two also removes "
-        "files of the other; install the other again then"
+        "package. Use `import bnb_patches` and `python -m bnb_patches`. Uninstalling one of the two also removes "
+        "files of the other: reinstall that one afterwards"
     )
 
 

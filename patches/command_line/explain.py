@@ -49,7 +49,7 @@ def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
     edits = [edit.target for edit in needs.edits(patch) or patch.edits]
     return dict(zip(HEADINGS, (
         [*_seen(patch)],
-        [*(why or ["The source file of the patch says it; no sources are installed here."]), *patch.links],
+        [*(why or ["The source file of the patch explains it, and is not installed here."]), *patch.links],
         [*dict.fromkeys(edits), f"The changed lines: python -m patches diff {patch.id}"],
         costs or [f"{NO_COST} docs/speed.md."],
         [

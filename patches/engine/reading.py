@@ -15,7 +15,7 @@ from .report import Change, Result, Status
 from .slots import NameSlot, Slot, slots_of
 from .state import Installed, State
 
-_AGAIN = "was imported again after the patch was applied; apply() applies it there too"
+_AGAIN = "was reloaded after the patch was applied; call apply() again"
 
 
 def result(state: State, patch: Patch, *, disabled: bool) -> Result:

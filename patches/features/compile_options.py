@@ -116,7 +116,7 @@ class CompileOptions(Mapping[str, Any]):
             warnings.warn(problem, stacklevel=2)
         if kind is None and not entry.reached:
             raise RuntimeError(
-                f"{self!r} did nothing, because Inductor compiled nothing inside the `with` block. Call torch.compile "
+                f"{self!r} had no effect, because Inductor compiled nothing inside the `with` block. Call torch.compile "
                 "inside it, or the method that compiles: Trainer.train(), Accelerator.prepare()"
             )
 

@@ -139,7 +139,7 @@ def test_a_module_that_was_imported_anew_is_told(write_module, registry):
     gc.collect()
     assert importlib.import_module(name).f(1) == 2
     result = r.report()["a"]
-    assert result.status is Status.AVAILABLE and "apply() applies it there too" in result.reason
+    assert result.status is Status.AVAILABLE and "call apply() again" in result.reason
     r.apply(strict=True)
     assert sys.modules[name].f(1) == 3
     r.revert()

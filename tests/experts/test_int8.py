@@ -205,7 +205,7 @@ EXPERT = "model.layers.0.mlp.experts.2.up_proj."
     [
         (lambda t: t.pop(f"{EXPERT}SCB"), "4 experts are packed, but 3 have SCB"),
         (lambda t: [t.pop(key) for key in list(t) if key.startswith(EXPERT)], r"3 of 4 experts.*missing: \[2\]"),
-        (lambda t: t[f"{EXPERT}weight_format"].fill_(2), "in a layout of a GPU"),
+        (lambda t: t[f"{EXPERT}weight_format"].fill_(2), "in a GPU layout"),
         (lambda t: t.update({f"{EXPERT}SCB": torch.ones(3)}), r"expert 2 has shape .* and scales of \(3,\)"),
     ],
     ids=["scales", "expert", "layout", "shape"],

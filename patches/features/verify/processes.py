@@ -70,7 +70,7 @@ def ask(
     if not questions:
         return
     if getattr(sys, "frozen", False) or not sys.executable:
-        raise NoInterpreter("this program brings no Python interpreter, and reproducers run in processes of their own")
+        raise NoInterpreter("reproducers run in processes of their own, and this program has no Python interpreter")
     timeout = TIMEOUT if timeout is None else timeout
     left = set(range(len(questions)))
     with tempfile.TemporaryDirectory(prefix="bnb-patches-", ignore_cleanup_errors=True) as name:

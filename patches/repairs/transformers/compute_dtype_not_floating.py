@@ -37,8 +37,8 @@ def _checked(dtype: Any) -> Any:
     name = str(dtype).removeprefix("torch.")
     if name not in _CAN_BE:
         raise ValueError(
-            f"bnb_4bit_compute_dtype={dtype!r}: 4-bit layers cannot compute in it. It can be torch.bfloat16, "
-            "torch.float16 or torch.float32; what packed weights are stored in is bnb_4bit_quant_storage."
+            f"bnb_4bit_compute_dtype={dtype!r}: 4-bit layers cannot compute in it. Use torch.bfloat16, torch.float16 or "
+            "torch.float32. The storage dtype of packed weights is bnb_4bit_quant_storage."
         )
     return dtype
 

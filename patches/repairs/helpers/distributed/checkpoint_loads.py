@@ -61,7 +61,7 @@ class StandIns:
         if dtype == torch.uint8:
             if missing := [name for name in (table, scales) if name not in self.saved]:
                 raise RuntimeError(
-                    f"{key!r} is an 8-bit optimizer state, and the checkpoint lacks {missing[0]!r}, which it is read with."
+                    f"{key!r} is an 8-bit optimizer state, and the checkpoint lacks {missing[0]!r}, needed to read it."
                 )
             device = _local(target).device
             parts = [torch.empty(self.saved[name].size, dtype=torch.float32, device=device) for name in (table, scales)]

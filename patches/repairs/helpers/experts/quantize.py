@@ -41,8 +41,8 @@ class How(NamedTuple):
         if getattr(config, "load_in_8bit", False):
             if config.llm_int8_has_fp16_weight:
                 raise ValueError(
-                    "llm_int8_has_fp16_weight=True keeps weights in floating point and quantizes them in each forward: "
-                    "experts cannot be quantized so. Leave it out, or load the model in 4 bits."
+                    "llm_int8_has_fp16_weight=True keeps weights in floating point and quantizes them in each forward, "
+                    "which quantized experts do not support. Leave it out, or load the model in 4 bits."
                 )
             return cls("int8", False, torch.int8, float(config.llm_int8_threshold))
         if not getattr(config, "load_in_4bit", False):
@@ -107,8 +107,8 @@ def wanted(model: Any) -> tuple[list[Found], How]:
     if quantizer is None:
         raise ValueError(
             f"this {type(model).__name__} is not quantized: load it with "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True), which also says how to "
-            "quantize experts"
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True); its experts are "
+            "quantized in the same way"
         )
     how = How.said_by(quantizer.quantization_config)
     found = [one for one in experts_in(model) if is_wanted(one.full_name, quantizer)]

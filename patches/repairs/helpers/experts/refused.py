@@ -12,6 +12,6 @@ def parted(keys: Iterable[str]) -> None:
     """transformers divides the experts of some models into linear layers before it reads a quantized checkpoint (Llama 4)."""
     for key in filter(_OURS.search, keys):
         raise NotImplementedError(
-            f"this checkpoint has {key}, and the model linear layers instead of one parameter of experts. The patch "
-            "transformers-checkpoint-decides keeps the parameter: call patches.apply() before the model is loaded."
+            f"this checkpoint has {key}, but transformers has made linear layers of the experts. The patch "
+            "transformers-checkpoint-decides prevents that: call patches.apply() before the model is loaded."
         )

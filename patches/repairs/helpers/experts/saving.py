@@ -76,7 +76,8 @@ def names(
         return found
     if len(parts) > 1 or len(apart) != 1:
         raise NotImplementedError(
-            f"{name}: transformers gives the matrices of single experts of this model no names to save them under"
+            f"{name}: quantized experts are saved one by one, and transformers has no names for the single experts of "
+            "this model. Call model.dequantize() before saving"
         )
     (whole,) = apart
     return {f"{whole}.{expert}.weight": (expert, 0) for expert in range(count)}

@@ -122,6 +122,6 @@ def refuse(func: Any) -> None:
     """An error if ``func`` is another collective: it would write into a copy, or read before all is there."""
     if func.namespace in ("c10d", "_c10d_functional"):
         raise NotImplementedError(
-            f"{func} has no form for quantized experts. Load and save them with torch.distributed.checkpoint (dcp), or on "
-            "every rank from the same state dict: broadcast_from_rank0 and reductions cannot carry them."
+            f"{func} does not support quantized experts, so broadcast_from_rank0 and reductions cannot be used. Load and "
+            "save them with torch.distributed.checkpoint (dcp), or on every rank from the same state dict."
         )

@@ -217,8 +217,8 @@ FUNCTIONS[torch.Tensor.is_shared] = is_shared
 def requires_grad_(experts: QuantizedExperts, requires_grad: bool = True) -> Any:
     if requires_grad:
         raise RuntimeError(
-            f"quantized experts of shape {tuple(experts.shape)} cannot require gradients: packed weights do not train. "
-            "Train adapters on them, or load the model without quantized experts."
+            f"quantized experts of shape {tuple(experts.shape)} cannot require gradients, because they are "
+            "packed. Train adapters on them, or load the model without quantized experts."
         )
     return NotImplemented
 

@@ -66,8 +66,7 @@ def opened(file: str) -> Any:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise SafetensorError(
-            f"{error}: {file} ({os.path.getsize(file)} bytes) is no safetensors file, or not all of one. If it was "
-            "downloaded or copied, that was not finished: get it again."
+            f"{error}: {file} ({os.path.getsize(file)} bytes) is not a complete safetensors file. Download or copy it again."
         ) from error
 
 

@@ -63,8 +63,8 @@ def refuse(found: Iterable[Found], load_config: Any) -> None:
         if device_map and get_device(device_map, one.full_name) == "disk":
             if not isinstance(device_map, Places):
                 raise NotImplementedError(
-                    f"the device map sends {one.full_name} to the disk, and quantized experts can wait there only with "
-                    "the patch transformers-refuses-what-does-not-fit. Apply it, or give that layer another device."
+                    f"the device map sends {one.full_name} to the disk, which works for quantized experts only "
+                    "with the patch transformers-refuses-what-does-not-fit. Apply it, or give that layer another device."
                 )
             if load_config.disk_offload_folder is None:
                 raise ValueError(

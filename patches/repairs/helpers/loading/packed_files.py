@@ -111,22 +111,22 @@ class Index(dict[str, Entry]):
         whose = (
             "which was written when the model was loaded" if ours else "the checkpoint that the model was loaded from"
         )
-        do = "Load the model again, and leave the file where it is for as long as the model is used"
+        do = "Load the model again, and do not change or remove the file while the model is in use"
         try:
             now = _stamp(file, ours)
         except OSError as error:
-            text = f"{name!r} waits on the disk in {file}, {whose}, and cannot be read: {error.strerror}. {do}"
+            text = f"{name!r} is on the disk in {file}, {whose}, and cannot be read: {error.strerror}. {do}."
             raise type(error)(error.errno, text) from error
         known = self._known.get(file, now)
         if now[0] < known[0]:
             raise RuntimeError(
-                f"{name!r} waits on the disk in {file}, {whose}, and the file was cut short: it has {now[0]} bytes, and "
-                f"had {known[0]}. {do}."
+                f"{name!r} is on the disk in {file}, {whose}, and the file was truncated from {known[0]} to {now[0]} "
+                f"bytes. {do}."
             )
         if now != known:
             raise RuntimeError(
-                f"{name!r} waits on the disk in {file}, {whose}, and the file was written anew since: its numbers may be "
-                f"others. {do}; save to another folder."
+                f"{name!r} is on the disk in {file}, {whose}, and the file was rewritten since, perhaps with other "
+                f"values. {do}: save to another folder."
             )
 
 

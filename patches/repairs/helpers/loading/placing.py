@@ -260,7 +260,7 @@ def _say(model: Module, device_map: Places) -> None:
             held[place] += sum(brought.size(parameter) for parameter in own if id(parameter) not in seen)
             seen.update(map(id, own))
     LOGGER.info(
-        "%s is loaded quantized over %s. Each forward brings what waits on the CPU or the disk to %s: %s. "
+        "%s is loaded quantized over %s. Each forward copies from the CPU or the disk to %s: %s. "
         "patches.inspect(model) shows it",
         type(model).__name__,
         ", ".join(f"{place} ({count} layers, {readable(held[place])})" for place, count in layers.items()),

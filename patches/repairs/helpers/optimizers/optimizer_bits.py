@@ -70,7 +70,7 @@ def same_bits(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
             full[key] = to_float(value, table, scales, (0,) * value.dim(), tuple(value.shape))
         else:
             raise ValueError(
-                f"{key!r} is an 8-bit optimizer state, and the state dict lacks {names[1]!r}, which it is read with."
+                f"{key!r} is an 8-bit optimizer state, and the state dict lacks {names[1]!r}, which is needed to read it."
             )
     return full
 
