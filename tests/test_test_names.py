@@ -15,7 +15,8 @@ TOGETHER = {
     "peft/test_merge_sharded.py", "peft/test_offloaded_copies.py",
     "peft/test_offloaded_memory.py", "peft/test_unmerge.py", "peft/test_unmerge_alone.py",
     "torchao/test_executorch.py", "torchao/test_llama_export.py", "trl/test_train_step.py",
-    *(f"transformers/test_does_not_fit_{part}.py" for part in ("ahead", "ends", "faults", "models", "releases")),
+    *(f"transformers/test_does_not_fit_{part}.py"
+      for part in ("ahead", "ends", "faults", "memory", "models", "releases")),
 }  # fmt: skip
 """Files about programs that need several patches. A new file has the name of its patch, and what follows it if there are more."""
 

@@ -87,6 +87,7 @@ def _from_5() -> tuple[Rewrite, ...]:
     )
     on_disk = "param_device == 'disk' and (target_name not in model_buffers or offload_buffers)"
     left = "_patches_left(device_map, hf_quantizer, target_name, param, mapping, disk_offload_index)"
+    asked = "is_env_variable_true('HF_DEACTIVATE_ASYNC_LOAD')"
     ended = "if thread_pool is not None: thread_pool.shutdown(wait=False, cancel_futures=True)"
     return (
         *in_both(
@@ -110,6 +111,20 @@ def _from_5() -> tuple[Rewrite, ...]:
             "_patches_folder(load_config, model, disk_offload_index)",
             when,
             folder=placing.folder,
+        ),
+        _edit(
+            _LOADING,
+            asked,
+            f"_patches_one_at_a_time({asked}, device_map)",
+            when,
+            one_at_a_time=placing.one_at_a_time,
+        ),
+        _edit(
+            _LOADING,
+            "mapping.convert",
+            "_patches_converting(mapping.convert, device_map)",
+            when,
+            converting=placing.converting,
         ),
         _edit(_LOADING, on_disk, f"({on_disk} and not {left})", when, left=placing.left),
         _edit(

@@ -17,7 +17,7 @@ from ..int8 import int8_scales
 from ..offload import brought, offload_maps
 from ..process import freed
 from ..process.messages import LOGGER
-from . import experts_on_disk, packed_files, places
+from . import experts_on_disk, in_pieces, packed_files, places
 from .experts import readable
 from .places import Places
 from .quantizers import quantizes
@@ -96,6 +96,16 @@ def left(device_map: Any, quantizer: Any, name: str, weight: Any, mapping: Any, 
     return there or is_packed(weight)
 
 
+def one_at_a_time(asked: bool, device_map: Any) -> bool:
+    """Whether each tensor is read when it is its turn: reading ahead brings what is offloaded to the device at once."""
+    return asked or isinstance(device_map, Places)
+
+
+def converting(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
+    """``convert`` of transformers 5, which makes the weights that the model has of tensors of the checkpoint."""
+    return in_pieces.calling(upstream) if isinstance(device_map, Places) else upstream
+
+
 def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
     """``set_param_for_module``: it gives a model the weight that was made, which goes to where it is to wait."""
     if not isinstance(device_map, Places):
@@ -109,7 +119,7 @@ def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
         upstream(model, name, weight, *also)
         if leaves:
             leave(device_map, model, name, weight)
-        if type(weight).__name__ == "Params4bit":
+        if is_packed(weight):
             freed.quantized(weight)
 
     return set_param_for_module

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..process import freed
-from . import places, placing
+from . import in_pieces, places, placing
 from .places import Places
 from .quantizers import quantizes
 
@@ -84,12 +84,11 @@ def placed(
     if also:  # up to 4.56, where it raises an error for a checkpoint without statistics
         quantizer.check_quantized_param(model, tensor, name, *also[:1])
     where = device_map.main if offloaded else device_map.at(weight)
-    quantizer.create_quantized_param(model, tensor, name, where, *also)
+    in_pieces.calling(quantizer.create_quantized_param)(model, tensor, name, where, *also)
     made = model.get_parameter(weight)
     if offloaded and not made.is_meta and placing.is_packed(made):
         _send(device_map, model, weight, made, files if quantizer.pre_quantized else None)
-        if type(made).__name__ == "Params4bit":
-            freed.quantized(made)
+        freed.quantized(made)
     return True
 
 

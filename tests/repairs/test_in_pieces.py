@@ -1,0 +1,70 @@
+"""A weight that is quantized in pieces on a CPU is the same as in one, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from patches.repairs.helpers.loading import in_pieces
+
+pytest.importorskip("bitsandbytes")
+from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit  # noqa: E402
+
+V = in_pieces.VALUES
+SIZES = {
+    "two pieces": (2, V),
+    "a long last piece": (3, V - 64),
+    "a piece less than two": (1, 2 * V - 64),
+    "part of a block": (2 * V + 30,),
+}
+
+
+def weights(size, dtype):
+    """With a block of zeros and an outlier."""
+    torch.manual_seed(0)
+    weight = torch.randn(size).to(dtype)
+    weight.view(-1)[:64] = 0
+    weight.view(-1)[-7] = 300
+    return weight
+
+
+def same(one, other):
+    return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride() and torch.equal(
+        one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dtype, storage, quant_type, nested", [
+    (torch.bfloat16, torch.uint8, "nf4", True), (torch.float16, torch.bfloat16, "nf4", False),
+    (torch.float32, torch.float32, "fp4", True),
+])  # fmt: skip
+def test_of_4_bits(size, dtype, storage, quant_type, nested):
+    weight = weights(size, dtype)
+    how = dict(compress_statistics=nested, quant_type=quant_type, quant_storage=storage)
+    try:
+        packed, state = quantize_4bit(weight, **how)
+    except (RuntimeError, NotImplementedError) as error:  # FP4 and parts of blocks, on bitsandbytes 0.46
+        with pytest.raises(type(error)):
+            in_pieces.calling(quantize_4bit)(weight, **how)
+        return
+    other, found = in_pieces.calling(quantize_4bit)(weight, **how)
+    assert same(other, packed)
+    expected, found = state.as_dict(packed=True), found.as_dict(packed=True)
+    assert expected.keys() == found.keys()
+    assert all(same(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("size", [(5, V), (2 * V // 100 + 3, 100), (2, V), (2 * V + 1, 1)], ids=str)
+def test_of_int8(size):
+    weight = weights(size, torch.float16)
+    packed, scales, _ = int8_vectorwise_quant(weight)
+    other, found, columns = in_pieces.calling(int8_vectorwise_quant)(weight)
+    assert same(other, packed) and same(found, scales) and columns is None
+
+
+def test_what_is_small_or_has_outliers_is_quantized_at_once():
+    small, large = weights((64, 64), torch.float16), weights((5, V), torch.float16)
+    assert same(in_pieces.calling(quantize_4bit)(small)[0], quantize_4bit(small)[0])
+    expected, found = int8_vectorwise_quant(large, 6.0), in_pieces.calling(int8_vectorwise_quant)(large, 6.0)
+    assert all(same(one, other) for one, other in zip(found, expected)) and len(found[2]) > 0
