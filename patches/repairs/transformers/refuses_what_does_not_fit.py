@@ -137,6 +137,13 @@ def _from_5() -> tuple[Rewrite, ...]:
         _edit(
             _LOADING, "set_param_for_module", "_patches_put(set_param_for_module, device_map)", when, put=placing.put
         ),
+        _edit(
+            f"{_MODEL}:PreTrainedModel._adjust_tied_keys_with_tied_pointers",
+            "self.state_dict()",
+            "_patches_in_memory(self.state_dict())",
+            "transformers==5.2.0",  # it takes all that is on meta, at the address 0, for one tied weight
+            in_memory=placing.in_memory,
+        ),
         _edit(_LOADING, ended, f"_patches_ended(device_map)\n{ended}", when, ended=placing.ended),
     )
 

@@ -235,6 +235,11 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     return result
 
 
+def in_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What of ``state`` has an address of its own."""
+    return {name: tensor for name, tensor in state.items() if not tensor.is_meta}
+
+
 def _untie_on_disk(model: Module, index: dict[str, Any]) -> list[tuple[Module, str, Module, str]]:
     """Give weights that are tied and on meta a parameter each, and say which are to be one again.
 
