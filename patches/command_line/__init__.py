@@ -49,16 +49,16 @@ def command() -> int:
         except SystemExit as left:  # with a complaint, or after --help
             streams.write(sys.stdout, helped.getvalue())
             return int(left.code or 0)
-        out = streams.reserve_output()
-        text, code = _answer(options)
-        if not options.json and colour.wanted(out):
-            text = colour.painted(text, options.command)
-        try:
-            streams.write(out, text)
-        except OSError as error:
-            _complain(f"cannot write: {error.strerror}")
-            return 2
-        return code
+        with streams.reserve_output() as out:
+            text, code = _answer(options)
+            if not options.json and colour.wanted(out):
+                text = colour.painted(text, options.command)
+            try:
+                streams.write(out, text)
+            except OSError as error:
+                _complain(f"cannot write: {error.strerror}")
+                return 2
+            return code
     except _Stopped as stopped:
         _complain(stopped.name)
         return stopped.code
@@ -200,10 +200,8 @@ def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
     before = os.environ.get("PATCHES_AUTOLOAD")
     os.environ["PATCHES_AUTOLOAD"] = "0"  # while it imports: one way of applying is enough
     try:
-        for result in REGISTRY.report(*ids):
-            patch = REGISTRY.patches[result.id]
-            if gate.check(patch).status is Status.AVAILABLE:
-                said += REGISTRY.import_targets(patch)
+        asked = [REGISTRY.patches[result.id] for result in REGISTRY.report(*ids)]
+        said += REGISTRY.import_targets(*(p for p in asked if gate.check(p).status is Status.AVAILABLE))
     finally:
         del os.environ["PATCHES_AUTOLOAD"]
         os.environ.update({"PATCHES_AUTOLOAD": before} if before is not None else {})

@@ -20,25 +20,33 @@ def modules(patch: Patch) -> set[str]:
     return {gate.module_name(patch.package), *map(module_of, edits(patch))}
 
 
-def import_targets(patch: Patch) -> list[str]:
-    """Import what ``patch`` edits here; what cannot be imported stays missing. Says which did not fit, and why.
+def import_targets(*patches: Patch) -> list[str]:
+    """Import what ``patches`` edit here; what cannot be imported stays missing. Says which did not fit, and why.
 
     That a package or module is absent is not said: the report says so. Any other error is: a package that was built
-    for another torch raises what it likes.
+    for another torch raises what it likes. Such a package is tried once.
     """
-    said = []
-    for name in sorted(modules(patch)):
-        try:
-            importlib.import_module(name)
-        except KeyboardInterrupt:
-            raise
-        except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):
-                said.append(f"{name} cannot be imported: {_brief(error)}")
-        except BaseException as error:  # SystemExit too: it is the package's, not ours
-            if not isinstance(error, NotImplementedError):  # unsloth without a GPU
-                said.append(f"{name} cannot be imported: {_brief(error)}")
-    return said
+    said: dict[str, str | None] = {}
+    for name in sorted({name for patch in patches for name in modules(patch)}):
+        package = name.partition(".")[0]
+        if package not in said:
+            said[package] = _failure(package)
+        if said[package] is None and name not in said:
+            said[name] = _failure(name)
+    return [f"{name} cannot be imported: {why}" for name, why in said.items() if why]
+
+
+def _failure(name: str) -> str | None:
+    """Why module ``name`` cannot be imported; empty if the report says it, None if it is imported now."""
+    try:
+        importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except ModuleNotFoundError as error:
+        return "" if error.name is not None and name.startswith(error.name) else _brief(error)
+    except BaseException as error:  # SystemExit too: it is the package's, not ours
+        return "" if isinstance(error, NotImplementedError) else _brief(error)  # unsloth without a GPU
+    return None
 
 
 def _brief(error: BaseException) -> str:
