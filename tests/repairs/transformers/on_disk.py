@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from patches.repairs.helpers.reproducers.tiny_models import in_dtype
+
 SIZE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 IDS = torch.arange(8)[None]
 PLACES = {"": "cpu", "model.layers": "disk"}
@@ -26,7 +28,9 @@ def load(folder, places=None, **options):
     if not folder.name.startswith("quantized"):
         options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     places = PLACES if places is None else places
-    return transformers.LlamaForCausalLM.from_pretrained(folder, device_map=places, dtype=torch.float32, **options)
+    return transformers.LlamaForCausalLM.from_pretrained(
+        folder, device_map=places, **in_dtype(torch.float32), **options
+    )
 
 
 def logits(model):

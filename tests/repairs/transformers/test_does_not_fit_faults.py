@@ -9,6 +9,8 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
+import time
 import warnings
 
 import pytest
@@ -154,6 +156,40 @@ def test_a_checkpoint_that_was_not_downloaded_to_the_end(kind, checkpoints, off,
         load(folder, offload_folder=off)
     assert type(raised.value).__name__ == "SafetensorError"
     del raised
+    assert_a_second_try_works(checkpoints / "plain", off, expected)
+
+
+def test_a_pickled_checkpoint_that_was_not_downloaded_to_the_end(checkpoints, off, expected):
+    from safetensors.torch import load_file
+
+    folder = off.parent / "pickled"
+    shutil.copytree(checkpoints / "plain", folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    cut(folder / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"pytorch_model.bin \(\d+ bytes\) is not a complete file of torch.save"):
+        load(folder, offload_folder=off)
+    assert_a_second_try_works(checkpoints / "plain", off, expected)
+
+
+def test_a_folder_that_is_deleted_while_the_model_is_loaded(checkpoints, off, expected):
+    """By a program that cleans up beside it."""
+    late = time.monotonic() + 60
+
+    def delete():
+        while len(list(off.glob("*/*.safetensors"))) < 3 and time.monotonic() < late:
+            pass
+        shutil.rmtree(off, ignore_errors=True)
+
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    try:
+        with pytest.raises(
+            FileNotFoundError, match=r"'model.layers.\d.*weight' (could not be written to|is on the disk in) .*again"
+        ):
+            logits(load(checkpoints / "plain", offload_folder=off))
+    finally:
+        deleting.join()
     assert_a_second_try_works(checkpoints / "plain", off, expected)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.asked.releases import RELEASES, ROOT, Release
 
 HERE = "tests/repairs/transformers"
-ALL = ["test_refuses_what_does_not_fit.py", "test_does_not_fit_models.py"]
+ALL = ["test_refuses_what_does_not_fit.py", *(f"test_does_not_fit_{part}.py" for part in ("models", "faults", "ends"))]
 FEW = ["test_refuses_what_does_not_fit.py", "-k", "loaded_whole_and_offloaded and (nf4-plain or int8-quantized)"]
 OF_EACH_LOADER = RELEASES[:3]
 """Up to 4.56, from 4.57 on, and transformers 5."""

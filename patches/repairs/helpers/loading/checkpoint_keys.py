@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -50,12 +51,21 @@ def names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> 
 
 
 def whole(files: list[str]) -> str:
-    """The first of ``files``, if all of them are whole: those in safetensors say how long they are."""
+    """The first of ``files``, if all of them are whole: safetensors say how long they are, an archive ends with its index."""
     for file in files:
         if file.endswith(".safetensors"):
             with opened(file):
                 pass
+        elif _is_cut_short(file):
+            raise OSError(
+                f"{file} ({os.path.getsize(file)} bytes) is not a complete file of torch.save. Download or copy it again."
+            )
     return files[0]
+
+
+def _is_cut_short(file: str) -> bool:
+    with open(file, "rb") as opened:
+        return opened.read(4) == b"PK\3\4" and not zipfile.is_zipfile(file)
 
 
 def opened(file: str) -> Any:

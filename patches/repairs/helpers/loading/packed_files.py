@@ -8,6 +8,7 @@ file is the one that it was: a checkpoint that somebody has written anew would g
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -72,6 +73,13 @@ class Folder:
         try:
             yield
         except (OSError, SafetensorError) as error:
+            if not os.path.isdir(self.path):
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    f"{name!r} could not be written to {self.path}, which was deleted while the model was loaded. Nothing of "
+                    "this model is left there. Load the model again, and do not change or remove the folder while the "
+                    "model is in use.",
+                ) from error
             raise OSError(
                 f"The {readable(tensor.nbytes)} of {name!r} could not be written to offload_folder={self.inside!r}, "
                 f"which has {readable(_free(self.inside))} free: {error}. Nothing of this model is left there. Make "
