@@ -34,7 +34,10 @@ WORKER = """
         for layer in made.model.layers:
             for name, count in (("gate_up_proj", 2), ("down_proj", 1)):
                 weight = torch.randn(getattr(layer.mlp.experts, name).shape) / 8
-                setattr(layer.mlp.experts, name, as_parameter(packed(weight, count, how)))
+                parameter = as_parameter(packed(weight, count, how))
+                if mode == "transposed":
+                    parameter = as_parameter(packed(weight.mT.contiguous(), 1, how), swapped=True)
+                setattr(layer.mlp.experts, name, parameter)
             layer.mlp.gate.weight.requires_grad_(True)
         if mode != "lora":
             return made
@@ -85,7 +88,8 @@ def ranks(two_ranks, tmp_path, mode, program=WORKER):
 
 
 @pytest.mark.parametrize(
-    "mode", ["plain", *(pytest.param(m, marks=pytest.mark.release("plain")) for m in ("double", "int8", "mixed"))]
+    "mode",
+    ["plain", *(pytest.param(m, marks=pytest.mark.release("plain")) for m in ("double", "int8", "mixed", "transposed"))],
 )
 def test_two_ranks(two_ranks, tmp_path, mode):
     rounds = 2e-2 if mode == "mixed" else 1e-5
@@ -122,12 +126,14 @@ STATES = """
     from patches.repairs.helpers.experts.quantize import How, packed
     from patches.repairs.helpers.experts.tensor import as_parameter
 
-    out, _ = sys.argv[1:]
+    out, mode = sys.argv[1:]
+    swapped = mode == "transposed"
 
     def made(seed=0):
         torch.manual_seed(seed)
         module = torch.nn.Module()
-        module.w = as_parameter(packed(torch.randn(4, 32, 64), 2, How("nf4", True, torch.uint8)))
+        experts = packed(torch.randn(4, 32, 64), 1 if swapped else 2, How("nf4", True, torch.uint8))
+        module.w = as_parameter(experts, swapped=swapped)
         return module
 
     dist.init_process_group("gloo")
@@ -161,7 +167,8 @@ STATES = """
 """
 
 
-def test_state_dicts_and_checkpoints_stay_packed(two_ranks, tmp_path):
-    for found, dense in ranks(two_ranks, tmp_path, "", STATES):
+@pytest.mark.parametrize("mode", ["", pytest.param("transposed", marks=pytest.mark.release("the other case"))])
+def test_state_dicts_and_checkpoints_stay_packed(two_ranks, tmp_path, mode):
+    for found, dense in ranks(two_ranks, tmp_path, mode, STATES):
         assert len(found) == 5 and set(map(tuple, found.values())) == {("Experts4bit", 0.0)}, found
         assert not dense

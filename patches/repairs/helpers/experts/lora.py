@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.unmerged import digest
@@ -109,7 +110,8 @@ def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, check
     from .quantize import How, packed_matrices
 
     adapter = adapter.swapped() if experts.swapped else adapter
-    return packed_matrices(_added(experts.packed, adapter, sign, checked), How.of_packed(experts.packed))
+    new = packed_matrices(_added(experts.packed, adapter, sign, checked), How.of_packed(experts.packed))
+    return replace(new, kind=replace(new.kind, transposed=experts.packed.kind.transposed))
 
 
 def _added(packed: Packed, adapter: Factors, sign: float, checked: str | None) -> Iterator[Sequence[Any]]:

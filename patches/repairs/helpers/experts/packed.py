@@ -55,6 +55,8 @@ class Kind:
     nested_blocksize: int = 256
     threshold: float | None = None
     """Of INT8: from which input on a column is multiplied in floating point. None: products dequantize."""
+    transposed: bool = False
+    """Whether the parameter shows each matrix transposed, and is contiguous so."""
 
     @property
     def int8(self) -> bool:

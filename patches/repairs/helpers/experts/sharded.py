@@ -24,7 +24,7 @@ TABLES = ("code", "nested_code")
 def zeros(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
     """``like.new_zeros(size)``: of quantized experts packed ones, if the ranks have as many experts each."""
     even = is_quantized(like) and size[1:] == like.shape[1:] and like.shape[0] == size[0] * ranks
-    if not even or like.chosen is not None or like.swapped:
+    if not even or like.chosen is not None:
         made: torch.Tensor = like.new_zeros(size)
         return made
     tensors = _each(like, lambda tensor: tensor.new_zeros(size[0], *tensor.shape[1:]))
@@ -44,12 +44,10 @@ def to_gather(experts: QuantizedExperts) -> tuple[torch.Tensor, ...]:
 
 def gathered(part: QuantizedExperts, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> QuantizedExperts:
     """The experts of all ranks in the memory of ``tensors``."""
-    from .tensor import of_packed
-
     own = part.packed.tensors()
     names = [name for name in own if name not in TABLES]
     tables = {name: tensor for name, tensor in own.items() if name in TABLES}
-    return of_packed(part.packed.with_tensors({**dict(zip(names, tensors)), **tables}), dtype=dtype)
+    return part.like(packed=part.packed.with_tensors({**dict(zip(names, tensors)), **tables}), dtype=dtype)
 
 
 def all_gathered(experts: QuantizedExperts, *group: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class QuantizedExperts(torch.Tensor):
         experts, rows, columns = packed.shape
         first = [] if isinstance(chosen, int) else [experts if chosen is None else len(chosen)]
         shape = [columns, rows] if swapped else [rows, columns]
-        strides = [1, columns] if swapped else [columns, 1]
+        strides = [shape[1], 1] if swapped == packed.kind.transposed else [1, shape[0]]
         with _no_inference_tensor():
             self: QuantizedExperts = torch.Tensor._make_wrapper_subclass(
                 cls,
@@ -169,6 +170,7 @@ class QuantizedExperts(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
+    @torch.compiler.disable  # what calls it outside of a graph is not to be compiled: a tensor is made here by and by
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -229,6 +231,7 @@ def _what(value: Any) -> str:
 
 def as_parameter(packed: Packed, dtype: torch.dtype | None = None, swapped: bool = False) -> torch.nn.Parameter:
     """The parameter that a module of experts holds; ``dtype`` is the one that it shows."""
+    packed = replace(packed, kind=replace(packed.kind, transposed=swapped))
     return torch.nn.Parameter(of_packed(packed, swapped=swapped, dtype=dtype), requires_grad=False)
 
 
