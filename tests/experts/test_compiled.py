@@ -41,6 +41,27 @@ def test_one_graph_forward_and_backward(qwen3, implementation, dtype, backend):
         assert (one - other).float().norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-5) * one.float().norm()
 
 
+LORA = pytest.param(
+    True, id="LoRA", marks=pytest.mark.release("base, and weak references in tests/experts/test_lora.py")
+)
+
+
+@pytest.mark.parametrize("adapted", [pytest.param(False, id="base"), LORA])
+def test_a_loop_over_experts_breaks_the_graph_and_computes_the_same(qwen3, adapted):
+    """As in floating point. What the tensors do between two graphs is not compiled, and peft's wrapper runs."""
+    torch._dynamo.reset()
+    model = patches.quantize_experts(loaded(qwen3)).requires_grad_(False)
+    with patches.applied("peft-lora-quantized-experts"):
+        if adapted:
+            peft = pytest.importorskip("peft", minversion="0.17", reason="target_parameters are new in 0.17")
+            names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+            peft.inject_adapter_in_model(peft.LoraConfig(target_parameters=names, init_lora_weights=False), model)
+        mlp, x = model.model.layers[0].mlp, torch.randn(1, 8, 64)
+        expected = step(mlp, x)
+        for one, other in zip(expected, step(torch.compile(mlp, backend="eager"), x)):
+            assert torch.equal(one, other)
+
+
 def test_an_operator_holds_all_that_it_needs(qwen3):
     """Its layout is a string: a graph that outlives the process finds it there."""
     packed = patches.quantize_experts(loaded(qwen3)).model.layers[0].mlp.experts.gate_up_proj.packed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 
@@ -104,6 +105,15 @@ def test_it_trains_what_floating_point_trains(kind, checkpointing):
         expected, got = map(step, models)
         assert len(got) == 1 + 2 * 2 * 3, "A and B of two parameters of experts and q_proj, in two layers"
         assert gap(got, expected) < 2e-6
+
+
+def test_parameters_that_something_refers_to_weakly():
+    """As torch.compile does: torch would exchange each parameter with itself, which it refuses then."""
+    with patches.applied(ID):
+        model = with_lora(pair(layers=1)[1])
+        held = [weakref.ref(parameter) for parameter in model.parameters()]
+        step(model)
+        assert all(reference() is not None for reference in held)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -11,6 +11,10 @@ dequantized, one at a time, and their slices of ``lora_A`` and ``lora_B`` are ap
 adapter. Gradients equal those of the dequantized model up to rounding (1e-6). Merging dequantizes, adds and quantizes
 one expert at a time. Unmerging restores the packed weights from before, as ``peft-unmerge-lora`` does for
 ``Linear4bit``. Parameters in floating point take the old path.
+
+In each forward peft registers a parametrization, for which torch exchanges a parameter of such a class with itself. That
+raises an error if anything holds a weak reference to it, as ``torch.compile`` does. A parameter is no longer exchanged
+with itself.
 """
 
 from __future__ import annotations
@@ -78,6 +82,11 @@ PATCH = Patch(
             find="len(self.merged_adapters) > 0",
             replace="len(self.merged_adapters) > 0 and not _patches_unmerged(self)",
             names={"_patches_unmerged": lora.unmerged},
+        ),
+        Rewrite(
+            "torch.nn.utils.parametrize:_maybe_set",
+            find="torch.utils.swap_tensors(dest, src)",
+            replace="dest is src or torch.utils.swap_tensors(dest, src)",
         ),
     ),
     defect=defect,

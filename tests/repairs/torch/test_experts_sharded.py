@@ -89,7 +89,10 @@ def ranks(two_ranks, tmp_path, mode, program=WORKER):
 
 @pytest.mark.parametrize(
     "mode",
-    ["plain", *(pytest.param(m, marks=pytest.mark.release("plain")) for m in ("double", "int8", "mixed", "transposed"))],
+    [
+        "plain",
+        *(pytest.param(m, marks=pytest.mark.release("plain")) for m in ("double", "int8", "mixed", "transposed")),
+    ],
 )
 def test_two_ranks(two_ranks, tmp_path, mode):
     rounds = 2e-2 if mode == "mixed" else 1e-5

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..process import tracing
 from .dense import went_dense
 
 
@@ -80,6 +81,7 @@ class AdaptedExperts(torch.Tensor):
     """Whether each expert is transposed, in ``base`` already."""
 
     @staticmethod
+    @tracing.never
     def __new__(
         cls, base: Tensor, adapters: Adapters, chosen: Tensor | int | None = None, is_swapped: bool = False
     ) -> AdaptedExperts:
@@ -125,6 +127,7 @@ class AdaptedExperts(torch.Tensor):
         return f"AdaptedExperts({self.base!r}, {len(self.adapters.whole)} adapters)"
 
     @classmethod
+    @tracing.never  # peft's wrapper has ended the graph before
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from . import adapted_rules
 

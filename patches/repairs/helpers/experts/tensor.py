@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ..process import tracing
 from . import sharded
 from .dense import went_dense
 from .packed import Layout, Packed
@@ -170,7 +171,7 @@ class QuantizedExperts(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    @torch.compiler.disable  # what calls it outside of a graph is not to be compiled: a tensor is made here by and by
+    @tracing.never  # outside of a graph; it makes tensors that have no packed weights yet
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
