@@ -10,7 +10,7 @@ from patches.repairs.helpers.loading import in_pieces
 pytest.importorskip("bitsandbytes")
 from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit  # noqa: E402
 
-V = in_pieces.VALUES
+V, R = in_pieces.OF_4_BITS, in_pieces.OF_INT8
 SIZES = {
     "two pieces": (2, V),
     "a long last piece": (3, V - 64),
@@ -55,7 +55,7 @@ def test_of_4_bits(size, dtype, storage, quant_type, nested):
     assert all(same(found[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("size", [(5, V), (2 * V // 100 + 3, 100), (2, V), (2 * V + 1, 1)], ids=str)
+@pytest.mark.parametrize("size", [(5, R), (2 * R // 100 + 3, 100), (2, R), (2 * R + 1, 1)], ids=str)
 def test_of_int8(size):
     weight = weights(size, torch.float16)
     packed, scales, _ = int8_vectorwise_quant(weight)
@@ -64,7 +64,7 @@ def test_of_int8(size):
 
 
 def test_what_is_small_or_has_outliers_is_quantized_at_once():
-    small, large = weights((64, 64), torch.float16), weights((5, V), torch.float16)
+    small, large = weights((64, 64), torch.float16), weights((5, R), torch.float16)
     assert same(in_pieces.calling(quantize_4bit)(small)[0], quantize_4bit(small)[0])
     expected, found = int8_vectorwise_quant(large, 6.0), in_pieces.calling(int8_vectorwise_quant)(large, 6.0)
     assert all(same(one, other) for one, other in zip(found, expected)) and len(found[2]) > 0

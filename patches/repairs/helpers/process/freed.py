@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-OFTEN = 2**20
+OFTEN = 2**22
 """Bytes of new packed weights after which it is worth the milliseconds that it takes."""
 
 _made = 0
