@@ -65,6 +65,7 @@ def test_of_int8(size):
 
 def test_what_is_small_or_has_outliers_is_quantized_at_once():
     small, large = weights((64, 64), torch.float16), weights((5, R), torch.float16)
-    assert same(in_pieces.calling(quantize_4bit)(small)[0], quantize_4bit(small)[0])
+    of_4_bits = in_pieces.calling(quantize_4bit)(small, quant_type="nf4")[0]
+    assert same(of_4_bits, quantize_4bit(small, quant_type="nf4")[0])
     expected, found = int8_vectorwise_quant(large, 6.0), in_pieces.calling(int8_vectorwise_quant)(large, 6.0)
     assert all(same(one, other) for one, other in zip(found, expected)) and len(found[2]) > 0
