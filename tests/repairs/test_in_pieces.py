@@ -63,6 +63,23 @@ def test_of_int8(size):
     assert same(other, packed) and same(found, scales) and columns is None
 
 
+def test_another_default_device():
+    """What is made for the pieces lies where the weight does."""
+    operators, weight = torch.ops.bitsandbytes, weights((2, R), torch.float16)
+
+    def on_the_cpu(operator):
+        def call(*args):
+            with torch.device("cpu"):
+                return operator(*args)
+
+        return call
+
+    with torch.device("meta"):
+        of_4_bits = in_pieces._of_4_bits(on_the_cpu(operators.quantize_4bit.default), weight, 64, "nf4", torch.uint8)
+        of_int8 = in_pieces._of_int8(on_the_cpu(operators.int8_vectorwise_quant.default), weight, 0.0)
+    assert {tensor.device.type for tensor in (*of_4_bits, *of_int8[:2])} == {"cpu"}
+
+
 def test_what_is_small_or_has_outliers_is_quantized_at_once():
     small, large = weights((64, 64), torch.float16), weights((5, R), torch.float16)
     of_4_bits = in_pieces.calling(quantize_4bit)(small, quant_type="nf4")[0]

@@ -62,8 +62,8 @@ def _of_4_bits(
 
     flat = weight.reshape(-1)
     size = flat.numel()
-    packed = torch.empty(((size + 1) // 2 // quant_storage.itemsize, 1), dtype=quant_storage)
-    absmax = torch.empty(-(-size // blocksize), dtype=torch.float32)
+    packed = flat.new_empty(((size + 1) // 2 // quant_storage.itemsize, 1), dtype=quant_storage)
+    absmax = flat.new_empty(-(-size // blocksize), dtype=torch.float32)
     rows = blocks = 0
     for part in _parts(flat, OF_4_BITS):
         codes, statistics = quantize(part, blocksize, quant_type, quant_storage)
@@ -81,8 +81,8 @@ def _of_int8(
 
     if threshold or weight.dim() != 2:
         return quantize(weight, threshold)
-    packed = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(len(weight), dtype=torch.float32)
+    packed = weight.new_empty(weight.shape, dtype=torch.int8)
+    scales = weight.new_empty(len(weight), dtype=torch.float32)
     rows = 0
     for part in _parts(weight, max(1, OF_INT8 // weight.shape[1])):
         end = rows + part.shape[0]
