@@ -19,12 +19,17 @@ from patches.engine.patch import Patch
 from patches.engine.report import Status
 from patches.engine.match import check
 from patches.features.verify import _NOT_THERE
-from tests import processor
+from tests import processor, releases
 from tools import drift
 
 ALL = list(REGISTRY.patches.values())
 HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
 """Those for the installed releases."""
+
+NEWEST = gate.satisfied(f"bitsandbytes>={releases.SHORT[-1]}")
+DAILY = [p.id for p in ALL if NEWEST or any(module_of(e).startswith("bitsandbytes") for e in p.edits)]
+REST = [p.id for p in ALL if p.id not in DAILY]
+AT_A_RELEASE = pytest.param(REST, id="other packages", marks=pytest.mark.release("the same on the newest release"))
 
 SNAPSHOT = """
 import gc, importlib, sys
@@ -117,9 +122,10 @@ def verified(fresh, kind: str, *ids: str) -> list[dict]:
     return rows
 
 
-def test_present_absent_present(fresh):
+@pytest.mark.parametrize("ids", [pytest.param(DAILY, id="daily"), *([AT_A_RELEASE] if REST else [])])
+def test_present_absent_present(fresh, ids):
     """Unpatched the defect is there, patched it is not, reverted it is back; nowhere where it is fixed."""
-    rows = verified(fresh, "plain")
+    rows = verified(fresh, "plain", *ids)
     hidden = {row["id"]: row["reason"] for row in rows if row["verdict"] == "cannot show"}
     assert all(hidden.values()), "who cannot show a defect says why"
     assert not [i for i, why in hidden.items() if _NOT_THERE in why], "on this stack every reproducer runs"
@@ -129,11 +135,16 @@ def test_present_absent_present(fresh):
     assert [row for row in rows if row["verdict"] == "ok"], "at least one defect can be shown everywhere"
 
 
-def test_present_absent_present_where_4_bit_weights_are_repacked(fresh):
+@pytest.mark.parametrize(
+    "those",
+    ["of 4 bits", pytest.param("others", marks=pytest.mark.release("those whose functions handle 4-bit weights"))],
+)
+def test_present_absent_present_where_4_bit_weights_are_repacked(fresh, those):
     """The same on a processor with AVX512-BF16, for all that is not about INT8 alone."""
     if not gate.satisfied("bitsandbytes>=0.49"):
         pytest.skip("before 0.49 bitsandbytes does not ask the processor")
     ids = [p.id for p in HERE if "bitsandbytes" in str(p.requires) and "int8" not in p.id]
+    ids = [i for i in ids if ("4bit" in i or i == "bitsandbytes-cpu-repack") == (those == "of 4 bits")]
     rows = verified(fresh, processor.WITH_AVX512BF16, *ids)
     assert not [row["id"] for row in rows if row["verdict"] != "ok"], "each of them shows its defect there too"
 

@@ -61,9 +61,15 @@ def test_every_package_that_needs_no_bitsandbytes_is_waited_for():
     assert shim._NO == autoload._NO, "the switch means the same to both"
 
 
+OTHER_ORDERS = ("import torchao.utils", "import transformers, torch")
+
+
 @pytest.mark.parametrize(
     "code",
-    ["import torch, torchao.utils", "import torchao.utils", "import transformers, torch"],
+    [
+        "import torch, torchao.utils",
+        *(pytest.param(code, marks=pytest.mark.release("torch first")) for code in OTHER_ORDERS),
+    ],
 )
 def test_they_are_repaired_in_whatever_order_they_are_imported(probe, code):
     package = next(name for name in shim._WITHOUT_BITSANDBYTES if name in code)
@@ -93,7 +99,13 @@ def test_torchs_own_switch_is_obeyed(probe):
     assert found["ours"] == [] and not found["started"]
 
 
-@pytest.mark.parametrize("file", ["bnb_patches/__init__.py", "patches/engine/imports.py"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "bnb_patches/__init__.py",
+        pytest.param("patches/engine/imports.py", marks=pytest.mark.release("another file of the plugin")),
+    ],
+)
 def test_a_broken_installation_does_not_reach_the_import(probe, tmp_path, file):
     (tmp_path / "bnb_patches_autoload.py").write_text((ROOT / "bnb_patches_autoload.py").read_text())
     imports = (ROOT / "patches" / "engine" / "imports.py").read_text()

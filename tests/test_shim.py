@@ -207,8 +207,20 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"without .py files": folder, "in a zip": archive}
 
 
-@pytest.mark.parametrize("how", ["without .py files", "in a zip"])
-@pytest.mark.parametrize("program", ["import bitsandbytes", "import torch, transformers, accelerate.utils.modeling"])
+TRANSFORMERS = "import torch, transformers, accelerate.utils.modeling"
+
+
+@pytest.mark.parametrize(
+    ("how", "program"),
+    [
+        ("without .py files", "import bitsandbytes"),
+        ("in a zip", TRANSFORMERS),
+        pytest.param("without .py files", TRANSFORMERS, marks=pytest.mark.release("the other program, and a zip")),
+        pytest.param(
+            "in a zip", "import bitsandbytes", marks=pytest.mark.release("the other program, and without files")
+        ),
+    ],
+)
 def test_it_works_wherever_its_files_lie(tmp_path, copies, how, program):
     pytest.importorskip("bitsandbytes", reason="there is nothing to repair without the stack")
     code = f"""{ALONE}

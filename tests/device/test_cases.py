@@ -49,6 +49,10 @@ GROUPS = {
     "sim-layers": ("sim", *cases(*LAYERS)),
 }
 """The form of the device, and the arguments of pytest. Models ask for "cuda" by name nearly everywhere."""
+AT_A_RELEASE = {
+    "sim-layers": "the same cases as cuda-layers",
+    "cuda-suite": "these tests on the CPU, and the cases of cuda-layers and cuda-models on the device",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,9 +71,11 @@ def test_every_case_is_in_a_group():
 
 @pytest.mark.parametrize(
     "group",
-    [pytest.param(each, marks=[pytest.mark.release("the same cases as cuda-layers")] if each == "sim-layers" else [])
-     for each in GROUPS],
-)  # fmt: skip
+    [
+        pytest.param(each, marks=[pytest.mark.release(AT_A_RELEASE[each])] if each in AT_A_RELEASE else [])
+        for each in GROUPS
+    ],
+)
 def test_on_the_simulated_device(group, pytestconfig):
     kind, *arguments = GROUPS[group]
     options = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]

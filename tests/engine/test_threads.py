@@ -225,7 +225,8 @@ assert told == [sys.modules["package.part"]], "once, when the package was whole 
     fresh(WATCHDOG + script, str(tmp_path))
 
 
-def test_verbs_in_32_threads_beside_the_first_imports_of_the_stack(fresh):
+@pytest.mark.parametrize("threads", [8, pytest.param(28, marks=pytest.mark.release("eight threads"))])
+def test_verbs_in_threads_beside_the_first_imports_of_the_stack(fresh, threads):
     """As a server does that loads models in threads: everybody ends, and what is in is whole."""
     pytest.importorskip("torch", reason="the stack cannot be imported without torch")
     fresh(
@@ -258,7 +259,7 @@ def imports(*names):
 importing = [threading.Thread(target=imports, args=names) for names in (
     ("bitsandbytes", "peft"), ("bitsandbytes", "bitsandbytes.nn.modules"), ("peft",),
 )]  # nor submodules of bitsandbytes, transformers and torch._inductor: without the plugin they deadlock as well
-threads = [threading.Thread(target=verbs, args=(seed,), daemon=True) for seed in range(28)]
+threads = [threading.Thread(target=verbs, args=(seed,), daemon=True) for seed in range(int(sys.argv[1]))]
 [t.start() for t in (*threads, *importing)]
 [t.join() for t in importing]
 stop.set()
@@ -276,5 +277,6 @@ patches.revert()
 left = [f"{name}.{key}" for name, module in list(sys.modules.items()) if name.split(".")[0] in ("bitsandbytes", "peft")
         for key in list(vars(module)) if key.startswith("_patches_")]
 assert not left, left
-"""
+""",
+        str(threads),
     )

@@ -158,7 +158,7 @@ assert not changes, "other threads read the environment"
 
 
 @NEEDS_TORCH
-@pytest.mark.parametrize("way", ["file", "stdin"])
+@pytest.mark.parametrize("way", ["file", pytest.param("stdin", marks=pytest.mark.release("file"))])
 def test_in_a_script_without_a_main_guard(tmp_path, way):
     """A child that imports the main module would run the script again; one from stdin, as in a notebook, has no file."""
     (tmp_path / "script.py").write_text(IN_A_SCRIPT)
