@@ -274,5 +274,5 @@ def test_llama4_keeps_its_experts(tmp_path, patched):
     assert {type(one.module).__name__ for one in experts_in(again)} == {"Llama4TextExperts"}
     assert gap(step(model), step(again)) == 0
     patches.revert("transformers-checkpoint-decides")
-    with pytest.raises(NotImplementedError, match="_proj.*The patch transformers-checkpoint-decides keeps"):
+    with pytest.raises(NotImplementedError, match="_proj.*The patch transformers-checkpoint-decides prevents that"):
         read(tmp_path / "packed")
