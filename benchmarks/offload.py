@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from patches.repairs.helpers.loading.reading_ahead import Region, region
+from patches.repairs.helpers.loading.reading_ahead import Region, regions
 
 from .present import markdown
 
@@ -162,13 +162,14 @@ def _brought(model: Any) -> int:
 
 def _regions(module: Any, recurse: bool = True) -> list[Region]:
     """What the hooks in ``module`` read: files, first bytes, numbers of bytes."""
-    found = []
+    found: list[Region] = []
     for part in module.modules() if recurse else [module]:
         weights = getattr(getattr(part, "_hf_hook", None), "weights_map", None)
         entries = getattr(getattr(weights, "dataset", None), "index", {})
         for name, _ in part.named_parameters(recurse=False):
             if entry := entries.get(weights.prefix + name if weights else name):
-                found.append(region(entry["safetensors_file"], entry.get("weight_name", name)))
+                tensors = regions(entry["safetensors_file"])
+                found += [tensors[entry["weight_name"]]]
     return found
 
 

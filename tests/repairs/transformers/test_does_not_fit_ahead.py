@@ -33,7 +33,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What is asked for and what is read, in order; nothing is in the page cache."""
+    """What is asked for and what is read, in order."""
     from accelerate.utils import offload
 
     found = []

@@ -44,7 +44,7 @@ class Ahead:
         self._after: dict[Use, Use] = {}
         self._last: Use | None = None
         self._coming: deque[tuple[Use, int]] = deque()
-        self._regions: dict[tuple[str | None, str | None], Region] = {}
+        self._files: dict[str, dict[str, Region]] = {}
 
     def of(self, name: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
         """``name`` is about to be read: ask for what was read after it the last time."""
@@ -76,23 +76,25 @@ class Ahead:
             held, one = held + count, following
 
     def _region(self, entry: Mapping[str, Any]) -> Region:
-        place = entry.get("safetensors_file"), entry.get("weight_name")
-        if place not in self._regions:
-            self._regions[place] = region(*place)
-        return self._regions[place]
+        """Where the tensor of ``entry`` lies; of one that consists of several, all of its file. Nothing if that is unknown."""
+        file, name = entry.get("safetensors_file", ""), entry.get("weight_name", "")
+        if file not in self._files:  # the header of a checkpoint names all of its tensors
+            self._files[file] = regions(file)
+        found = self._files[file]
+        return found.get(name) or found[""]
 
 
-def region(file: str | None, name: str | None) -> Region:
-    """Where a tensor lies in ``file``, or all of it where ``name`` is none of it; nothing if that is unknown."""
+def regions(file: str) -> dict[str, Region]:
+    """Where each tensor of a safetensors ``file`` lies, and under "" all of them; nothing if it cannot be read."""
+    found = {"": (file, 0, 0)}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        with open(file or "", "rb") as opened:
+        with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
-        tensors = {key: value["data_offsets"] for key, value in header.items() if key != "__metadata__"}
-        spans = [tensors[name]] if name in tensors else list(tensors.values())
-        first, last = min(first for first, _ in spans), max(last for _, last in spans)
-        return file or "", 8 + size + first, last - first
-    return "", 0, 0
+        spans = {name: value["data_offsets"] for name, value in header.items() if name != "__metadata__"}
+        found |= {name: (file, 8 + size + first, last - first) for name, (first, last) in spans.items()}
+        found[""] = file, 8 + size, max(last for _, last in spans.values())
+    return found
 
 
 def _ask(file: str, first: int, count: int) -> None:
