@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import checkpoint_keys, places, placing, placing_in_4, sizes
+from ..helpers.loading import checkpoint_keys, in_pieces, places, placing, placing_in_4, sizes
 from ..helpers.loading.quantizers import BEFORE_LOADING, in_both
 
 
@@ -122,9 +122,9 @@ def _from_5() -> tuple[Rewrite, ...]:
         _edit(
             _LOADING,
             "mapping.convert",
-            "_patches_converting(mapping.convert, device_map)",
+            "_patches_converting(mapping, device_map)",
             when,
-            converting=placing.converting,
+            converting=in_pieces.converting,
         ),
         _edit(_LOADING, on_disk, f"({on_disk} and not {left})", when, left=placing.left),
         _edit(
@@ -140,9 +140,9 @@ def _from_5() -> tuple[Rewrite, ...]:
         _edit(
             f"{_MODEL}:PreTrainedModel._adjust_tied_keys_with_tied_pointers",
             "self.state_dict()",
-            "_patches_in_memory(self.state_dict())",
+            "_patches_not_on_meta(self.state_dict())",
             "transformers==5.2.0",  # it takes all that is on meta, at the address 0, for one tied weight
-            in_memory=placing.in_memory,
+            not_on_meta=placing.not_on_meta,
         ),
         _edit(_LOADING, ended, f"_patches_ended(device_map)\n{ended}", when, ended=placing.ended),
     )

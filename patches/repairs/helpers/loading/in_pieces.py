@@ -6,9 +6,12 @@ bitsandbytes 0.50) and 9 in INT8: for the largest matrix of a model, more than a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from .places import Places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 OF_4_BITS = 2**16
 """Values in a piece: whole blocks of every size."""
 OF_INT8 = 2**18
-"""They take less memory and time."""
+"""The same for INT8, which takes less memory and time for each value."""
 
 
 def calling(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,6 +31,33 @@ def calling(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **options)
 
     return called
+
+
+def converting(mapping: Any, device_map: Any) -> Callable[..., Any]:
+    """``convert`` of transformers 5, which makes the weights that the model has of tensors of the checkpoint."""
+    upstream: Callable[..., Any] = mapping.convert
+    if not isinstance(device_map, Places):
+        return upstream
+    operations = [*getattr(mapping, "operations", ()), mapping.quantization_operation]
+
+    @functools.wraps(upstream)
+    def convert(*args: Any, **options: Any) -> Any:
+        with _inside([each for each in operations if each is not None]):
+            return upstream(*args, **options)
+
+    return convert
+
+
+@contextlib.contextmanager
+def _inside(operations: list[Any]) -> Iterator[None]:
+    """In which large weights that ``operations`` convert on a CPU are quantized in pieces; reading stays without a mode."""
+    try:
+        for operation in operations:
+            operation.convert = calling(operation.convert)
+        yield
+    finally:
+        for operation in operations:
+            vars(operation).pop("convert", None)
 
 
 @functools.cache

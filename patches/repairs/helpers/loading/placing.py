@@ -17,7 +17,7 @@ from ..int8 import int8_scales
 from ..offload import brought, offload_maps
 from ..process import freed
 from ..process.messages import LOGGER
-from . import experts_on_disk, in_pieces, packed_files, places
+from . import experts_on_disk, packed_files, places
 from .experts import readable
 from .places import Places
 from .quantizers import quantizes
@@ -97,13 +97,8 @@ def left(device_map: Any, quantizer: Any, name: str, weight: Any, mapping: Any, 
 
 
 def one_at_a_time(asked: bool, device_map: Any) -> bool:
-    """Whether each tensor is read when it is its turn: reading ahead brings what is offloaded to the device at once."""
+    """Whether each tensor is read when it is its turn: threads would bring all that is offloaded to the device at once."""
     return asked or isinstance(device_map, Places)
-
-
-def converting(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
-    """``convert`` of transformers 5, which makes the weights that the model has of tensors of the checkpoint."""
-    return in_pieces.calling(upstream) if isinstance(device_map, Places) else upstream
 
 
 def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
@@ -235,8 +230,8 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     return result
 
 
-def in_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What of ``state`` has an address of its own."""
+def not_on_meta(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What of ``state`` has an address by which tied weights can be told."""
     return {name: tensor for name, tensor in state.items() if not tensor.is_meta}
 
 
