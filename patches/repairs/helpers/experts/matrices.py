@@ -63,7 +63,8 @@ def _int8_matrices(source: str, weights: list[Any], statistics: dict[str, list[A
         )
     if any(int(form) for form in statistics.get("weight_format", ())):
         raise ValueError(
-            f"{source}: INT8 weights in a GPU layout (weight_format), which only bitsandbytes before 0.37 wrote: quantize the original model again"
+            f"{source}: INT8 weights in a GPU layout (weight_format), which only bitsandbytes before 0.37 wrote: quantize the "
+            "original model again"
         )
     result = list(weights)
     for position, expert in enumerate(packed):
