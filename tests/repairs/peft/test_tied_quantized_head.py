@@ -92,10 +92,12 @@ def test_a_merge_into_a_layer_that_is_left_out_of_the_quantization_is_refused(bi
 
 def is_refused(model: peft.PeftModel) -> None:
     """Merging raises an error that names the layer, and changes nothing."""
+    expected = model(IDS)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"'base_model\.model\.head\.base_layer' .* not quantized.*skip_modules"):
         model.merge_adapter()
     assert not model.base_model.model.head.merged
+    assert torch.equal(model(IDS), expected)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
