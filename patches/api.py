@@ -11,7 +11,8 @@ was written for. It can be reverted, and has a program that shows its defect (``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .engine.patch import CannotShow, Finding, Patch
@@ -21,6 +22,7 @@ from .features.ranks import RanksDiffer, check_ranks
 from .registry import REGISTRY
 
 if TYPE_CHECKING:
+    from . import autoload
     from .features.compile_options import CompileOptions
     from .features.experts import Asked
     from .features.inspection import Inspection
@@ -49,7 +51,6 @@ __all__ = [
 
 Model = TypeVar("Model")
 
-applied = REGISTRY.applied
 revert = REGISTRY.revert
 report = REGISTRY.report
 
@@ -74,15 +75,44 @@ def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -
     PatchError
         With ``strict``: a patch met a conflict or failed.
     """
-    from . import autoload
-
-    settings = autoload.Settings.read(REGISTRY.patches)
+    settings = _settings()
     REGISTRY.disabled = settings.disabled
     return REGISTRY.apply(
         *ids,
         strict=settings.strict if strict is None else strict,
         untested=settings.untested if untested is None else untested,
     )
+
+
+def _settings() -> autoload.Settings:
+    from . import autoload
+
+    return autoload.Settings.read(REGISTRY.patches)
+
+
+@contextmanager
+def applied(*ids: str, strict: bool = True, untested: bool = False) -> Iterator[Report]:
+    """Context manager and decorator: the named patches, or all, are applied inside of the block only.
+
+    A patch that was applied before stays applied. Patches in ``PATCHES_DISABLE`` are not applied, as in :func:`apply`.
+
+    Parameters
+    ----------
+    strict:
+        Raise on entry if a patch does not fit.
+    untested:
+        Also try releases newer than any that a patch was tested on.
+
+    Raises
+    ------
+    KeyError
+        An id is unknown; the message names the nearest. Nothing was changed.
+    PatchError
+        With ``strict``: a patch met a conflict or failed. What was applied on entry is reverted.
+    """
+    REGISTRY.disabled = _settings().disabled
+    with REGISTRY.applied(*ids, strict=strict, untested=untested) as report:
+        yield report
 
 
 def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import patches
 from patches import REGISTRY
 from patches.command_line import main
 from patches.features import verify as verification
@@ -275,3 +276,18 @@ def test_stopped_at_once_with_all_its_processes(tmp_path, sent, word, processes)
             os.kill(left, signal.SIGKILL)
     assert (process.returncode, out, err) == (128 + sent, "", f"patches: {word}\n")
     assert not list(Path(mark).glob("bnb-patches-*"))
+
+
+def test_explain_and_applied_obey_what_the_environment_disables(monkeypatch, capsys):
+    """Also where nothing was applied by the import: the settings are read by the call."""
+    pytest.importorskip("bitsandbytes")
+    disabled = "bitsandbytes-int8-cast-message"
+    monkeypatch.setattr(REGISTRY, "disabled", frozenset())
+    monkeypatch.setenv("PATCHES_DISABLE", disabled)
+    with patches.applied(disabled) as report:
+        assert report[disabled].status is patches.Status.DISABLED and not report[disabled].changes
+    assert main(["explain", disabled]) == 0
+    assert "Here: disabled (PATCHES_DISABLE names it or its group)." in capsys.readouterr().out
+    monkeypatch.delenv("PATCHES_DISABLE")
+    with patches.applied(disabled) as report:
+        assert report[disabled].status is not patches.Status.DISABLED

@@ -172,6 +172,7 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
 def _explain(options: argparse.Namespace) -> tuple[str, int]:
     text = " ".join(options.text)
     found = [text] if text in REGISTRY.patches else explain.matching(text, REGISTRY.patches)
+    REGISTRY.disabled = autoload.Settings.read(REGISTRY.patches).disabled
     report = REGISTRY.report(*found) if found else Report(())
     if options.json:
         rows = [{"id": i, **explain.sections(REGISTRY.patches[i], report[i])} for i in found]
