@@ -75,12 +75,13 @@ def test_a_group_disables_the_patches_that_are_listed_in_it(caplog):
     assert found == merge | {"peft-dora-cache"} and len(merge) > 5 and not caplog.records
 
 
-def test_the_whole_stack_logs_three_lines(fresh):
-    """How many defects were repaired; which, at DEBUG."""
+@pytest.fixture(scope="module")
+def whole_stack(fresh):
+    """What is logged while everything is imported, the patches that are applied then, and what programs do not import."""
     pytest.importorskip("bitsandbytes")
     out = fresh(
         """
-        import json, logging
+        import json, logging, sys
         said = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append((record.levelno, record.getMessage()))
@@ -90,17 +91,45 @@ def test_the_whole_stack_logs_three_lines(fresh):
         import bitsandbytes
         bnb_patches_autoload.start()
         import transformers, peft, accelerate, bnb_patches
+        from bnb_patches.engine import gate, needs
         from transformers import Trainer, AutoModelForCausalLM, BitsAndBytesConfig
         from transformers.quantizers import auto
-        for patch in bnb_patches.REGISTRY.patches.values():
-            if patch.package in ("bitsandbytes", "transformers", "peft", "accelerate", "torch"):
-                bnb_patches.REGISTRY.import_targets(patch)
+        ours = [p for p in bnb_patches.REGISTRY.patches.values()
+                if p.package in ("bitsandbytes", "transformers", "peft", "accelerate", "torch")]
+        ours = [p for p in ours if all(map(gate.installed, gate.packages(p)))]
+        missing = {p.id: [sorted(needs.missing(p)), sorted(needs.modules(p) - needs.missing(p))] for p in ours}
+        for patch in ours:
+            bnb_patches.REGISTRY.import_targets(patch)
         applied = [r.id for r in bnb_patches.report().with_status(bnb_patches.Status.APPLIED)]
-        print(json.dumps([said, applied]))
+        print(json.dumps([said, applied, {i: lazy for i, lazy in missing.items() if i in applied}]))
         """,
         PATCHES_AUTOLOAD="1",
     )
-    said, applied = json.loads(out.splitlines()[-1])
+    return json.loads(out.splitlines()[-1])
+
+
+ONE_BY_ONE = {
+    "peft-lora-bias-merge",  # before peft 0.16 also of LoRA on plain layers, which imports both modules
+    "torch-broadcast-unknown-keys",  # what it edits in the imported module is called by the other one alone
+}
+
+
+def test_no_patch_waits_for_modules_that_a_program_may_import_one_without_the_other(whole_stack):
+    """It would be applied when the last of them is imported, perhaps never; ``verify`` imports all, and finds it right."""
+    waiting = {i: (lazy, there) for i, (lazy, there) in whole_stack[2].items() if lazy and i not in ONE_BY_ONE}
+    assert {i: lazy for i, (lazy, _) in waiting.items() if len(lazy) > 1} == {}
+    own = {i: [m for m in there if "." in m and _top(m) == _top(lazy[0])] for i, (lazy, there) in waiting.items()}
+    assert {i: there for i, there in own.items() if there} == {}, "those functions run before the other module is there"
+    assert len(waiting) > 5, "some modules are imported by those who use them alone"
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_the_whole_stack_logs_three_lines(whole_stack):
+    """How many defects were repaired; which, at DEBUG."""
+    said, applied, _ = whole_stack
     info = [text for level, text in said if level == logging.INFO]
     assert 1 <= len(info) <= 3 and max(map(len, info)) <= 200, info
     assert all("python -m bnb_patches report" in line and "defect" in line for line in info)
