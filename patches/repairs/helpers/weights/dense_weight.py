@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """The weight of ``layer``, dequantized (to ``dtype``) if bitsandbytes quantized it; else the parameter itself."""
-    import torch
-    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
     weight: Tensor = layer.weight
+    if not isinstance(layer, (Linear4bit, Linear8bitLt)) and not isinstance(weight, (Int8Params, Params4bit)):
+        return weight  # before anything that takes time: forwards of adapters on plain layers ask, too
     if weight.device.type == "meta":
         return weight  # offloaded, or not loaded yet
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+
     if is_codes(layer):
         # Where scales may be that are not known is asked of contents; a compiler cannot.
         known = int8_scales.known(layer) if torch.compiler.is_compiling() else None
@@ -72,9 +75,12 @@ def is_codes(layer: Any) -> bool:
 def is_plain_codes(layer: Any, weight: Tensor) -> bool:
     """Whether ``weight`` is INT8 codes of ``layer`` in a plain parameter, as FSDP2 gathers them."""
     import torch
+
+    if weight.dtype != torch.int8:
+        return False
     from bitsandbytes.nn import Int8Params, Linear8bitLt
 
-    return weight.dtype == torch.int8 and isinstance(layer, Linear8bitLt) and not isinstance(weight, Int8Params)
+    return isinstance(layer, Linear8bitLt) and not isinstance(weight, Int8Params)
 
 
 def of_plain_codes(layer: Any, weight: Tensor) -> Tensor:
