@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,15 +85,20 @@ def asked_for(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     reproducers = (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "defect")
     theirs = {id(node) for function in reproducers for node in ast.walk(function)}
-    for node in ast.walk(tree):
-        if id(node) in theirs:
-            continue
-        if isinstance(node, ast.Attribute) and node.attr in STATE:
-            yield f"line {node.lineno}: .{node.attr}"
-        elif isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            names = {one.value for one in node.args if isinstance(one, ast.Constant)} if called in LOOKUPS else set()
-            yield from (f"line {node.lineno}: {called}({name!r})" for name in names & STATE)
+    return (f"line {line}: {what}" for node in ast.walk(tree) if id(node) not in theirs for line, what in reads(node))
+
+
+def reads(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """The line and the name, if ``node`` asks for a piece of the state: as an attribute, by a look-up, in ``vars()``."""
+    if isinstance(node, ast.Attribute) and node.attr in STATE:
+        yield node.lineno, f".{node.attr}"
+    elif isinstance(node, ast.Call):
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        names = {one.value for one in node.args if isinstance(one, ast.Constant)} if called in LOOKUPS else set()
+        yield from ((node.lineno, f".{name}") for name in names & STATE)
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value in STATE:
+        if ast.unparse(node.value).startswith("vars(") or ast.unparse(node.value).endswith(".__dict__"):
+            yield node.lineno, f".{node.slice.value}"
 
 
 @pytest.mark.parametrize("path", named(sorted(PACKAGE.glob("**/*.py"))))
@@ -101,3 +108,35 @@ def test_only_the_helpers_ask_for_the_state_of_a_quantized_layer(path):
         assert list(asked_for(path)), "no owner any more: take it off the list"
     else:
         assert not list(asked_for(path))
+
+
+IN_EDITS = {
+    ("bitsandbytes-int8-plain-weight", ".CB"): "forward asks whether the weight is a plain tensor, before it asks for more",
+    ("bitsandbytes-linear4bit-plain-weight", ".quant_state"): "the same, of 4-bit layers",
+    ("bitsandbytes-params4bit-meta", ".quant_state"): "the weight hands its own state to the helper that reads the devices in it",
+    ("accelerate-int8-offload-resident-codes", ".CB"): "written, not read: the hook gives up the codes that it brought",
+    ("int8_moves.KEEP_CODES", ".SCB"): "an edit of an owner, which many patches share",
+}  # fmt: skip
+"""Pieces of state that an edit asks for and the expression that it replaces does not, each with its reason."""
+
+
+def test_edits_ask_for_no_more_of_the_state_than_what_they_replace():
+    """Code in an edit is text, which ``asked_for`` does not see. Most of it repeats the library's own expression."""
+    pytest.importorskip("packaging")
+    from patches import REGISTRY
+    from patches.engine import Rewrite
+    from patches.repairs.helpers.int8.int8_moves import KEEP_CODES
+
+    shared = {edit.replace for edit in KEEP_CODES if isinstance(edit, Rewrite)}
+    found = set()
+    for patch in REGISTRY.patches.values():
+        for edit in patch.edits:
+            if isinstance(edit, Rewrite):
+                owner = "int8_moves.KEEP_CODES" if edit.replace in shared else patch.id
+                found |= {(owner, name) for name in _asked_in(edit.replace) - _asked_in(edit.find)}
+    assert found == IN_EDITS.keys()
+
+
+def _asked_in(code: str) -> Counter[str]:
+    tree = ast.parse(textwrap.dedent(code).strip())
+    return Counter(what for node in ast.walk(tree) for _, what in reads(node))
