@@ -11,6 +11,7 @@ from tests.repairs.tagged import Tagged4, Tagged8
 
 FOUR, EIGHT = "bitsandbytes-linear4bit-meta-moves", "bitsandbytes-int8-meta-moves"
 STATISTICS = "bitsandbytes-params4bit-meta"
+PLAIN_4, PLAIN_8 = "bitsandbytes-linear4bit-plain-weight", "bitsandbytes-int8-plain-weight"
 
 
 LAYERS = [(Linear4bit, Tagged4), (Embedding4bit, Tagged4), (Linear8bitLt, Tagged8), (Embedding8bit, Tagged8)]
@@ -26,6 +27,60 @@ def test_a_subclass_goes_to_meta_and_back(layer, cls):
         assert type(made.weight) is cls and made.weight.is_meta and made.weight.tag == "mine"
         made.to_empty(device="cpu")
         assert type(made.weight) is cls and not made.weight.is_meta and made.weight.tag == "mine"
+
+
+def move(model):
+    model.to("meta")
+
+
+def move_weight(model):
+    model[0].weight = model[0].weight.to("meta")
+
+
+ON_META = [(Linear4bit, FOUR, move), (Linear4bit, STATISTICS, move_weight), (Linear8bitLt, EIGHT, move)]
+
+
+@pytest.mark.parametrize("layer, identifier, move", ON_META)
+def test_a_quantized_layer_on_meta_refuses_an_input_that_is_not(layer, identifier, move):
+    """The operators would answer with uninitialized memory."""
+    made = torch.nn.Sequential(layer(64, 64, **options(layer))).to("cpu")
+    x = torch.randn(2, 64)
+    expected = made(x)
+    saved = {name: value.clone() for name, value in made.state_dict().items()}
+    with patches.applied(identifier):
+        assert torch.equal(made(x), expected) and torch.equal(compiled(made)(x), expected)
+        move(made)
+        for run in (made, made.eval()):
+            with pytest.raises(RuntimeError, match=rf"{layer.__name__} '0' is on the meta device.*load_state_dict"):
+                run(x)
+    with patches.applied():
+        assert made.to("meta")(x.to("meta")).is_meta
+        made.load_state_dict(saved, assign=True)
+        assert torch.equal(made.train()(x), expected)
+
+
+PLAIN_ON_META = [
+    (Linear4bit, PLAIN_4, torch.float32),
+    (Linear8bitLt, PLAIN_8, torch.float32),
+    (Linear8bitLt, PLAIN_8, torch.int8),
+]
+
+
+@pytest.mark.parametrize("layer, identifier, dtype", PLAIN_ON_META)
+def test_a_plain_weight_on_meta_too(layer, identifier, dtype):
+    made = torch.nn.Sequential(layer(64, 64, **options(layer))).to("cpu")
+    made(torch.randn(2, 64))
+    with patches.applied(identifier), pytest.raises(RuntimeError, match=f"{layer.__name__} '0' is on the meta device"):
+        weights = {"0.weight": torch.empty(64, 64, dtype=dtype, device="meta")}
+        torch.func.functional_call(made, weights, torch.randn(2, 64))
+
+
+def options(layer):
+    return {"has_fp16_weights": False} if layer is Linear8bitLt else {"quant_type": "nf4"}
+
+
+def compiled(model):
+    return torch.compile(model, fullgraph=True, backend="eager")
 
 
 def test_a_gradient_goes_along():

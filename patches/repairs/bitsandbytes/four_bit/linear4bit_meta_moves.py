@@ -15,6 +15,7 @@ quantization state. Its packed weights are uninitialized, like every weight that
 from __future__ import annotations
 
 from ....engine import Finding, Patch, SetAttribute
+from ...helpers.weights import on_meta
 from ...helpers.weights.module_moves import make_apply
 
 
@@ -38,9 +39,12 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
-    edits=tuple(
-        SetAttribute(f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Params4bit"))
-        for layer in ("Linear4bit", "Embedding4bit")
+    edits=(
+        *(
+            SetAttribute(f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Params4bit"))
+            for layer in ("Linear4bit", "Embedding4bit")
+        ),
+        *on_meta.FOUR_BIT,
     ),
     defect=defect,
 )

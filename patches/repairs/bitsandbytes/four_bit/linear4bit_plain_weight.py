@@ -26,7 +26,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.weights import in_place
+from ...helpers.weights import in_place, on_meta
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -37,6 +37,7 @@ def plain_linear(layer: Linear4bit, x: Tensor) -> Tensor:
     """``layer(x)`` as ``nn.Linear`` computes it, in the dtype of ``x``."""
     import torch
 
+    on_meta.refuse(x, layer.weight)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     return torch.nn.functional.linear(x, layer.weight.to(x.dtype), bias)
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ....engine import Finding, Patch, Rewrite
 from ...helpers.four_bit import four_bit_state
 from ...helpers.process import live_objects
+from ...helpers.weights import on_meta
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +112,7 @@ PATCH = Patch(
             replace="not _patches_holds_codes(self)",
             names={"_patches_holds_codes": _holds_codes},
         ),
+        *on_meta.FOUR_BIT,
     ),
     defect=defect,
     damage=damage,

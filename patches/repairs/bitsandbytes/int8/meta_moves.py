@@ -21,6 +21,7 @@ from typing import Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
 from ...helpers.int8 import int8_moves, int8_scales
+from ...helpers.weights import on_meta
 from ...helpers.weights.module_moves import make_apply
 
 
@@ -69,6 +70,7 @@ PATCH = Patch(
             "_patches_bring(self)\nself.weight.CB = None",
             names={"_patches_bring": int8_moves.bring},
         ),
+        on_meta.INT8,
     ),
     defect=defect,
 )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
 from ...helpers.int8 import int8_plain, int8_scales, int8_settled
+from ...helpers.weights import on_meta
 from ...helpers.weights.module_moves import make_apply
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     import torch
 
     weight, bias = layer.weight, layer.bias
+    on_meta.refuse(x, weight)
     if bias is not None:
         bias = bias.to(x.dtype)
     if weight.is_floating_point() and not layer.state.has_fp16_weights:

@@ -1,0 +1,64 @@
+"""A weight on the meta device, and an input that is not: the operators answer with uninitialized memory.
+
+Those of bitsandbytes do, and ``torch.nn.functional.linear`` does (torch 2.13). Without the plugin a quantized layer hardly
+gets to meta. The patches that let one run there bring this check along.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ....engine import Rewrite
+from ..int8.int8_scales import name_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def refuse(x: Tensor, weight: Tensor) -> None:
+    """Raise if ``weight`` is on meta and ``x`` is not."""
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():  # Params4bit answers is_meta in Python: 5 us a call, with this 0.5
+        on_meta = weight.is_meta and not x.is_meta
+    if on_meta:
+        raise RuntimeError(
+            f"The weight of {_layer_that_runs()} is on the meta device, so it has no values, and the input is on "
+            f"{x.device}. Load the weight (load_state_dict(..., assign=True)), or make the model anew with from_pretrained."
+        )
+
+
+def _layer_that_runs() -> str:
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module: Any = frame.f_locals.get("self")
+        if isinstance(module, (Linear4bit, Linear8bitLt)):
+            return f"{type(module).__name__} {name_of(module)!r}"
+        frame = frame.f_back
+    return "a layer"
+
+
+_NAMES = {"_patches_refuse_meta": refuse}
+FOUR_BIT = tuple(
+    Rewrite(
+        "bitsandbytes.autograd._functions:matmul_4bit",
+        asked,
+        f"{asked}\n_patches_refuse_meta(A, B)",
+        names=_NAMES,
+        when=when,
+    )
+    for asked, when in (
+        ("assert quant_state is not None", "bitsandbytes<0.50"),
+        ('if quant_state is None:\n    raise ValueError("quant_state is required")', "bitsandbytes>=0.50"),
+    )
+)
+INT8 = Rewrite(
+    "bitsandbytes.autograd._functions:matmul",
+    "if threshold > 0.0:\n    state.threshold = threshold",
+    "_patches_refuse_meta(A, B)\nif threshold > 0.0:\n    state.threshold = threshold",
+    names=_NAMES,
+)
