@@ -48,6 +48,7 @@ Tensors = dict[str, "torch.Tensor"]
 
 def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[..., None]:
     """``Linear4bit._load_from_state_dict``, over that of ``nn.Module`` (or one that someone has put there)."""
+    from bitsandbytes.nn.modules import Linear4bit
 
     def _load_from_state_dict(
         self: Linear4bit,
@@ -59,8 +60,6 @@ def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        from bitsandbytes.nn import Linear4bit
-
         load = super(Linear4bit, self)._load_from_state_dict if original is None else partial(original, self)
         rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         weight = prefix + "weight"

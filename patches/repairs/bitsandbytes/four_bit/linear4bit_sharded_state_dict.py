@@ -53,6 +53,7 @@ def saving(original: Callable[..., None]) -> Callable[..., None]:
 
 def loading(original: Callable[..., None] | None) -> Callable[..., None]:
     """``Linear4bit._load_from_state_dict`` that also takes the statistics of a sharded weight."""
+    from bitsandbytes.nn.modules import Linear4bit
 
     def _load_from_state_dict(
         self: Linear4bit,
@@ -64,8 +65,6 @@ def loading(original: Callable[..., None] | None) -> Callable[..., None]:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        from bitsandbytes.nn import Linear4bit
-
         load = super(Linear4bit, self)._load_from_state_dict if original is None else partial(original, self)
         rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         weight = prefix + "weight"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def make_torch_function(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
     """``Params4bit.__torch_function__``, in place of one that is there for chunk and split alone."""
     import torch
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn.modules import Params4bit
 
     splits = (torch.chunk, torch.Tensor.chunk, torch.split, torch.Tensor.split)
 

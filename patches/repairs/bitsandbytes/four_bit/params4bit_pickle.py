@@ -15,6 +15,7 @@ When a layer is loaded whose pickle names no class (written without the patch), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
 
 
-def _reduce_ex(self: Params4bit, protocol: int) -> tuple[Any, ...]:
-    from bitsandbytes.nn import Params4bit
+def _make_reduce_ex(original: None) -> Callable[[Params4bit, int], tuple[Any, ...]]:
+    from bitsandbytes.nn.modules import Params4bit
 
-    reduced = super(Params4bit, self).__reduce_ex__(protocol)
-    plain = four_bit_state.of(self) is None and self.module is None
-    return reduced if plain and is_read_by_default(protocol) else with_class(reduced, self)
+    def __reduce_ex__(self: Params4bit, protocol: int) -> tuple[Any, ...]:
+        reduced = super(Params4bit, self).__reduce_ex__(protocol)
+        plain = four_bit_state.of(self) is None and self.module is None
+        return reduced if plain and is_read_by_default(protocol) else with_class(reduced, self)
+
+    return __reduce_ex__
 
 
 def defect() -> Finding:
@@ -58,7 +62,7 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
-        SetAttribute("bitsandbytes.nn.modules:Params4bit.__reduce_ex__", value=_reduce_ex),
+        SetAttribute("bitsandbytes.nn.modules:Params4bit.__reduce_ex__", make=_make_reduce_ex),
         *(
             SetAttribute(
                 f"bitsandbytes.nn.modules:{layer}.__setstate__",

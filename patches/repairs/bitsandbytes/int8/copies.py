@@ -35,18 +35,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _reduce_ex(self: Int8Params, protocol: int) -> tuple[Any, ...]:
-    from bitsandbytes.nn import Int8Params
+def _make_reduce_ex(original: None) -> Callable[[Int8Params, int], tuple[Any, ...]]:
+    from bitsandbytes.nn.modules import Int8Params
 
-    reduced = super(Int8Params, self).__reduce_ex__(protocol)
-    return reduced if is_read_by_default(protocol) else with_class(reduced, self, SCB=int8_scales.of(self))
+    def __reduce_ex__(self: Int8Params, protocol: int) -> tuple[Any, ...]:
+        reduced = super(Int8Params, self).__reduce_ex__(protocol)
+        return reduced if is_read_by_default(protocol) else with_class(reduced, self, SCB=int8_scales.of(self))
+
+    return __reduce_ex__
 
 
-def _copy(self: Int8Params) -> Int8Params:
-    from bitsandbytes.nn import Int8Params
+def _make_copy(original: None) -> Callable[[Int8Params], Int8Params]:
+    from bitsandbytes.nn.modules import Int8Params
 
-    rebuild, arguments, *_ = with_class(super(Int8Params, self).__reduce_ex__(4), self, SCB=int8_scales.of(self))
-    return rebuild(*arguments)
+    def __copy__(self: Int8Params) -> Int8Params:
+        rebuild, arguments, *_ = with_class(super(Int8Params, self).__reduce_ex__(4), self, SCB=int8_scales.of(self))
+        return rebuild(*arguments)
+
+    return __copy__
 
 
 def _pieces(whole: Int8Params, parts: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
@@ -103,8 +109,8 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
-        SetAttribute(f"{_PARAM}.__reduce_ex__", value=_reduce_ex, when="bitsandbytes>=0.47"),
-        SetAttribute(f"{_PARAM}.__copy__", value=_copy, when="bitsandbytes<0.47"),
+        SetAttribute(f"{_PARAM}.__reduce_ex__", make=_make_reduce_ex, when="bitsandbytes>=0.47"),
+        SetAttribute(f"{_PARAM}.__copy__", make=_make_copy, when="bitsandbytes<0.47"),
         *(SetAttribute(f"{_PARAM}.{name}", make=make_cut("Int8Params", name, _pieces)) for name in ("chunk", "split")),
         *(
             SetAttribute(

@@ -44,7 +44,7 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def make_setattr(original: Callable[..., None] | None) -> Callable[..., None]:
-    from bitsandbytes.nn import Linear8bitLt
+    from bitsandbytes.nn.modules import Linear8bitLt
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         old = self._parameters.get("weight") if name == "weight" else None

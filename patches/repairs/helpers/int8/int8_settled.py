@@ -172,7 +172,7 @@ SCALES_OF_THE_LAYER = SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", mak
 
 def make_setstate(original: Callable[..., None] | None) -> Callable[..., None]:
     """``Linear8bitLt.__setstate__``: a copy, and a layer from a pickle, has its scales in one place as well."""
-    from bitsandbytes.nn import Linear8bitLt
+    from bitsandbytes.nn.modules import Linear8bitLt
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         load = super(Linear8bitLt, self).__setstate__ if original is None else partial(original, self)
