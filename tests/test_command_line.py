@@ -92,7 +92,7 @@ def test_list(capsys, json_):
 
 
 @NEEDS_TORCH
-def test_report_and_diff_in_a_fresh_process(fresh):
+def test_report_and_diff_in_a_process_that_has_applied_nothing(forked):
     source = """
         import contextlib, io, json
         from patches.command_line import main
@@ -105,7 +105,7 @@ def test_report_and_diff_in_a_fresh_process(fresh):
             said.append(out.getvalue())
         print(json.dumps(said))
     """
-    report, diffs, diff, table = json.loads(fresh(source).splitlines()[-1])
+    report, diffs, diff, table = json.loads(forked(source).splitlines()[-1])
     results = json.loads(report)["results"]
     assert {r["id"] for r in results} == set(REGISTRY.patches)
     applied = [r["id"] for r in results if r["status"] == "applied"]

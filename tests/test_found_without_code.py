@@ -89,13 +89,13 @@ def test_torch_alone_gets_two_small_modules_and_nothing_else(probe):
     assert with_it["watches"] == 1 and not with_it["started"] and not with_it["lines"]
 
 
-def test_it_can_be_switched_off(probe):
-    found = probe("import torch, torchao", PATCHES_AUTOLOAD=" Off ")
+def test_it_can_be_switched_off(probe_forked):
+    found = probe_forked("import torch, torchao", PATCHES_AUTOLOAD=" Off ")
     assert found["ours"] == HOOK[:1] and not found["watches"] and not found["applied"]
 
 
 def test_torchs_own_switch_is_obeyed(probe):
-    found = probe("import torch, torchao", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    found = probe("import torch", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert found["ours"] == [] and not found["started"]
 
 

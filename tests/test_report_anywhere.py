@@ -15,6 +15,7 @@ from patches import REGISTRY, Status
 from patches.command_line import colour, explain, glance, main
 from patches.engine.report import Report, Result
 from patches.features import symptoms
+from tests import forks
 
 NEEDS_STACK = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="what the patches are for is not installed"
@@ -43,11 +44,14 @@ sys.__stdout__.write("\\n" + json.dumps(answers))
 
 
 def answers(*lines: tuple[str, ...], path: Path | None = None, environs: tuple = ()) -> list[tuple[int, str, str]]:
-    """Exit code, output and complaints of each command, one after the other in one process."""
+    """Exit code, output and complaints of each command, one after the other in a process that has imported torch."""
     asked = json.dumps([*zip(lines, environs or [{}] * len(lines))])
     known = os.environ.get("PYTHONPATH", "")
     env = {**os.environ, "PATCHES_AUTOLOAD": "1", "PYTHONPATH": f"{path}{os.pathsep}{known}" if path else known}
-    done = subprocess.run([sys.executable, "-c", MANY, asked], capture_output=True, text=True, env=env, timeout=300)
+    if path and any((path / name).is_dir() for name in ("accelerate", "torchao")):  # which such a process has imported
+        done = subprocess.run([sys.executable, "-c", MANY, asked], capture_output=True, text=True, env=env, timeout=300)
+    else:
+        (done,) = forks.run(forks.Program(["-c", MANY, asked], env), timeout=300)
     assert done.returncode == 0, done.stderr
     return [tuple(each) for each in json.loads(done.stdout.splitlines()[-1])]
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+
 ROOT = Path(__file__).resolve().parent.parent
 START = """
 import logging, sys
@@ -28,21 +30,27 @@ sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f,
 """Without the checkout that runs the tests."""
 
 
-def run(code: str, folder: Path, *path: Path | str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a fresh process in ``folder``, with the folders ``path`` first on the path of modules."""
+def run(code: str, folder: Path, *path: Path | str, warm: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a process in ``folder``, with the folders ``path`` first on the path of modules.
+
+    It is a fresh one, or ``warm``: torch and transformers are imported (:mod:`.forks`).
+    """
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    env = {**os.environ, "PATCHES_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(map(str, (*path, *known))), **environ}
-    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=env)
+    env = {**os.environ, "PATCHES_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(map(str, (*path, *known)))}
+    if warm:
+        (result,) = forks.run(forks.Program(["-c", code], env, str(folder)), timeout=300)
+    else:
+        result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
 
 def start(
-    folder: Path, before: str = "", root: Path = ROOT, call: str = "bnb_patches_autoload.start()"
+    folder: Path, before: str = "", root: Path = ROOT, call: str = "bnb_patches_autoload.start()", warm: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run the shim in a fresh process whose working directory, ``folder``, comes first on the path."""
+    """Run the shim in a process whose working directory, ``folder``, comes first on the path."""
     path = f"import sys; sys.path[:0] = [{str(folder)!r}]; sys.path.append({str(root)!r})"
-    return run("\n".join([path, before, START.replace("{call}", call)]), folder)
+    return run("\n".join([path, before, START.replace("{call}", call)]), folder, warm=warm)
 
 
 def test_alone_it_imports_bnb_patches_and_says_nothing(tmp_path):
@@ -80,7 +88,7 @@ def test_a_module_of_the_users_is_neither_run_nor_in_the_way(tmp_path, kind):
 def test_a_module_of_the_users_does_not_break_the_import_of_bitsandbytes(tmp_path):
     pytest.importorskip("torch", reason="bitsandbytes cannot be imported without torch")
     (tmp_path / "patches.py").write_text("raise SystemExit('the user module ran')")
-    result = start(tmp_path, call="import bitsandbytes; bitsandbytes.nn.Linear4bit")
+    result = start(tmp_path, call="import bitsandbytes; bitsandbytes.nn.Linear4bit", warm=True)
     assert "'bnb_patches.autoload'" in result.stdout
 
 
@@ -175,7 +183,7 @@ def test_pytest_with_a_folder_of_tests_named_patches(tmp_path):
     (tmp_path / "conftest.py").write_text("import bitsandbytes\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     code = "import pytest, sys; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests']))"
-    assert "1 passed" in run(code, tmp_path).stdout
+    assert "1 passed" in run(code, tmp_path, warm=True).stdout
 
 
 def test_on_the_command_line_under_either_name(tmp_path):
@@ -231,7 +239,7 @@ bnb_patches_autoload.start() if "bitsandbytes" in sys.modules else bnb_patches_a
 import bnb_patches as ours, patches
 print(ours.__file__, patches is ours, len(ours.report().with_status(ours.Status.APPLIED)))
 """
-    result = run(code, tmp_path, copies[how])
+    result = run(code, tmp_path, copies[how], warm=True)
     file, same, count = result.stdout.splitlines()[-1].split()
     assert file.startswith(str(copies[how])) and same == "True" and int(count) > 3
     assert "WARNING" not in result.stderr

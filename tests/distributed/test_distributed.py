@@ -104,7 +104,17 @@ def test_one_process_reads_what_ranks_wrote(start: Callable[..., Said], written:
 
 def test_a_reader_without_the_plugin_reads_what_ranks_with_it_wrote(start: Callable[..., Said], written: None) -> None:
     names = [f"load/{kind}/torch/2{plugin}/dcp/same" for kind in ("nf4-u8", "nested") for plugin in "+-"]
-    assert not judge(start(2, names, plugin=False))
+    full = {
+        way: [f"load/nf4-u8/torch/{writer}/{way}/same" for writer in ("2+", "0-")]
+        for way in ("broadcast-lenient", "full", "broadcast-offload")
+    }
+    found = start(2, names + sum(full.values(), []), plugin=False)
+    assert not judge({name: found[name] for name in names + full["broadcast-lenient"]})
+    # A full state dict is that of one process, of which torch refuses the quantization states: docs/limits.md.
+    for refused in full["full"], full["broadcast-offload"]:
+        by_ranks, alone = (found[name] for name in refused)
+        assert by_ranks == alone and all("weight.absmax" in words for kind, words in by_ranks if kind == "error")
+        assert together(by_ranks) == "error"
 
 
 def test_embeddings_train_as_in_one_process(start: Callable[..., Said]) -> None:

@@ -38,10 +38,10 @@ def test_an_unknown_id_is_a_warning_that_names_the_nearest(caplog):
 
 
 @pytest.mark.parametrize("broken", [pytest.param("handler", marks=pytest.mark.release("filter")), "filter"])
-def test_what_logging_raises_has_no_place_in_an_import(fresh, broken):
+def test_what_logging_raises_has_no_place_in_an_import(forked, broken):
     """A handler of the user's that fails at every record: everything is imported and repaired all the same."""
     pytest.importorskip("bitsandbytes")
-    out = fresh(
+    out = forked(
         """
         import logging, sys
         logger = logging.getLogger("bnb_patches")

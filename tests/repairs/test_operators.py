@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,16 +67,19 @@ def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def steps(fresh, tmp_path_factory, another_version) -> list[dict]:
-    """Three processes in turn with one cache: the plugin, the plugin again, another version of it."""
+def steps(fresh, forked, tmp_path_factory, another_version) -> list[dict]:
+    """Three processes in turn with one cache: the plugin, the plugin again, another version of it.
+
+    Of the last one nothing is asked about its hash seed: it may be a fork.
+    """
     cache = str(tmp_path_factory.mktemp("cache"))
 
-    def step(seed: str, folder: Path | None = None) -> dict:
+    def step(run: Callable[..., str], folder: Path | None = None, **environ: str) -> dict:
         path = os.environ["PYTHONPATH"] if folder is None else f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"
-        env = {"TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
-        return json.loads(fresh(STEP, cwd=folder, **env).splitlines()[-1])
+        env = {"TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": path, **environ}
+        return json.loads(run(STEP, cwd=folder, **env).splitlines()[-1])
 
-    return [step("1"), step("2"), step("1", another_version)]
+    return [step(fresh, PYTHONHASHSEED="1"), step(fresh, PYTHONHASHSEED="2"), step(forked, another_version)]
 
 
 def test_a_repair_reaches_who_has_a_warm_cache(steps):

@@ -14,7 +14,9 @@ without a quantization state are accepted if they equal those of the layer (an o
 base). Otherwise they raise an error.
 
 ``set_model_state_dict(broadcast_from_rank0=True)`` sends everything in the file of rank 0, and the other ranks keep
-only parameters and buffers. With the repair they keep the quantization states too.
+only parameters and buffers. With the repair they keep the quantization states too. Without the plugin, torch rejects the
+quantization states of a full state dict in a sharded model, also of one that a single process wrote: docs/limits.md has the
+options that load it.
 """
 
 from __future__ import annotations
