@@ -5,7 +5,8 @@ of an offloaded INT8 layer are neither parameter nor buffer, and the look-up rai
 neither a parameter, buffer, nor extra state``. ``cpu_offload``, ``disk_offload`` and a layer that was offloaded by
 itself leave no device map, or one that names one device, which transformers 4 treats as none: ``Cannot copy out of
 meta tensor; no data!``. transformers 4.53 to 5.23. Before 5.14 transformers also looks up names of the checkpoint that
-the model does not have (Llava, mixtures of experts): ``has no attribute `language_model```.
+the model does not have (Llava, mixtures of experts): ``has no attribute `language_model```. Tied
+weights that are offloaded are written twice after a forward, because accelerate gives each module a parameter of its own.
 
 In these cases the repair builds the state dict module by module. It brings each module from where it is offloaded and
 copies it to CPU memory, which must hold all of them. Models that could be saved before are saved as before, one shard
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine import Finding, Patch, Rewrite
 from ...engine.gate import satisfied
 from ..helpers.int8 import int8_scales
-from ..helpers.offload import offloaded
+from ..helpers.offload import offloaded, ties
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,7 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
 
     ``modules`` is where transformers 4 looks each name up while it writes; emptied if that would not find them.
     """
+    tied = ties.restore(model)
     state: dict[str, Tensor] = model.state_dict()
     away = {name for name, tensor in state.items() if tensor.is_meta}
     int8 = {name for name in away if int8_scales.is_int8(state[name])}
@@ -45,6 +47,7 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
             # Scales that are away are in no state dict once the layer has run.
             new = {name: tensor for name, tensor in brought.items() if name in away or name not in state}
             state.update((name, tensor.to("cpu")) for name, tensor in new.items())
+    state.update((name, state[source]) for name, source in tied.items() if name in state and not state[source].is_meta)
     if renamed and modules:
         modules.clear()
     return state

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import patches
+from patches.repairs.helpers.loading import sizes
 from patches.repairs.helpers.loading.places import planned
 from patches.repairs.helpers.process import freed
 from patches.repairs.helpers.reproducers import tiny_models
@@ -55,6 +56,7 @@ def experts():
 MODELS = {
     "tied": (tied, {"": "cpu", "model.layers.1": "disk"}),
     "tied on disk": (tied, {"": "cpu", "model.embed_tokens": "disk", "lm_head": "disk", "model.layers.0": "disk"}),
+    "tied to what stays": (tied, {"": "cpu", "lm_head": "disk", "model.layers.0": "disk"}),
     "conv1d": (conv1d, {"": "cpu", "transformer.h.1": "disk"}),
     "encoder-decoder": (encoder_decoder, {"": "cpu", "encoder.block.1": "disk", "decoder.block.0": "disk"}),
     "fused": (fused, {"": "cpu", "model.layers.0": "disk"}),
@@ -69,8 +71,8 @@ def outputs(model):
         return model(input_ids=IDS, **also).logits
 
 
-DAILY = {("tied on disk", "int8"), ("conv1d", "nf4"), ("fused", "int8")}
-REST = pytest.mark.release("three of the pairs of model and kind")
+DAILY = {("tied on disk", "int8"), ("tied to what stays", "nf4"), ("conv1d", "nf4"), ("fused", "int8")}
+REST = pytest.mark.release("four of the pairs of model and kind")
 PAIRS = [pytest.param(name, kind, marks=[] if (name, kind) in DAILY else [REST]) for name in MODELS for kind in HOW]
 
 
@@ -93,13 +95,13 @@ def same(from_pretrained, places, how, tmp_path, compute=outputs):
     whole.save_pretrained(tmp_path / "whole")
     one = load(tmp_path / "plain", places, quantization_config=how)
     two = load(tmp_path / "whole", places)
+    expected = compute(one)  # after which accelerate has given each module a parameter of its own, also of tied ones
     one.save_pretrained(tmp_path / "one")
     two.save_pretrained(tmp_path / "two")
     saved, *others = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "one", "two"))
     for other in others:
         assert other.keys() == saved.keys()
         assert all(torch.equal(other[key], saved[key]) and other[key].dtype == saved[key].dtype for key in saved)
-    expected = compute(one)
     assert torch.equal(compute(two), expected)
     reference = compute(whole)
     assert (expected - reference).norm() < 0.01 * reference.norm()
@@ -117,6 +119,25 @@ def test_a_module_with_a_parameter_of_its_own_goes_to_the_farthest_place_that_a_
     model = torch.nn.Sequential(block, torch.nn.Linear(4, 4))
     quantizer = AutoHfQuantizer.from_config(transformers.BitsAndBytesConfig(**HOW["nf4"]))
     assert planned(model, given, quantizer)["0"] == place
+
+
+LAYERS = [sizes.Unit(f"layers.{i}", torch.nn.Linear(1, 1, bias=False), 10, 1, True) for i in range(6)]
+LARGE, SMALL = sizes.Unit("embed", None, 100, 0, False), sizes.Unit("norm", None, 2, 0, False)
+
+
+@pytest.mark.parametrize("rooms, expected", [
+    ([30, 40], {0: ["norm", "layers.0", "layers.1"], 1: ["layers.2", "layers.3", "layers.4"], "disk": ["embed", "layers.5"]}),
+    ([10, 30], {0: ["norm"], 1: ["layers.0", "layers.1"], "disk": ["embed", *(f"layers.{i}" for i in range(2, 6))]}),
+    ([1, 40], {1: ["norm", *(f"layers.{i}" for i in range(3))], "disk": ["embed", *(f"layers.{i}" for i in range(3, 6))]}),
+    ([1, 1], {"disk": ["embed", "norm", *(f"layers.{i}" for i in range(6))]}),
+])  # fmt: skip
+def test_what_fits_no_device_leaves_them_to_the_layers(rooms, expected):
+    """What waits leaves statistics on the first device that takes something."""
+    resident, waiting = [sizes.Room(*each) for each in enumerate(rooms)], [sizes.Room("disk", float("inf"))]
+    found = sizes._fitted([LARGE, *LAYERS, SMALL], {f"layers.{i}.weight": (10, 1) for i in range(6)}, resident, waiting)
+    assert {place: sorted(n for n in found if found[n] == place) for place in set(found.values())} == {
+        place: sorted(names) for place, names in expected.items()
+    }
 
 
 def test_vision_language_with_a_list_of_skipped_modules(tmp_path):

@@ -109,12 +109,20 @@ def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
         return device_map
     _refuse_unknown(model, device_map)
     main = execution_device(device_map)
-    found = dict(_disjoint(model, "", device_map, main, inside=False))
-    for name, source in tied(model).items():
-        owner, theirs = name.rpartition(".")[0], around(found, source)
-        if owner in found and theirs is not None and found[theirs] == "disk":  # one parameter, which lies there
-            found[owner] = "disk"
+    found = dict(_disjoint(model, "", {**device_map, **_of_tied(model, device_map)}, main, inside=False))
     return Places(found, device_map)
+
+
+def _of_tied(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
+    """Where modules go whose weight is another's that lies elsewhere: there is one, so that nothing else waits for it."""
+    found = {}
+    for name, source in tied(model).items():
+        mine, theirs = (around(device_map, each) for each in (name, source))
+        if mine is None or theirs is None or str(device_map[mine]) == str(device_map[theirs]):
+            continue
+        if _is_offloaded(device_map[mine]) or device_map[theirs] == "disk":
+            found[name.rpartition(".")[0]] = device_map[theirs]
+    return found
 
 
 def tied(model: Any) -> dict[str, str]:

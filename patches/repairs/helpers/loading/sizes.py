@@ -48,15 +48,21 @@ def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Calla
 
     def infer_auto_device_map(model: Any, **options: Any) -> Any:
         device_map = infer(model, **options)
-        if not places.offloads(device_map) or not places.supports(quantizer):
+        if {*places.OFFLOADED}.isdisjoint(device_map.values()) or not places.supports(quantizer):
             return device_map
         from accelerate.utils.modeling import clean_device_map
 
         sizes = tensor_sizes(model, quantizer)
         units = list(_units(model, "", sizes, set(options["no_split_module_classes"] or ())))
-        found = _fitted(units, sizes, *_rooms(max_memory, units))
+        resident, waiting = _rooms(max_memory, units)
+        # All on the CPU: so it is where there is no device, and where the first module alone is too large for it.
+        if not places.offloads(device_map) and all(room.place == "cpu" for room in resident):
+            return device_map
+        found = _fitted(units, sizes, resident, waiting)
         _follow_tied(found, places.tied(model))
-        return clean_device_map(found)
+        # What waits computes on the first device that a map names: the one where room was left for its statistics.
+        first = next((room.place for room in resident if room.place in found.values()), None)
+        return dict(sorted(clean_device_map(found).items(), key=lambda item: item[1] != first))
 
     return infer_auto_device_map
 
@@ -129,13 +135,17 @@ def _rooms(max_memory: Any, units: list[Unit]) -> tuple[list[Room], list[Room]]:
 
 def _fitted(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room]) -> Map:
     """A place for each unit. First the statistics of all count as those of offloaded layers, then of those that are."""
-    reserved, found = sum(unit.stays for unit in units), Map()
-    for _ in range(3):
-        rooms = [Room(room.place, room.left) for room in resident]
-        if rooms:
-            rooms[0].left -= reserved
-        found, reserved = _fill(units, sizes, rooms, [Room(room.place, room.left) for room in waiting])
-        if not reserved:
+    found = Map()
+    for first in range(max(1, len(resident))):  # a device that takes nothing is none where what waits computes
+        reserved = sum(unit.stays for unit in units)
+        for _ in range(3):
+            rooms = [Room(room.place, room.left) for room in resident[first:]]
+            if rooms:
+                rooms[0].left -= reserved
+            found, reserved = _fill(units, sizes, rooms, [Room(room.place, room.left) for room in waiting])
+            if not reserved:
+                break
+        if not rooms or rooms[0].place in found.values():
             break
     return found
 
@@ -143,23 +153,25 @@ def _fitted(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list
 def _fill(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room]) -> tuple[Map, int]:
     """The places, and the bytes that what waits leaves on the first device.
 
-    With one device, what the model does not repeat comes first, and the first layer that does not fit is divided.
+    What the model does not repeat comes first, and to the first device, where it also computes if it waits: its outputs are
+    often added up. Layers go from one device to the next in order. With one device, the first that does not fit is divided.
     """
     found, left_behind, full = Map(), 0, not resident
-    alone = len(resident) == 1
-    for unit in sorted(units, key=lambda unit: unit.block) if alone else units:
+    alone, rooms = len(resident) == 1, resident
+    for unit in sorted(units, key=lambda unit: unit.block):
         parts = [unit]
-        while not alone and resident and not _fits(unit, resident[0]):
-            resident.pop(0)
-        if alone and unit.block and not full and not _fits(unit, resident[0]):
+        if alone and unit.block and not full and not _fits(unit, rooms[0]):
             parts, full = list(_units(unit.module, unit.name, sizes, set())), False
         for part in parts:
-            if resident and not (full and unit.block) and _fits(part, resident[0]):
-                resident[0].left -= part.moves + part.stays
-                found[part.name] = resident[0].place
-            else:
+            possible = ([] if full else rooms) if unit.block else resident[:1]
+            at = next((at for at, room in enumerate(possible) if _fits(part, room)), None)
+            if at is None:
                 left_behind += part.stays
                 found[part.name] = _wait(part, waiting)
+                continue
+            possible[at].left -= part.moves + part.stays
+            found[part.name] = possible[at].place
+            rooms = rooms[at:] if unit.block else rooms
         full = full or parts != [unit]
     return found, left_behind
 

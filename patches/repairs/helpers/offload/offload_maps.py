@@ -13,7 +13,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Hashable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ..int8 import int8_scales
@@ -36,6 +36,20 @@ def loaders(model: Module) -> list[Any]:
             if hasattr(weights, "index"):
                 found[id(weights)] = weights
     return list(found.values())
+
+
+def place(hook: Any, name: str) -> Hashable:
+    """Where ``hook`` brings ``name`` from: the same for tied weights alone. None if nothing tells."""
+    weights, key = hook.weights_map, name
+    if hasattr(weights, "prefix"):
+        weights, key = weights.dataset, weights.prefix + name
+    kept = getattr(weights, "state_dict", weights)
+    if type(kept) is dict and key in kept:
+        tensor = kept[key]
+        return (tensor.data_ptr(), tensor.stride()) if tensor.numel() else None
+    entry = getattr(weights, "index", {}).get(key, {})
+    file = entry.get("safetensors_file")
+    return file and (file, entry.get("weight_name", key))
 
 
 def write(hook: Any, name: str, tensor: Tensor) -> None:
