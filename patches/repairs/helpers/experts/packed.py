@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from bitsandbytes.functional import QuantState
 
+TABLES = ("code", "nested_code")
+"""Tensors that all experts share."""
 Layout = tuple[tuple[tuple[tuple[int, int], tuple[str, ...]], ...], tuple[Any, ...]]
 """For each part its shape and the names of its tensors; the fields of :class:`Kind`."""
 
@@ -146,8 +148,7 @@ class Packed:
 
     def only(self, experts: Any) -> Packed:
         """The experts at ``experts``: a slice, or a tensor of indices."""
-        tables = ("code", "nested_code")
-        return self.with_tensors({n: t if n in tables else t[experts] for n, t in self.tensors().items()})
+        return self.with_tensors({n: t if n in TABLES else t[experts] for n, t in self.tensors().items()})
 
     def state(self, part: Part, expert: int) -> QuantState:
         """The quantization state of one matrix in 4 bits, as ``Linear4bit`` has it."""

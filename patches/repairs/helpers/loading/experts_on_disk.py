@@ -6,9 +6,11 @@ it takes to be in memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..experts.found import is_quantized
 from .places import Places
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from .packed_files import Entry, Folder, Index
 
 _LAYOUT = "experts"
+_CHANGES = itertools.count()
 
 
 class Waiting:
@@ -24,11 +27,11 @@ class Waiting:
     device = "disk"
 
 
-def write(folder: Folder, name: str, weight: Any) -> Entry:
-    """Write ``weight``, and say how :class:`Kept` finds it."""
+def write(folder: Folder, name: str, weight: Any, file: str | None = None) -> Entry:
+    """Write ``weight``, and say how :class:`Kept` finds it; ``file``: its name, if not that of the parameter."""
     parts = {key: tensor.to("cpu") for key, tensor in weight.packed.tensors().items()}
     layout = weight.packed.layout(), weight.dtype, weight.swapped
-    return {"safetensors_file": folder.write_parts(name, weight, parts), "weight_name": name, _LAYOUT: layout}
+    return {"safetensors_file": folder.write_parts(name, weight, parts, file), "weight_name": name, _LAYOUT: layout}
 
 
 class Kept(dict[str, Any]):
@@ -43,6 +46,17 @@ class Kept(dict[str, Any]):
         found = super().__getitem__(name)
         return _read(self.index[name]) if found is Waiting else found
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        """What was merged goes to the disk again, to a file of its own: a copy of this map reads the one before."""
+        if not self.waits(name) or not is_quantized(value):
+            return super().__setitem__(name, value)
+        self.index[name] = write(self.index.folder, name, value, f"{name}.{next(_CHANGES)}")  # type: ignore[arg-type]
+        self.index.know()
+
+    def waits(self, name: str) -> bool:
+        """Whether the experts ``name`` are on the disk."""
+        return super().get(name) is Waiting
+
 
 def _read(entry: Entry) -> Any:
     from safetensors.torch import load_file
@@ -52,6 +66,27 @@ def _read(entry: Entry) -> Any:
 
     layout, dtype, swapped = entry[_LAYOUT]
     return as_parameter(Packed.laid_out(layout, load_file(entry["safetensors_file"])), dtype, swapped)
+
+
+def one(weights: Any, name: str, number: int) -> Any:
+    """Expert ``number`` of the parameter ``name`` in the map of a hook, alone; None if they do not wait on the disk."""
+    from safetensors import safe_open
+
+    from ..experts.packed import TABLES, Packed
+    from ..experts.tensor import as_parameter
+
+    key = f"{getattr(weights, 'prefix', '')}{name}"
+    kept = getattr(getattr(weights, "dataset", weights), "state_dict", None)
+    if not isinstance(kept, Kept) or not kept.waits(key):
+        return None
+    entry = kept.index[key]
+    layout, dtype, swapped = entry[_LAYOUT]
+    with safe_open(entry["safetensors_file"], framework="pt") as file:
+        tensors = {
+            part: file.get_tensor(part) if part in TABLES else file.get_slice(part)[number : number + 1]
+            for part in file.keys()  # noqa: SIM118
+        }
+    return as_parameter(Packed.laid_out(layout, tensors), dtype, swapped)
 
 
 def refuse(found: Iterable[Found], load_config: Any) -> None:

@@ -55,11 +55,11 @@ class Folder:
         file = self.write_parts(name, tensor, {name: tensor})
         return {"safetensors_file": file, "weight_name": name, "dtype": str(tensor.dtype).removeprefix("torch.")}
 
-    def write_parts(self, name: str, whole: Tensor, parts: Mapping[str, Tensor]) -> str:
-        """Write the ``parts`` that the parameter ``name`` consists of; the file."""
+    def write_parts(self, name: str, whole: Tensor, parts: Mapping[str, Tensor], file: str | None = None) -> str:
+        """Write the ``parts`` that the parameter ``name`` consists of, to ``file`` or to its own; the path."""
         from safetensors.torch import save_file
 
-        file = os.path.join(self.path, f"{name}.safetensors")
+        file = os.path.join(self.path, f"{file or name}.safetensors")
         with self.writing(name, whole):
             save_file({key: tensor.contiguous() for key, tensor in parts.items()}, f"{file}.part")
             os.replace(f"{file}.part", file)  # so that what has the name is whole

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Hashable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from ..experts.found import is_quantized
 from ..int8 import int8_scales
 from . import hooks
 
@@ -54,6 +55,8 @@ def place(hook: Any, name: str) -> Hashable:
 
 def write(hook: Any, name: str, tensor: Tensor) -> None:
     """Make ``tensor`` what ``hook`` brings for ``name`` from now on, with its row scales if it is an INT8 weight."""
+    if is_quantized(tensor):
+        return _put(hook, name, tensor.detach().to("cpu"))
     scales = int8_scales.of(tensor)
     beside = name.replace("weight", "SCB")
     if scales is not None and beside in hook.weights_map:
@@ -91,22 +94,37 @@ def _in_memory(kept: MutableMapping[str, Tensor], key: str, tensor: Tensor) -> N
         kept[key] = tensor
         return
     old = kept[key]
-    start = _first_values(old)
     names = [name for name, other in kept.items() if _is_same_memory(other, old)]
     for name, other in kept.items():
-        if name not in names and (other.dtype, other.shape, other.device) == (old.dtype, old.shape, old.device):
-            if start.equal(_first_values(other)) and old.equal(other):
-                raise _tied(key, name, "memory of its own")
+        if name not in names and _has_same_values(other, old):
+            raise _tied(key, name, "memory of its own")
     kept.update(dict.fromkeys(names, tensor))
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.numel() > 0)
+    if one is other or one.shape != other.shape:
+        return one is other
+    here, there = _values(one), _values(other)
+    return here.data_ptr() == there.data_ptr() and here.numel() > 0
 
 
-def _first_values(tensor: Tensor) -> Tensor:
-    """Enough to see in a moment that two weights differ."""
-    return tensor.detach()[:1] if tensor.ndim else tensor.detach()
+def _has_same_values(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+        return False
+    if is_quantized(one) or is_quantized(other):
+        return is_quantized(one) and is_quantized(other) and _is_same_experts(one, other)
+    return _values(one)[:1].equal(_values(other)[:1]) and one.equal(other)  # the first ones tell most apart in a moment
+
+
+def _is_same_experts(one: Any, other: Any) -> bool:
+    parts = one.packed.tensors(), other.packed.tensors()
+    return parts[0].keys() == parts[1].keys() and all(parts[0][name].equal(parts[1][name]) for name in parts[0])
+
+
+def _values(tensor: Any) -> Tensor:
+    """Where the values of ``tensor`` lie; quantized experts have no memory of their own."""
+    found: Tensor = (tensor.packed.parts[0].codes if is_quantized(tensor) else tensor).detach()
+    return found if found.ndim else found[None]
 
 
 def _same_place(loader: Any, key: str) -> list[str]:

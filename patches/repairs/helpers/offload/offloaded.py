@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..experts.found import is_quantized
 from ..int8 import int8_scales
 from . import hooks, offload_maps
 
@@ -149,9 +150,11 @@ def onloaded(root: Module) -> Iterator[None]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """What ``tensor`` holds: its values, and the row scales of an INT8 weight."""
+    """What ``tensor`` holds: its values, and the row scales of an INT8 weight; of quantized experts their tensors."""
     import torch
 
+    if is_quantized(tensor):
+        return list(tensor.packed.tensors().values())  # type: ignore[attr-defined]
     scales = int8_scales.of(tensor)
     return [t.detach().as_subclass(torch.Tensor) for t in (tensor, scales) if t is not None]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+from ..experts.found import is_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,7 @@ def enter(visits: Iterable[Visit]) -> Any:
     places = {}
     for visit in visits:
         for name, tensor in visit.unchanged().items():
-            places[tensor.untyped_storage().data_ptr()] = (visit.hook, name, tensor.dtype)
+            places[_place(tensor)] = (visit.hook, name, tensor.dtype)
     if not places:
         return None
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _pack(tensor, places), _unpack)
@@ -88,13 +90,24 @@ class _Offloaded:
         return value.contiguous().view(-1).view(self.dtype).as_strided(*self.layout)
 
 
-def _pack(tensor: Tensor, places: dict[int, tuple[Any, str, torch.dtype]]) -> _Kept | _Offloaded:
+def _place(tensor: Any) -> int:
+    """The same number for all views of one weight; of experts their packed weights are what a view shares."""
+    return id(tensor.packed) if is_quantized(tensor) else int(tensor.untyped_storage().data_ptr())
+
+
+def _pack(tensor: Any, places: dict[int, tuple[Any, str, torch.dtype]]) -> Any:
     import torch
 
     # Sparse tensors have no storage of their own.
-    place = places.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
-    return _Kept(tensor) if place is None else _Offloaded(tensor, *place)
+    place = places.get(_place(tensor)) if tensor.layout is torch.strided else None
+    if place is None:
+        return _Kept(tensor)
+    if is_quantized(tensor):
+        from ..experts.recalled import Recalled
+
+        return Recalled(tensor, *place)
+    return _Offloaded(tensor, *place)
 
 
-def _unpack(saved: _Kept | _Offloaded) -> Tensor:
+def _unpack(saved: Callable[[], Tensor]) -> Tensor:
     return saved()
