@@ -7,20 +7,13 @@ import os
 import pytest
 import torch
 
-import patches
 from patches.repairs.helpers.loading import reading_ahead
+from tests.repairs.patched_once import unpatched  # noqa: F401
 from tests.repairs.transformers.on_disk import IDS, load, logits, make
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be asked to read ahead")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unpatched():
-    """All patches, once for this file."""
-    with patches.applied():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import patches
 from patches.repairs.helpers.loading import left_behind, packed_files
+from tests.repairs.patched_once import unpatched  # noqa: F401
 from tests.repairs.transformers.on_disk import assert_a_second_try_works, left, load, logits, make
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unpatched():
-    """All patches, once for this file."""
-    with patches.applied():
-        yield
 
 
 @pytest.fixture(scope="module")

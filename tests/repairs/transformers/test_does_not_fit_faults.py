@@ -16,18 +16,11 @@ import warnings
 import pytest
 import torch
 
-import patches
+from tests.repairs.patched_once import unpatched  # noqa: F401
 from tests.repairs.transformers.on_disk import IDS, PLACES, assert_a_second_try_works, left, load, logits, make
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unpatched():
-    """All patches, once for this file."""
-    with patches.applied():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import patches
 from patches.repairs.helpers.loading import sizes
 from patches.repairs.helpers.loading.places import planned
 from patches.repairs.helpers.process import freed
 from patches.repairs.helpers.reproducers import tiny_models
+from tests.repairs.patched_once import unpatched  # noqa: F401
 
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
@@ -20,13 +20,6 @@ from transformers.quantizers.auto import AutoHfQuantizer  # noqa: E402
 
 SIZE = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 IDS = torch.arange(8)[None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unpatched():
-    """All patches, once for this file."""
-    with patches.applied():
-        yield
 
 
 def tied():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import patches
+from tests.repairs.patched_once import unpatched  # noqa: F401
 from tests.repairs.peft.offloading import device_map, logits, quantization, save_base, whole
 
 pytest.importorskip("bitsandbytes")
@@ -22,13 +22,6 @@ ON_DISK = {"": "cpu", "model.layers.1": "disk"}
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("base") / "model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unpatched():
-    """All patches, once for this file."""
-    with patches.applied():
-        yield
 
 
 def load(folder, kind, places, **options):

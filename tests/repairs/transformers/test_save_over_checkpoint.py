@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import patches
+from tests.repairs.patched_once import unpatched  # noqa: F401
 from tests.repairs.transformers.on_disk import logits, make
 
 pytest.importorskip("bitsandbytes")
@@ -21,13 +21,6 @@ ON_CPU = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
 PLACES = {**dict.fromkeys(ON_CPU, "cpu"), "model.layers": "disk"}
 BEFORE, AFTER = "80KB", {"one file": {}, "as many": {"max_shard_size": "80KB"}, "more": {"max_shard_size": "40KB"}}
 FORMS = ["plain", "quantized", "quantized now"] if transformers.__version__ >= "5" else ["plain"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unpatched():
-    """All patches, once for this file."""
-    with patches.applied():
-        yield
 
 
 @pytest.fixture(scope="module")
