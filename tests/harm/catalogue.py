@@ -132,6 +132,11 @@ class Case:
         return f"{self.program.name}[{self.kind}]{device}{'@avx512bf16' if self.packed else ''}"
 
     @property
+    def group(self) -> str:
+        """The cases of a group are judged together; one that compiles is a group of its own."""
+        return self.id if self.program.compiles else self.program.group
+
+    @property
     def may_crash(self) -> bool:
         return self.program.crashes and self.packed
 

@@ -14,6 +14,7 @@ from .catalogue import PROGRAMS, Case, cases
 from .known import FOUND, KNOWN, fault_of, marks
 from .layers import KINDS
 from .sequences import OPERATIONS
+from .share import runs_daily
 from .verdicts import Verdicts
 
 PACKED = bool(getattr(functional, "has_avx512bf16", lambda: False)())
@@ -27,9 +28,12 @@ def verdicts(request: pytest.FixtureRequest) -> Verdicts:
     return Verdicts(case for call in calls if isinstance(case := call.params.get("case"), Case))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.id, marks=marks(case.id, case.program.name)) for case in CASES]
-)
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    elsewhere = "the same on a plain processor" if PACKED else "the newest release, and another of the older ones"
+    return [*marks(case.id, case.program.name), *([] if runs_daily(case) else [pytest.mark.release(elsewhere)])]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id, marks=_marks(case)) for case in CASES])
 def test_program(case: Case, verdicts: Verdicts) -> None:
     judged = verdicts.of(case)
     assert not judged.faults, "\n".join([f"unpatched: {judged.unpatched}", *judged.faults])

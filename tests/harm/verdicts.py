@@ -38,14 +38,14 @@ class Verdicts:
         self._groups: dict[str, list[Case]] = {}
         self._judged: dict[str, Judged] = {}
         for case in cases:
-            self._groups.setdefault(_group(case), []).append(case)
+            self._groups.setdefault(case.group, []).append(case)
 
     def of(self, case: Case) -> Judged:
         if case.id not in self._judged:
             gc.collect()
             gc.freeze()  # what is alive is kept out of the walks by which patches look for damage: they take the time
             with _silent():
-                self._judged |= _judge(self._groups[_group(case)])
+                self._judged |= _judge(self._groups[case.group])
         return self._judged[case.id]
 
 
@@ -57,10 +57,6 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-def _group(case: Case) -> str:
-    return case.id if case.program.compiles else case.program.group
 
 
 def _judge(cases: Sequence[Case]) -> dict[str, Judged]:
