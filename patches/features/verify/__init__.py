@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from .processes import ask
 from .worker import Answer
 
 PHASES = ("unpatched", "patched", "all", "reverted")
+_PRESENT = ("unpatched", "reverted")
 VERDICTS = ("ok", "skipped", "cannot show", "wrong")
 """In the order in which a table shows them: what needs attention comes last."""
 
@@ -181,7 +182,7 @@ def _judged(patch: Patch, verdict: gate.Verdict, found: dict[str, Answer]) -> Ro
         return Row(patch.id, "cannot show", f"{verdict.reason}; {_NOT_THERE}: {found['unpatched'][1]}", found)
     if verdict.status is Status.NOT_AFFECTED and said == [True] and gate.satisfied(patch.requires[0]):
         return Row(patch.id, "skipped", f"{verdict.reason}; the defect is there, and is not repaired there", found)
-    expected = _expected(len(found))
+    expected = _expected(found)
     if said == list(expected):
         return Row(patch.id, "ok", "" if verdict.status is Status.AVAILABLE else verdict.reason, found)
     wrong = [f"{phase}: {found[phase][1]}" for phase, e in zip(found, expected) if found[phase][0] is not e]
@@ -201,13 +202,13 @@ def _cell(finding: Answer | None) -> str:
 def _details(row: Row) -> list[str]:
     """For a wrong row every phase and what it must be, for others the reason or what was measured."""
     if row.verdict == "wrong":
-        said = zip(row.findings.items(), _expected(len(row.findings)))
+        said = zip(row.findings.items(), _expected(row.findings))
         return [f"{p}: {'' if f[0] is must else f'must be {_WORDS[must]}, is '}{_cell(f)}" for (p, f), must in said]
     if row.reason:
         return [row.reason]
     return [f"{phase}: {row.findings[phase][1]}" for phase in PHASES[:2] if row.findings.get(phase, (0, ""))[1]]
 
 
-def _expected(phases: int) -> tuple[bool, ...]:
-    """Whether the defect must be there, in all phases, or in the first alone: that of a release without it."""
-    return (True, False, False, True) if phases == len(PHASES) else (False,)
+def _expected(phases: Collection[str]) -> tuple[bool, ...]:
+    """Whether the defect must be there in each phase; in the first alone, that of a release without it, it must not."""
+    return tuple(phase in _PRESENT for phase in phases) if len(phases) > 1 else (False,)
