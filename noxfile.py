@@ -76,7 +76,7 @@ def tests(session: nox.Session, bnb: str) -> None:
     for release in SHORT:
         bitsandbytes(session, release)  # their sources say which release runs what
     newest = bnb == SHORT[-1]
-    for release in ASKED[:3] if newest else ():
+    for release in (ASKED[0], ASKED[2]) if newest else ():  # the other is a whole stack below
         release.install()
     run_suite(session, bnb, ["-m", BETWEEN_RELEASES, *(["tests"] if newest else files(bnb))])
 

@@ -10,7 +10,8 @@ pytest.importorskip("transformers")
 from .programs import MODELS, some  # noqa: E402
 from .releases import RELEASES, Release  # noqa: E402
 
-DAILY = RELEASES[:3]
+DAILY = (RELEASES[0], RELEASES[2])
+"""What lies between, transformers 4.57, `make test` meets as a whole stack: ``tests/stacks/slice_defects.py``."""
 FEW, MANY = len(MODELS), 80
 
 
@@ -27,7 +28,7 @@ def test_each_model_once(release):
     right(release, FEW)
 
 
-@pytest.mark.release("test_each_model_once, on three of them")
+@pytest.mark.release("test_each_model_once, on two of them")
 @pytest.mark.parametrize("release", RELEASES, ids=str)
 def test_many_programs(release):
     right(release, MANY)

@@ -14,7 +14,8 @@ import patches  # noqa: E402
 from .programs import MODELS, SKIPS, everything, some  # noqa: E402
 from .runner import outcome, quiet  # noqa: E402
 
-COUNT = 80
+COUNT = 40
+REST = [pytest.param(each, marks=pytest.mark.release("forty of them")) for each in some(80)[COUNT:]]
 FEW = 16
 
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("asked")
 
 
-@pytest.mark.parametrize("program", some(COUNT), ids=str)
+@pytest.mark.parametrize("program", [*some(COUNT), *REST], ids=str)
 def test_every_rule_is_kept(folder, program):
     with patches.applied():
         assert outcome(program, folder) == []

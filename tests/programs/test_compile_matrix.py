@@ -32,7 +32,6 @@ KINDS = ("nf4", "nf4-dora", "int8-6-gpu", "int8-0-gpu", "int8-0", "int8-6-dora-g
 CHECKPOINTS = {"plain": None, "reentrant": {"use_reentrant": True}, "non-reentrant": {"use_reentrant": False}}
 QUICK = {
     ("llama", "nf4-dora", "non-reentrant", "cold"),
-    ("llama", "int8-6-gpu", "reentrant", "cold"),
     ("llama", "int8-6-dora-gpu", "non-reentrant", "warm"),
     ("qwen2", "nf4", "reentrant", "cold"),
 }

@@ -86,6 +86,7 @@ ALONE = [
 ]
 
 
+@pytest.mark.release("tests/harm/programs/exported.py, which is run with each patch alone that it reaches")
 def test_no_int8_patch_alone_makes_a_program_worse(tmp_path):
     """Unpatched, a strict export in eval is right here and cannot be saved, and one that is not strict is an error."""
     programs, examples = Programs(tmp_path), inputs()[:1]

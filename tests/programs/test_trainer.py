@@ -102,6 +102,7 @@ def test_adapters_and_the_merged_model_are_saved_whole(whole, bits):
     assert (out / "merged" / "model.safetensors").is_file() and (out / "merged" / "config.json").is_file()
 
 
+@pytest.mark.release("verify, which shows each of these defects without its patch")
 @BITS
 def test_without_the_patches(request, whole, bits):
     first_int8 = bits == "8" and gate.satisfied("bitsandbytes<0.47")
