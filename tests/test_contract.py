@@ -21,6 +21,7 @@ from patches.engine.report import Status
 from patches.engine.match import check
 from patches.features.verify import _NOT_THERE, PHASES
 from tests import processor, releases
+from tests.snapshot import SNAPSHOT
 from tools import drift
 
 ALL = list(REGISTRY.patches.values())
@@ -30,50 +31,6 @@ HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
 NEWEST = gate.satisfied(f"bitsandbytes>={releases.SHORT[-1]}")
 DAILY = [p.id for p in ALL if NEWEST or any(module_of(e).startswith("bitsandbytes") for e in p.edits)]
 of_the_newest = (lambda test: test) if NEWEST else pytest.mark.release("the same on the newest release")
-
-SNAPSHOT = """
-import gc, importlib, sys
-import patches
-from patches import REGISTRY
-from patches.engine import gate
-from patches.engine.edits import module_of
-from patches.engine.report import Status
-from patches.engine.slots import slots_of
-
-here = [p for p in REGISTRY.patches.values() if gate.check(p).status is Status.AVAILABLE]
-targets = sorted({module_of(e) for p in here for e in REGISTRY.edits(p)})
-
-def load():
-    for name in targets:
-        importlib.import_module(name)
-    gc.collect(), gc.freeze()  # else each verb walks over all of it
-
-def snapshot():
-    '''Raw ``__dict__`` entries and code objects, by identity, of every module of every target package.'''
-    keep, taken = [], {}
-    packages = {t.partition(".")[0] for t in targets} - {"torch"}  # 2000 modules, some of which answer to any name
-    for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] not in packages and name not in targets or module is None:
-            continue
-        pending = [(name, module)]
-        while pending:
-            path, owner = pending.pop()
-            for key, value in list(vars(owner).items()):
-                if key in ("__builtins__", "__abstractmethods__", "_abc_impl", "__warningregistry__"):
-                    continue
-                keep.append(value)
-                taken[f"{path}.{key}"] = id(value)
-                inner = getattr(value, "__func__", value)
-                if hasattr(inner, "__code__"):
-                    keep.append(inner.__code__)
-                    taken[f"{path}.{key}()"] = id(inner.__code__)
-                if isinstance(value, type) and value.__module__ == name and path.count(".") < 8:
-                    pending.append((f"{path}.{key}", value))
-    return taken, keep
-
-def changed(a, b):
-    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
-"""
 
 
 @pytest.mark.parametrize("patch", ALL, ids=lambda p: p.id)

@@ -1,0 +1,47 @@
+"""What a process that tests the contract of all patches begins with: how to see each change, by identity."""
+
+from __future__ import annotations
+
+SNAPSHOT = """
+import gc, importlib, sys
+import patches
+from patches import REGISTRY
+from patches.engine import gate
+from patches.engine.edits import module_of
+from patches.engine.report import Status
+from patches.engine.slots import slots_of
+
+here = [p for p in REGISTRY.patches.values() if gate.check(p).status is Status.AVAILABLE]
+targets = sorted({module_of(e) for p in here for e in REGISTRY.edits(p)})
+
+def load():
+    for name in targets:
+        importlib.import_module(name)
+    gc.collect(), gc.freeze()  # else each verb walks over all of it
+
+def snapshot():
+    '''Raw ``__dict__`` entries and code objects, by identity, of every module of every target package.'''
+    keep, taken = [], {}
+    packages = {t.partition(".")[0] for t in targets} - {"torch"}  # 2000 modules, some of which answer to any name
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] not in packages and name not in targets or module is None:
+            continue
+        pending = [(name, module)]
+        while pending:
+            path, owner = pending.pop()
+            for key, value in list(vars(owner).items()):
+                if key in ("__builtins__", "__abstractmethods__", "_abc_impl", "__warningregistry__"):
+                    continue
+                keep.append(value)
+                taken[f"{path}.{key}"] = id(value)
+                inner = getattr(value, "__func__", value)
+                if hasattr(inner, "__code__"):
+                    keep.append(inner.__code__)
+                    taken[f"{path}.{key}()"] = id(inner.__code__)
+                if isinstance(value, type) and value.__module__ == name and path.count(".") < 8:
+                    pending.append((f"{path}.{key}", value))
+    return taken, keep
+
+def changed(a, b):
+    return sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+"""
