@@ -75,8 +75,8 @@ PATCH = Patch(
     summary="FSDP2 of torch before 2.12 cannot shard quantized layers: only Tensors of floating point dtype can require gradients",
     links=("https://github.com/pytorch/pytorch/issues/177844", "https://github.com/pytorch/pytorch/issues/185239"),
     requires=("torch>=2.7,<2.12", "bitsandbytes>=0.46.1"),
-    tested_up_to="2.9.1",
-    seen_on=("2.8", "2.9"),
+    tested_up_to="2.11.0",
+    seen_on=("2.8", "2.9", "2.11"),
     edits=(
         Rewrite(
             f"{_PARAMETER}._init_sharded_param",
