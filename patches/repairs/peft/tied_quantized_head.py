@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Patch, Rewrite
 from ..helpers.adapters import unmerged
 from ..helpers.weights import in_place
 
@@ -49,8 +49,15 @@ def defect() -> Finding:
     model["head"] = bnb.nn.Linear4bit(64, 32, bias=False, compute_dtype=torch.float32, quant_type="nf4")
     model["head"].weight = model["embedding"].weight
     model.is_loaded_in_4bit = True
+    lora = LoraConfig(r=4, target_modules=["head"])
     try:
-        head = get_peft_model(model, LoraConfig(r=4, target_modules=["head"])).base_model.model["head"]
+        get_peft_model(torch.nn.ModuleDict({"head": torch.nn.Linear(64, 32)}), lora)
+    except ImportError as error:
+        raise CannotShow(
+            f"this peft adapts no plain layer, since torchao is one that it does not know: {error}"
+        ) from error
+    try:
+        head = get_peft_model(model, lora).base_model.model["head"]
     except AttributeError as error:
         return Finding(True, f"LoRA on a tied 4-bit head: {error}")
     return Finding(not hasattr(head, "lora_A"), "LoRA is on the tied 4-bit head")
