@@ -1,4 +1,4 @@
-"""``Experts4bit`` as a tensor: views, products, writes, and what it does where all experts are needed at once."""
+"""Quantized experts as a tensor: views, products, writes, and what it does where all experts are needed at once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 from patches.engine.gate import satisfied  # noqa: E402
 from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.quantize import How, packed  # noqa: E402
-from patches.repairs.helpers.experts.tensor import Experts4bit, as_parameter  # noqa: E402
+from patches.repairs.helpers.experts.tensor import QuantizedExperts, as_parameter  # noqa: E402
 
 
-@pytest.fixture
-def experts():
+@pytest.fixture(params=[How("nf4", True, torch.uint8), How("int8", False, torch.int8)], ids=lambda how: how.quant_type)
+def experts(request):
+    """In INT8 those whose products dequantize; test_int8.py has those that LLM.int8 multiplies by."""
     dense.COUNTS.clear()
     torch.manual_seed(0)
-    return as_parameter(packed(torch.randn(4, 32, 64), 2, How("nf4", True, torch.uint8)))
+    return as_parameter(packed(torch.randn(4, 32, 64), 2, request.param))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def experts():
 def test_views(experts, view):
     got = view(experts)
     expected = view(experts.dequantize())
-    assert isinstance(got, Experts4bit) and got.shape == expected.shape and got.stride() == expected.stride()
+    assert isinstance(got, QuantizedExperts) and got.shape == expected.shape and got.stride() == expected.stride()
     assert torch.equal(got.dequantize(), expected) and not dense.COUNTS
 
 
@@ -81,7 +82,7 @@ def test_nothing_dequantized_is_saved_for_backward(experts):
     x = torch.randn(6, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         torch.nn.functional.linear(x, experts[1])
-    assert [type(t) for t in saved] == [Experts4bit]
+    assert [isinstance(t, QuantizedExperts) for t in saved] == [True]
 
 
 def test_all_at_once_is_counted_and_said_once(experts, caplog, monkeypatch):
@@ -101,6 +102,8 @@ def test_all_at_once_is_counted_and_said_once(experts, caplog, monkeypatch):
         lambda w: w.zero_(),
         lambda w: w[1].add_(1),
         lambda w: torch.neg(torch.ones(4, 32, 64), out=w),
+        lambda w: torch._foreach_mul_([w], 2.0),
+        lambda w: torch._foreach_copy_([w[0]], [torch.ones(32, 64)]),
     ],
 )
 def test_writes_are_refused(experts, write):
@@ -146,7 +149,7 @@ def test_meta_and_back(experts):
     module.experts, values = experts, experts.dequantize()
     state = copy.deepcopy(module.state_dict())
     module.to("meta").to_empty(device="cpu").load_state_dict(state)
-    assert isinstance(module.experts, Experts4bit) and torch.equal(module.experts.dequantize(), values)
+    assert isinstance(module.experts, QuantizedExperts) and torch.equal(module.experts.dequantize(), values)
 
 
 def test_in_inference_mode(experts):
@@ -158,6 +161,25 @@ def test_in_inference_mode(experts):
         made = as_parameter(experts.packed)
         assert torch.equal(torch.nn.functional.linear(x, made[1]), expected)
     assert not dense.COUNTS
+
+
+def test_views_in_floating_point_in_inference_mode(experts):
+    values = experts.dequantize()
+    with torch.inference_mode():
+        assert torch.equal(experts[:, 1], values[:, 1]) and torch.equal(experts[0, 1], values[0, 1])
+        assert torch.equal(experts.view(-1), values.view(-1)) and torch.equal(torch.tensor(experts), values)
+
+
+def test_read_by_another_library(experts):
+    """DLPack gives an address; that of the tensor holds nothing: reading it ended the process."""
+    values = experts.dequantize()
+    assert torch.equal(torch.from_dlpack(experts), values) and torch.equal(torch.from_dlpack(experts[1]), values[1])
+
+
+def test_in_float16_where_autocast_is_for_bfloat16(experts):
+    values = experts.half().dequantize()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(experts.half()[1] + 0, values[1]) and torch.equal(experts.half() + 0, values)
 
 
 def test_shared_with_other_processes(experts):

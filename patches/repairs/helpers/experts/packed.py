@@ -191,7 +191,7 @@ class Packed:
             return self._joined(expert).to(dtype)
         else:
             matrices = [dequantize_4bit(codes, state).to(dtype) for codes, state in self.matrices(expert)]
-        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        return matrices[0] if len(matrices) == 1 else joined(matrices, torch.cat)
 
     def _in_whole_blocks(self) -> bool:
         return all(part.shape[0] * part.shape[1] % self.kind.blocksize == 0 for part in self.parts)
@@ -223,6 +223,14 @@ class Packed:
         state = self.state(part, expert)
         found: torch.Tensor = dequantize_blockwise(state.absmax, state.state2) + state.offset
         return found.float()
+
+
+def joined(matrices: Sequence[torch.Tensor], how: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """``how`` (cat or stack) of ``matrices``; where autocast is on for another dtype of 16 bits it would raise an error."""
+    import torch
+
+    with torch.autocast(matrices[0].device.type, enabled=False):
+        return how(matrices)
 
 
 def _part(matrices: Sequence[tuple[torch.Tensor, Any]]) -> Part:

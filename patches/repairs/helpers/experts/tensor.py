@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..process import tracing
 from . import sharded
 from .dense import went_dense
-from .packed import Layout, Packed
+from .packed import Layout, Packed, joined
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -89,7 +89,7 @@ class QuantizedExperts(torch.Tensor):
         """What it stands for, in floating point, whole."""
         if isinstance(self.chosen, int):
             return self.expert(self.chosen)
-        return torch.stack([self.expert(number) for number in self.numbers()])
+        return joined([self.expert(number) for number in self.numbers()], torch.stack)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -207,18 +207,24 @@ def in_floating_point(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         went_dense(str(func), value)
         return value.dequantize()
 
-    return func(*tree_map(dense, args), **tree_map(dense, kwargs))
+    with _no_inference_tensor() if _is_view(func) else contextlib.nullcontext():
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs))
+
+
+def _is_view(func: Any) -> bool:
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 
 def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(value, QuantizedExperts):
-            raise RuntimeError(
-                f"{func} would write into quantized experts ({tuple(value.shape)}), whose values are packed. "
-                "Dequantize the model first (model.dequantize()), or load the model without quantized experts."
-            )
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for value in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):  # or a list of tensors
+            if isinstance(value, QuantizedExperts):
+                raise RuntimeError(
+                    f"{func} would write into quantized experts ({tuple(value.shape)}), whose values are packed. "
+                    "Dequantize the model first (model.dequantize()), or load the model without quantized experts."
+                )
 
 
 def _no_inference_tensor() -> contextlib.AbstractContextManager[Any]:

@@ -27,7 +27,7 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
 # -- views -------------------------------------------------------------------------------------------------------------
 
 
-@rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+@rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.detach_.default)
 def same(experts: QuantizedExperts) -> Any:
     return experts.like()
 
@@ -235,6 +235,12 @@ def tolist(experts: QuantizedExperts) -> Any:
     return experts.dequantize().tolist()
 
 
+def dlpack(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
+    """Another library reads at an address, and there are no values at that of the tensor."""
+    went_dense("__dlpack__", experts)
+    return experts.dequantize().__dlpack__(*args, **kwargs)
+
+
 def storage(experts: QuantizedExperts) -> Any:
     """safetensors asks for it when the patches that save packed weights are not in."""
     raise RuntimeError(
@@ -246,5 +252,6 @@ def storage(experts: QuantizedExperts) -> Any:
 FUNCTIONS[torch.Tensor.storage] = storage
 FUNCTIONS[torch.Tensor.numpy] = numpy
 FUNCTIONS[torch.Tensor.tolist] = tolist
+FUNCTIONS[torch.Tensor.__dlpack__] = dlpack
 FUNCTIONS[torch.Tensor.requires_grad_] = requires_grad_
 FUNCTIONS[torch.Tensor.requires_grad.__set__] = requires_grad_  # type: ignore[attr-defined]
