@@ -210,6 +210,17 @@ def test_a_model_that_is_not_quantized(qwen3):
         patches.quantize_experts(model)
 
 
+def test_a_part_of_a_model_and_what_wraps_it(qwen3):
+    model = loaded(qwen3)
+    for given in (model.model, model.model.layers[0], torch.nn.DataParallel(model)):
+        message = (
+            f"this {type(given).__name__} is a part of a quantized model, or wraps one: give quantize_experts the model"
+        )
+        with pytest.raises(ValueError, match=message):
+            patches.quantize_experts(given)
+    assert not any(isinstance(parameter, Experts4bit) for parameter in model.parameters())
+
+
 def test_int8_that_keeps_floating_point(qwen3):
     config = dict(load_in_4bit=False, load_in_8bit=True, llm_int8_has_fp16_weight=True)
     with pytest.raises(ValueError, match="llm_int8_has_fp16_weight=True keeps weights in floating point"):

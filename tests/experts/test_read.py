@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 
 import pytest
@@ -123,82 +122,6 @@ def test_another_dtype(tmp_path, patched):
     expected = values["model.layers.0.mlp.experts.2.down_proj.weight"].to(torch.bfloat16)
     off = 0 if satisfied("bitsandbytes>=0.49") else 1e-2  # its CPU kernel rounded to bfloat16 otherwise
     torch.testing.assert_close(experts.down_proj[2].dequantize(), expected, rtol=off, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: [t.pop(key) for key in list(t) if key.startswith(EXPERT)], r"3 of 4 experts.*missing: \[2\]"),
-        (lambda t: t.pop(f"{EXPERT}.absmax"), "4 experts are packed, but 3 have absmax"),
-        (lambda t: t.pop(EXPERT), "3 experts are packed, but 4 have absmax"),
-        (
-            lambda t: t.update({EXPERT.replace("up_proj", "down_proj") + ".nested_absmax": torch.ones(1)}),
-            "quantized in different ways",
-        ),
-        (
-            lambda t: t.update(
-                {f"{EXPERT}.quant_state.bitsandbytes__fp4": t.pop(f"{EXPERT}.quant_state.bitsandbytes__nf4")}
-            ),
-            "quantized in different ways",
-        ),
-    ],
-    ids=["expert", "statistics", "packed weights", "nested", "type"],
-)
-def test_a_checkpoint_that_is_not_whole(tmp_path, patched, change, message, caplog, monkeypatch):
-    packed(tmp_path)
-    rewrite(tmp_path, change)
-    refused(tmp_path, message, caplog, monkeypatch)
-
-
-def experts_named(tensors, end):
-    return [name for name in tensors if ".experts." in name and name.endswith(end)]
-
-
-def shorter(end, length):
-    return lambda tensors: tensors.update({name: tensors[name][:length] for name in experts_named(tensors, end)})
-
-
-def one_too_many(tensors):
-    tensors.update({n.replace(".2.", ".4."): t.clone() for n, t in tensors.items() if ".experts.2." in n})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (shorter(".absmax", 3), r"expert 0 has shape \(64, 64\), but absmax of 3 values: expected 64"),
-        (shorter("_proj.weight", 100), "but packed weights of 100 values: expected 2048"),
-        (shorter(".quant_map", 4), "but quant_map of 4 values: expected 16"),
-        (shorter("nested_absmax", 0), "but nested_absmax of 0 values: expected 1"),
-        (lambda t: t.update({f"{EXPERT}.quant_map": t[f"{EXPERT}.quant_map"] * 2}), "expert 2 has another quant_map"),
-        (one_too_many, r"has 5 experts of \S+, the model 4"),
-    ],
-    ids=["absmax", "packed weights", "quant_map", "nested_absmax", "another quant_map", "an expert too many"],
-)
-def test_tensors_of_another_length(tmp_path, patched, change, message, caplog, monkeypatch):
-    """A kernel would read beyond them."""
-    packed(tmp_path, double=True)
-    rewrite(tmp_path, change)
-    refused(tmp_path, message, caplog, monkeypatch)
-
-
-def test_an_expert_of_another_shape(tmp_path, patched, caplog, monkeypatch):
-    saved(tmp_path, "qwen3_moe")
-    rewrite(tmp_path, lambda tensors: tensors.update({EXPERT: tensors[EXPERT][:32]}))
-    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
-    with patches.quantize_experts():
-        message = r"expert 2 of \S+up_proj.weight has shape \(32, 64\), expert 0 \(64, 64\)"
-        refused(tmp_path, message, caplog, monkeypatch, quantization_config=config)
-
-
-def refused(folder, message, caplog, monkeypatch, **options):
-    logger = logging.getLogger("transformers")  # it has a stream of its own, and what other tests left of its level
-    caplog.set_level(logging.WARNING, logger="transformers")
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    with pytest.raises(RuntimeError) as raised:
-        read(folder, **options)
-    text = str(raised.value) + caplog.text
-    assert re.search(message, text), text[-3000:]
-    assert "mlp.experts" in text
 
 
 def test_the_disk_is_refused(tmp_path, patched):

@@ -76,6 +76,26 @@ def _is_packed(weight: Any, target: Any) -> bool:
     return not weight.is_floating_point() or (weight.dim() == 2 and weight.shape[1] == 1 != target.shape[2])
 
 
+def check_kinds(name: str, matrices: dict[str, list[Any]]) -> None:
+    """An error if the matrices of the parameter ``name``, by their sources, are not all quantized in the same way."""
+    kinds = {source: _kind(group[0]) for source, group in matrices.items()}
+    first = next(iter(kinds))
+    for source, kind in kinds.items():
+        if kind != kinds[first]:
+            raise ValueError(
+                f"{name}: the experts of one parameter are quantized in different ways: {first} is {kinds[first]}, {source} "
+                f"is {kind}. Quantize the original model again."
+            )
+
+
+def _kind(matrix: tuple[Any, Any]) -> str:
+    codes, state = matrix
+    if codes.dtype == torch.int8:
+        return "INT8"
+    nested = f", double quantization in blocks of {state.state2.blocksize}" if state.nested else ""
+    return f"{state.quant_type} in blocks of {state.blocksize}{nested}"
+
+
 def parameter_of(name: str, matrices: list[list[Any]], target: Any, how: How, swapped: bool = False) -> Any:
     """The parameter, after a look whether it is one; ``swapped``: it shows each matrix transposed."""
     experts = _stacked_int8 if matrices[0][0][0].dtype == torch.int8 else _stacked
@@ -107,12 +127,18 @@ def _stacked(name: str, matrices: list[list[Any]], target: Any, how: How) -> Pac
                     f"{name}: expert {number} has shape {tuple(state.shape)} and blocks of {state.blocksize}, expert 0 "
                     f"{tuple(first.shape)} and {first.blocksize}"
                 )
-            _check_lengths(f"{name}: expert {number}", codes, state, first)
+            if codes.dtype != matrices[0][0][0].dtype:
+                raise ValueError(
+                    f"{name}: the packed weights of expert {number} are {codes.dtype}, those of expert 0 "
+                    f"{matrices[0][0][0].dtype}"
+                )
+            _check_lengths(f"{name}: expert {number}", codes, state)
+            _check_tables(f"{name}: expert {number}", state, matrices[0][0][1])
             state.dtype = target.dtype  # as transformers-quant-state-dtype for linear layers
     return Packed.of_states(matrices)
 
 
-def _check_lengths(what: str, codes: Any, state: Any, first: Any) -> None:
+def _check_lengths(what: str, codes: Any, state: Any) -> None:
     """An error if tensors of a matrix have other lengths than its shape asks for: a kernel would read beyond them."""
     values = state.shape.numel()
     blocks = -(-values // state.blocksize)
@@ -124,8 +150,16 @@ def _check_lengths(what: str, codes: Any, state: Any, first: Any) -> None:
     for part, got, expected in [*lengths, ("quant_map", state.code.numel(), 16)]:
         if got != expected:
             raise ValueError(f"{what} has shape {tuple(state.shape)}, but {part} of {got} values: expected {expected}")
-    if not torch.equal(state.code, first.code):
-        raise ValueError(f"{what} has another quant_map than expert 0")
+
+
+def _check_tables(what: str, state: Any, first: Any) -> None:
+    """An error if a matrix is not read by the tables of the first, which all share."""
+    pairs = [("quant_map", state.code, first.code)]
+    if state.nested:
+        pairs.append(("nested_quant_map", state.state2.code, first.state2.code))
+    for table, got, expected in pairs:
+        if not torch.equal(got, expected):
+            raise ValueError(f"{what} has another {table} than expert 0")
 
 
 def dense(matrix: Any, dtype: Any) -> Any:

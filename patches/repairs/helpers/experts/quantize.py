@@ -105,11 +105,7 @@ def wanted(model: Any) -> tuple[list[Found], How]:
     """The experts of a loaded model that its configuration asks to quantize, and how; an error if they cannot be."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
-        raise ValueError(
-            f"this {type(model).__name__} is not quantized: load it with "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) or (load_in_8bit=True); its experts are "
-            "quantized in the same way"
-        )
+        raise ValueError(_not_quantized(model))
     how = How.said_by(quantizer.quantization_config)
     found = [one for one in experts_in(model) if is_wanted(one.full_name, quantizer)]
     if not found:
@@ -120,6 +116,20 @@ def wanted(model: Any) -> tuple[list[Found], How]:
     for one in found:
         _check(one)
     return found, how
+
+
+def _not_quantized(model: Any) -> str:
+    what = type(model).__name__
+    modules = model.modules() if hasattr(model, "named_modules") and not isinstance(model, type) else ()
+    if any(type(module).__name__ in ("Linear4bit", "Linear8bitLt") for module in modules):
+        return (
+            f"this {what} is a part of a quantized model, or wraps one: give quantize_experts the model that "
+            "from_pretrained returned"
+        )
+    return (
+        f"this {what} is not quantized: load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True) or "
+        "(load_in_8bit=True); its experts are quantized in the same way"
+    )
 
 
 def is_wanted(name: str, quantizer: Any) -> bool:

@@ -17,7 +17,7 @@ from ..loading import experts_on_disk
 from ..process.messages import LOGGER
 from . import refused, transposed
 from .found import Found, experts_in, makes, stacked
-from .matrices import INT8, STATISTICS, beside, dense, matrices_of, parameter_of
+from .matrices import INT8, STATISTICS, beside, check_kinds, dense, matrices_of, parameter_of
 from .products import know_transformers
 from .quantize import How, is_wanted, packed_matrices
 from .sizes import of_bitsandbytes
@@ -220,12 +220,9 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         self._check_counts(full_layer_name, matrices, target)
         packed = [isinstance(one, tuple) for group in matrices.values() for one in group]
         if all(packed):
-            how = self.how.of(full_layer_name, model)
-            return {
-                full_layer_name: parameter_of(
-                    full_layer_name, list(matrices.values()), target, how, self.how.transposed
-                )
-            }
+            check_kinds(full_layer_name, matrices)
+            how, groups = self.how.of(full_layer_name, model), list(matrices.values())
+            return {full_layer_name: parameter_of(full_layer_name, groups, target, how, self.how.transposed)}
         if any(packed):
             LOGGER.warning(
                 "%s: %d of %d matrices are packed in the checkpoint and the others are not; the parameter is kept in "
@@ -249,11 +246,11 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
                 raise ValueError(
                     f"{name}: the checkpoint has {len(group)} experts of {source}, the model {target.shape[0]}"
                 )
-            if len(group) < target.shape[0]:
-                numbers = {int(n) for key in self.keys for n in re.findall(_numbered(source), key)}
-                missing = sorted(set(range(target.shape[0])) - numbers)
+            numbers = {int(n) for key in self.keys for n in re.findall(_numbered(source), key)}
+            missing = sorted(set(range(target.shape[0])) - numbers)
+            if len(group) < target.shape[0] or (numbers and missing):
                 raise ValueError(
-                    f"{name}: the checkpoint has {len(group)} of {target.shape[0]} experts of {source}; "
+                    f"{name}: the checkpoint has {target.shape[0] - len(missing)} of {target.shape[0]} experts of {source}; "
                     f"missing: {missing}"
                 )
 
