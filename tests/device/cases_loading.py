@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 
 import patches
 from tests.device import watch
-from tests.device.models import (
-    QUANTIZED, add_lora, assert_same_training, half, load, logits, quantized_layers, save_llama, train,
-)  # fmt: skip
+from tests.device.models import QUANTIZED, add_lora, assert_same_training, half, load, logits, quantized_layers, train
 
 pytestmark = pytest.mark.usefixtures("patched")
 
@@ -232,62 +230,3 @@ def step(model, device):
     embedded = torch.randn(1, 4, 64, dtype=torch.bfloat16).to(device).requires_grad_()
     model(inputs_embeds=embedded).logits.float().square().sum().backward()
     return embedded.grad.cpu()
-
-
-BIG = 12
-"""Decoder layers of a model that does not fit."""
-
-
-@pytest.fixture(scope="module")
-def big(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("big"), layers=BIG)
-
-
-def held_by(make):
-    before = watch.held()
-    model = make()
-    return model, watch.held() - before
-
-
-@pytest.mark.parametrize("share, cpu", [(0.6, 10**9), (0.45, 20_000)], ids=["cpu", "cpu and disk"])
-@pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize(
-    "auto",
-    [
-        "auto",
-        *(
-            pytest.param(name, marks=pytest.mark.release("auto"))
-            for name in ("balanced", "balanced_low_0", "sequential")
-        ),
-    ],
-)
-def test_a_map_by_the_sizes_of_quantized_layers(auto, kind, share, cpu, big, device, tmp_path, by_the_name_of_cuda):
-    whole, size = held_by(lambda: load(big, kind, {"": device}))
-    expected = logits(whole, device)
-    limit = int(share * size)
-    before = watch.held()
-    with watch.peak() as peak:
-        model = load(big, kind, auto, max_memory={0: limit, "cpu": cpu}, offload_folder=tmp_path)
-    places = set(model.hf_device_map.values())
-    assert places == ({0, "cpu"} if cpu > size else {0, "cpu", "disk"})
-    for _ in range(2):
-        assert torch.equal(logits(model, device), expected)
-        assert 0.8 * limit <= watch.held() - before <= limit
-    listed = 1024 * len(list(quantized_layers(model)))  # accelerate asks for a state dict, to check the map
-    assert peak[0] <= limit + 6 * 64 * 128 + listed
-
-
-@pytest.mark.parametrize("kind", QUANTIZED)
-def test_what_fits_quantized_is_not_offloaded(kind, big, device, by_the_name_of_cuda):
-    whole, size = held_by(lambda: load(big, kind, {"": device}))
-    model = load(big, kind, "auto", max_memory={0: int(1.01 * size), "cpu": 10**9})
-    assert {parameter.device for parameter in model.parameters()} == {torch.device(device)}
-    assert torch.equal(logits(model, device), logits(whole, device))
-
-
-def test_a_map_for_two_devices(big, device, other, tmp_path, by_the_name_of_cuda):
-    whole, size = held_by(lambda: load(big, "nf4", {"": device}))
-    memory = {0: int(0.4 * size), 1: int(0.3 * size), "cpu": 10**9}
-    model = load(big, "nf4", "auto", max_memory=memory)
-    assert set(model.hf_device_map.values()) == {0, 1, "cpu"}
-    assert torch.equal(logits(model, device), logits(whole, device))

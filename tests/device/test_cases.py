@@ -38,7 +38,7 @@ def cases(*names: str) -> tuple[str, ...]:
 GROUPS = {
     "cuda-layers": ("cuda", *cases(*LAYERS)),
     "cuda-models": ("cuda", *cases(*MODELS)),
-    "cuda-loading": ("cuda", *cases("loading", "loading_memory", "bytes")),
+    "cuda-loading": ("cuda", *cases("loading", "loading_maps", "loading_memory", "bytes")),
     "cuda-suite": (
         "cuda",
         "-k",

@@ -115,13 +115,18 @@ def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
 
 def _of_tied(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
     """Where modules go whose weight is another's that lies elsewhere: there is one, so that nothing else waits for it."""
-    found = {}
+    groups: dict[str, list[str]] = {}
     for name, source in tied(model).items():
-        mine, theirs = (around(device_map, each) for each in (name, source))
-        if mine is None or theirs is None or str(device_map[mine]) == str(device_map[theirs]):
-            continue
-        if _is_offloaded(device_map[mine]) or device_map[theirs] == "disk":
-            found[name.rpartition(".")[0]] = device_map[theirs]
+        groups.setdefault(source, [source]).append(name)
+    found = {}
+    for source, names in groups.items():
+        given = {name: device_map[at] for name in names if (at := around(device_map, name)) is not None}
+        resident = [place for place in given.values() if not _is_offloaded(place)]
+        on_disk = given.get(source) == "disk"
+        place = "disk" if on_disk else next(iter(resident), given.get(source))
+        if place is not None and len({str(each) for each in given.values()}) > 1:
+            moved = (name for name in given if on_disk or _is_offloaded(given[name]))
+            found.update({name.rpartition(".")[0]: place for name in moved})
     return found
 
 

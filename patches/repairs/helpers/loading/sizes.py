@@ -8,6 +8,7 @@ computes, wherever its weights wait, and so they count there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,15 +45,18 @@ Map = dict[str, places.Place]
 
 
 def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Callable[..., Any]:
-    """``infer_auto_device_map``: by the true sizes if that of transformers would offload a quantized model."""
+    """``infer_auto_device_map``: by the true sizes where that of transformers offloads, or holds more than allowed."""
 
     def infer_auto_device_map(model: Any, **options: Any) -> Any:
         device_map = infer(model, **options)
-        if {*places.OFFLOADED}.isdisjoint(device_map.values()) or not places.supports(quantizer):
+        fits = {*places.OFFLOADED}.isdisjoint(device_map.values())
+        if not places.supports(quantizer) or fits and not max_memory:
+            return device_map
+        sizes = tensor_sizes(model, quantizer, options.get("special_dtypes"))
+        if fits and _is_allowed(device_map, sizes, max_memory):
             return device_map
         from accelerate.utils.modeling import clean_device_map
 
-        sizes = tensor_sizes(model, quantizer)
         units = list(_units(model, "", sizes, set(options["no_split_module_classes"] or ())))
         resident, waiting = _rooms(max_memory, units)
         # All on the CPU: so it is where there is no device, and where the first module alone is too large for it.
@@ -67,16 +71,45 @@ def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Calla
     return infer_auto_device_map
 
 
-def tensor_sizes(model: Any, quantizer: Any) -> Sizes:
-    """What the parameters and buffers of ``model``, which are on meta, will take once it is loaded."""
-    tied = places.tied(model)
-    sizes: Sizes = {}
+def _is_allowed(device_map: Any, sizes: Sizes, max_memory: Any) -> bool:
+    """Whether no device holds more than the program allows it; transformers counts no absmax."""
+    held: Counter[places.Place] = Counter()
+    for name, size in sizes.items():
+        at = places.around(device_map, name)
+        held[None if at is None else device_map[at]] += sum(size)
+    allowed = {place: size for place, size in _memory(max_memory).items() if place in max_memory}
+    return all(held[place] <= allowed.get(place, held[place]) for place in held)
+
+
+def tensor_sizes(model: Any, quantizer: Any, special_dtypes: Any = None) -> Sizes:
+    """What the parameters and buffers of ``model``, which are on meta, will take once it is loaded.
+
+    ``special_dtypes``: of transformers 4, what some will be cast to.
+    """
+    tied, sizes = places.tied(model), Sizes()
+    dtypes = special_dtypes or _kept_in_another_dtype(model)
     for name, parameter in model.named_parameters():
         if name not in tied:
-            packs = quantizes(quantizer, model, name)
-            sizes[name] = packed(parameter) if packs else (_bytes(quantizer, model, name, parameter), 0)
+            if quantizes(quantizer, model, name):
+                sizes[name] = packed(parameter)
+            elif name in dtypes:
+                sizes[name] = parameter.numel() * dtypes[name].itemsize, 0
+            else:
+                sizes[name] = _bytes(quantizer, model, name, parameter), 0
     sizes.update({name: (0, buffer.nbytes) for name, buffer in model.named_buffers()})
     return sizes
+
+
+def _kept_in_another_dtype(model: Any) -> dict[str, Any]:
+    """Which parameters transformers 5 casts to another dtype than that of the model, and to which: T5's wo in float16."""
+    plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else getattr(model, "dtype_plan", {})
+    if not plan:
+        return {}
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern, groups, _ = build_glob_alternation(list(plan))
+    found = ((name, pattern.search(name)) for name, _ in model.named_parameters())
+    return {name: plan[groups[match.lastgroup]] for name, match in found if match is not None}
 
 
 def _bytes(quantizer: Any, model: Any, name: str, parameter: Any) -> int:
@@ -115,14 +148,18 @@ def _unit(path: str, module: Any, sizes: Sizes, block: bool) -> Unit:
     return Unit(path, module, sum(size[0] for size in inside), sum(size[1] for size in inside), block)
 
 
-def _rooms(max_memory: Any, units: list[Unit]) -> tuple[list[Room], list[Room]]:
-    """Where the model can compute, and where it can wait."""
+def _memory(max_memory: Any) -> dict[Any, float]:
+    """What each place may hold, in bytes."""
     try:
         from transformers.integrations.accelerate import get_max_memory
     except ImportError:  # transformers 4
         from accelerate.utils import get_max_memory
+    return {place: size for place, size in get_max_memory(max_memory).items() if size > 0}
 
-    memory = {place: size for place, size in get_max_memory(max_memory).items() if size > 0}
+
+def _rooms(max_memory: Any, units: list[Unit]) -> tuple[list[Room], list[Room]]:
+    """Where the model can compute, and where it can wait."""
+    memory = _memory(max_memory)
     devices = [place for place in memory if place not in places.OFFLOADED] or [p for p in memory if p == "cpu"]
     resident = [Room(place, memory[place]) for place in devices]
     if max_memory is None and resident:  # what is free now: activations and the layer in execution need room, too

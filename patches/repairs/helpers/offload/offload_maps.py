@@ -45,9 +45,9 @@ def place(hook: Any, name: str) -> Hashable:
     if hasattr(weights, "prefix"):
         weights, key = weights.dataset, weights.prefix + name
     kept = getattr(weights, "state_dict", weights)
-    if type(kept) is dict and key in kept:
-        tensor = kept[key]
-        return (tensor.data_ptr(), tensor.stride()) if tensor.numel() else None
+    if isinstance(kept, dict) and key in kept:
+        tensor = dict.__getitem__(kept, key)  # as it is kept: a dict of ours reads experts from the disk
+        return (tensor.data_ptr(), tensor.stride()) if hasattr(tensor, "data_ptr") and tensor.numel() else None
     entry = getattr(weights, "index", {}).get(key, {})
     file = entry.get("safetensors_file")
     return file and (file, entry.get("weight_name", key))

@@ -1,0 +1,124 @@
+"""Maps of ``from_pretrained`` for a quantized model that does not fit: what lies where, and how much of each device is used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from patches.repairs.helpers.reproducers.tiny_models import in_dtype
+from tests.device import watch
+from tests.device.models import QUANTIZED, load, logits, quantization, quantized_layers, save_llama
+
+pytestmark = pytest.mark.usefixtures("patched", "by_the_name_of_cuda")
+
+BIG = 12
+"""Decoder layers of a model that does not fit."""
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("big"), layers=BIG)
+
+
+def held_by(make):
+    before = watch.held()
+    model = make()
+    return model, watch.held() - before
+
+
+@pytest.mark.parametrize("share, cpu", [(0.6, 10**9), (0.45, 20_000)], ids=["cpu", "cpu and disk"])
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize(
+    "auto",
+    [
+        "auto",
+        *(
+            pytest.param(name, marks=pytest.mark.release("auto"))
+            for name in ("balanced", "balanced_low_0", "sequential")
+        ),
+    ],
+)
+def test_a_map_by_the_sizes_of_quantized_layers(auto, kind, share, cpu, big, device, tmp_path):
+    whole, size = held_by(lambda: load(big, kind, {"": device}))
+    expected = logits(whole, device)
+    limit = int(share * size)
+    before = watch.held()
+    with watch.peak() as peak:
+        model = load(big, kind, auto, max_memory={0: limit, "cpu": cpu}, offload_folder=tmp_path)
+    places = set(model.hf_device_map.values())
+    assert places == ({0, "cpu"} if cpu > size else {0, "cpu", "disk"})
+    for _ in range(2):
+        assert torch.equal(logits(model, device), expected)
+        assert 0.8 * limit <= watch.held() - before <= limit
+    listed = 1024 * len(list(quantized_layers(model)))  # accelerate asks for a state dict, to check the map
+    assert peak[0] <= limit + 6 * 64 * 128 + listed
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_what_fits_quantized_is_not_offloaded(kind, big, device):
+    whole, size = held_by(lambda: load(big, kind, {"": device}))
+    model = load(big, kind, "auto", max_memory={0: int(1.01 * size), "cpu": 10**9})
+    assert {parameter.device for parameter in model.parameters()} == {torch.device(device)}
+    assert torch.equal(logits(model, device), logits(whole, device))
+
+
+def test_a_map_for_two_devices(big, device, other, tmp_path):
+    whole, size = held_by(lambda: load(big, "nf4", {"": device}))
+    memory = {0: int(0.4 * size), 1: int(0.3 * size), "cpu": 10**9}
+    model = load(big, "nf4", "auto", max_memory=memory)
+    assert set(model.hf_device_map.values()) == {0, 1, "cpu"}
+    assert torch.equal(logits(model, device), logits(whole, device))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.97])
+def test_what_transformers_keeps_in_float32_counts(share, device, tmp_path):
+    """T5's wo, of a model in float16. Near the limit, transformers alone takes it for a model that fits."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = dict(vocab_size=64, d_model=64, d_kv=32, d_ff=256, num_layers=4, num_heads=2)
+    T5ForConditionalGeneration(T5Config(**sizes)).half().save_pretrained(tmp_path / "plain")
+
+    def get(places, **also):
+        also = {**in_dtype(torch.float16), "offload_folder": tmp_path / "off", **also}
+        return T5ForConditionalGeneration.from_pretrained(
+            tmp_path / "plain", device_map=places, quantization_config=quantization("nf4"), **also
+        )
+
+    _, size = held_by(lambda: get({"": device}))
+    limit = int(share * size)
+    model, held = held_by(lambda: get("auto", max_memory={0: limit, "cpu": 10**9}))
+    assert set(model.hf_device_map.values()) == {0, "cpu"}
+    assert 0.8 * limit <= held <= limit
+
+
+def test_what_holds_more_than_allowed_does_not_fit(big, device):
+    """transformers counts no absmax."""
+    _, size = held_by(lambda: load(big, "nf4", {"": device}))
+    for share in (0.96, 0.98, 0.99):
+        model, held = held_by(lambda: load(big, "nf4", "auto", max_memory={0: int(share * size), "cpu": 10**9}))  # noqa: B023
+        assert 0.8 * share * size <= held <= int(share * size)
+        del model
+
+
+TIED = {
+    "cpu and disk": lambda device: {"": "cpu", "model.norm": device, "model.layers.1": "disk"},
+    "the embedding waits": lambda device: {"": device, "model.embed_tokens": "cpu"},
+    "the head waits": lambda device: {"": device, "lm_head": "disk"},
+}
+
+
+@pytest.mark.parametrize("places", TIED)
+def test_tied_weights_are_one(places, device, tmp_path):
+    """Before a forward and after it, which gives each module a parameter of its own; what is on the device is on it once."""
+    folder = save_llama(tmp_path / "plain", tie_word_embeddings=True)
+    whole, size = held_by(lambda: load(folder, "nf4", {"": device}))
+    whole.save_pretrained(tmp_path / "whole")
+    get = lambda: load(folder, "nf4", TIED[places](device), offload_folder=tmp_path / "off")  # noqa: E731
+    model, held = held_by(get)
+    assert held <= size
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "again")
+        one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "whole"))
+        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+        assert torch.equal(logits(model, device), logits(whole, device))
