@@ -21,8 +21,9 @@ other outputs, those that it has on any other base: train it again.
 None of these tuners can merge into packed weights: the update is lost, and values that do not fit in 8 bits wrap
 around (HRA: 12 % off the unmerged model). For INT8, as for 4 bits, ``merge`` now raises an error that says what to do.
 
-FSDP2 gathers packed weights into a plain ``Parameter``, which these four and DoRA's ``dequantize_module_weight`` do
-not recognize as quantized. It is dequantized by the scales of its layer as well.
+FSDP2 gathers packed weights into a plain ``Parameter``, and a pruned or parametrized layer has a plain tensor, which
+these four and DoRA's ``dequantize_module_weight`` do not recognize as quantized. They are dequantized by the scales of
+the layer as well.
 
 What it costs: one dequantized weight for each HRA, PEANuT and HiRA layer in a forward, as these tuners need for any
 layer.
@@ -54,6 +55,7 @@ _TUNERS = "peft.tuners"
 _WEIGHT = "self.get_base_layer().weight"
 _DENSE = "_patches_dense_weight(self.get_base_layer())"
 _NAMES = {"_patches_dense_weight": dense_weight.of}
+_NOT_PARAMETER = "if isinstance(weight, torch.Tensor):"
 _NOT_QUANTIZED = 'if cls_name not in ("Params4bit", "Int8Params"):'
 
 
@@ -91,11 +93,14 @@ PATCH = Patch(
         ),
         dense_weight.refuse_merge("hira.layer:Linear.merge", "peft>=0.20,<0.21"),
         dense_weight.refuse_merge("hira.layer:HiraLayer._merge", "peft>=0.21", "weight = {}.weight"),
-        Rewrite(
-            "peft.utils.integrations:dequantize_module_weight",
-            f"{_NOT_QUANTIZED}\n    return weight",
-            f"{_NOT_QUANTIZED}\n    return _patches_weight_or_dense(module, weight)",
-            names={"_patches_weight_or_dense": dense_weight.weight_or_dense},
+        *(
+            Rewrite(
+                "peft.utils.integrations:dequantize_module_weight",
+                f"{asked}\n    return weight",
+                f"{asked}\n    return _patches_weight_or_dense(module, weight)",
+                names={"_patches_weight_or_dense": dense_weight.weight_or_dense},
+            )
+            for asked in (_NOT_PARAMETER, _NOT_QUANTIZED)
         ),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
     ),  # fmt: skip

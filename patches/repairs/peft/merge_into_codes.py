@@ -7,6 +7,10 @@ computes what the base model does, silently. A saved model holds neither the bas
 since 0.16. MiSS: 0.17 to 0.19, before it merged through a backend that quantizes. Bone: up to 0.18. In 4 bits all
 three raise errors about shapes. FourierFT and WaveFT do so in 4 bits and INT8.
 
+LoRA and DoRA have layers of their own for models with ``is_loaded_in_8bit``. A model without this flag, whose user put
+in the bitsandbytes layers, gets the plain layer: ``merge(safe_merge=True)`` loses LoRA silently, DoRA adds to packed
+weights, and without ``safe_merge`` LoRA raises ``result type Float can't be cast``.
+
 IA3 and AdaLoRA have no merge into quantized layers, and raise a ``NotImplementedError`` without a message.
 
 With the repair, ``merge`` raises an error before anything is changed. It names the tuner and the layer and says what
@@ -57,6 +61,7 @@ PATCH = Patch(
         dense_weight.refuse_merge("bone.layer:BoneLinear.merge", "peft<0.19"),
         dense_weight.refuse_merge("fourierft.layer:FourierFTLinear.merge"),
         dense_weight.refuse_merge("waveft.layer:WaveFTLinear.merge", "peft>=0.18"),
+        dense_weight.refuse_merge("lora.layer:Linear.merge"),
         dense_weight.refuse_no_merge("merge"),
         dense_weight.refuse_no_merge("unmerge"),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer

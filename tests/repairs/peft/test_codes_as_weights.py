@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
+from torch.nn.utils import prune
+
 import patches
 from patches.engine.gate import satisfied
 from tests.repairs.peft.stood_for import X, gradients, models, relative_error
@@ -141,3 +143,21 @@ def test_hira_in_another_dtype_than_a_weight_is_dequantized_to(bits):
     with patches.applied():
         model, plain = (with_adapter(m, "HiRA").to(torch.bfloat16) for m in (model, plain))
         assert relative_error(model(X.bfloat16()), plain(X.bfloat16())) < 0.05
+
+
+@pytest.mark.parametrize("ran", [False, True], ids=["cold", "ran"])
+def test_dora_reads_the_weight_that_a_pruned_layer_stands_for(ran):
+    """Its weight is a plain tensor, made again in each forward. Without the plugin the layer does not run at all."""
+    with patches.applied():
+        model, plain = models(8)
+        if ran:
+            model(X)
+        for layer in model[::2]:
+            prune.identity(layer, "weight")
+        adapted = []
+        for made in (model, plain):
+            torch.manual_seed(1)
+            config = peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False, use_dora=True)
+            adapted.append(peft.get_peft_model(made, config).train())
+        for grad, expected in zip(*(gradients(each) for each in adapted), strict=True):
+            assert relative_error(grad, expected) < 0.05

@@ -166,3 +166,19 @@ def test_tuners_without_a_merge_say_so_by_name(name, bits):
             ):
                 call()
         assert torch.equal(model(X), before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
+def test_lora_of_a_model_that_does_not_say_it_is_quantized_is_refused(safe, dora):
+    """peft gives it the layer for unquantized weights, whose safe merge loses the adapter silently."""
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(layer(8, 48)).to("cpu")
+    config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, use_dora=dora)
+    with patches.applied("peft-merge-into-codes", *(["peft-dora-replaces-weight"] if dora else [])):
+        model = peft.get_peft_model(base, config).eval()
+        before = model(X)
+        with pytest.raises(NotImplementedError, match=r"0.base_layer' holds INT8 codes, .*'lora'.*is_loaded_in_8bit"):
+            model.merge_adapter(safe_merge=safe)
+        assert torch.equal(model(X), before)

@@ -139,10 +139,12 @@ def refuse_no_merge(method: str) -> Rewrite:
 
 
 def _refuse(layer: Any, what: str, tuner: Any) -> NoReturn:
-    module = type(tuner).__module__.partition("peft.tuners.")[2]
-    who = f"the tuner {module.partition('.')[0]!r}" if module else "a tuner"
+    name = type(tuner).__module__.partition("peft.tuners.")[2].partition(".")[0]
+    own = "set is_loaded_in_8bit or is_loaded_in_4bit = True on the model before the adapter is added, or " * (
+        name == "lora"
+    )
     raise NotImplementedError(
-        f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds {what}, and {who} of peft merges into "
-        "unquantized weights only: call dequantize() on the base model before the adapter is added, load the adapter "
-        "onto that, and merge there"
+        f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds {what}, and {f'the tuner {name!r}' if name else 'a tuner'} "
+        f"of peft merges into unquantized weights only: {own}call dequantize() on the base model before the adapter is added, "
+        "load the adapter onto that, and merge there"
     )
