@@ -11,6 +11,9 @@ weights that are offloaded are written twice after a forward, because accelerate
 In these cases the repair builds the state dict module by module. It brings each module from where it is offloaded and
 copies it to CPU memory, which must hold all of them. Models that could be saved before are saved as before, one shard
 at a time.
+
+transformers 4 also looks up a tensor that is the model's own, which no module has: ``KeyError: 'final_logits_bias'``
+(BART, Pegasus, Marian). It is saved as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from ..helpers.int8 import int8_scales
 from ..helpers.offload import offloaded, ties
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -50,7 +55,16 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
     state.update((name, state[source]) for name, source in tied.items() if name in state and not state[source].is_meta)
     if renamed and modules:
         modules.clear()
+    if modules:
+        modules.update((name, model) for name in state if "." not in name)
     return state
+
+
+def brought(upstream: Callable[..., Any], module: Any, name: str, written: dict[str, Any], shard: Any) -> Any:
+    """``get_state_dict_from_offload``; what is the model's own, which is never offloaded, it does not find."""
+    if "." in name:
+        return upstream(module, name, written)
+    return {**written, name: shard[name]}
 
 
 def _is_looked_up(model: Any) -> bool:
@@ -91,6 +105,8 @@ def defect() -> Finding:
     return Finding(not same, "saved and loaded" if same else "other values were saved")
 
 
+_SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"
+
 PATCH = Patch(
     id="transformers-save-offloaded",
     summary="save_pretrained fails on offloaded INT8 models, and on models offloaded without a device map",
@@ -98,15 +114,24 @@ PATCH = Patch(
     requires=("transformers>=4.53", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",
     seen_on=("2.13", "2.15"),
-    edits=tuple(
+    edits=(
+        *(
+            Rewrite(
+                _SAVE,
+                find="model_to_save.state_dict()",
+                replace=f"_patches_state_dict_of({given})",
+                names={"_patches_state_dict_of": state_dict_of},
+                when=when,
+            )
+            for given, when in (("model_to_save", "transformers>=5"), ("model_to_save, module_map", "transformers<5"))
+        ),
         Rewrite(
-            "transformers.modeling_utils:PreTrainedModel.save_pretrained",
-            find="model_to_save.state_dict()",
-            replace=f"_patches_state_dict_of({given})",
-            names={"_patches_state_dict_of": state_dict_of},
-            when=when,
-        )
-        for given, when in (("model_to_save", "transformers>=5"), ("model_to_save, module_map", "transformers<5"))
+            _SAVE,
+            find="get_state_dict_from_offload(module, module_name, shard_state_dict)",
+            replace="_patches_brought(get_state_dict_from_offload, module, module_name, shard_state_dict, shard)",
+            names={"_patches_brought": brought},
+            when="transformers<5",
+        ),
     ),
     defect=defect,
 )

@@ -108,9 +108,24 @@ def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
     if not offloads(device_map) or not supports(quantizer):
         return device_map
     _refuse_unknown(model, device_map)
+    given, device_map = device_map, {**device_map, **_of_shared(model, device_map)}
     main = execution_device(device_map)
     found = dict(_disjoint(model, "", {**device_map, **_of_tied(model, device_map)}, main, inside=False))
-    return Places(found, device_map)
+    return Places(found, given)
+
+
+def _of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
+    """One place for a module that has several names: that of a name that the map has, or that of the first."""
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if _has_own(module):
+            names.setdefault(id(module), []).append(path)
+    found = {}
+    for paths in names.values():
+        said = around(device_map, next((path for path in paths if path in device_map), paths[0]))
+        if len(paths) > 1 and said is not None:
+            found.update(dict.fromkeys(paths, device_map[said]))
+    return found
 
 
 def _of_tied(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:

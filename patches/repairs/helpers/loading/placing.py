@@ -6,9 +6,10 @@ weights go to the CPU or the disk, and the layer is what it would be had it been
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..experts import asked_for
@@ -219,7 +220,8 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
         "offload_index": index,
         "state_dict": in_memory,
     }
-    result = dispatch_model(model, **options)
+    with _under_one_name(model, device_map):
+        result = dispatch_model(model, **options)
     for module, name, owner, source in tied:
         module._parameters[name] = owner._parameters[source]
     for loader in offload_maps.loaders(model):
@@ -254,6 +256,34 @@ def _untie_on_disk(model: Module, index: dict[str, Any]) -> list[tuple[Module, s
                     index.setdefault(name, index[source])
                 tied.append((module, own, *owner))
     return tied
+
+
+@contextlib.contextmanager
+def _under_one_name(model: Module, device_map: Places) -> Iterator[None]:
+    """Leave each offloaded module one of its names: T5 before transformers 5 has its embedding in encoder and decoder, too.
+
+    accelerate gives a module a hook for each name: its weights are brought by each, and their address on meta is that of
+    all others.
+    """
+    import torch
+
+    first: dict[int, str] = {}
+    again: dict[str, Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if first.setdefault(id(module), path) != path and places.is_offloaded(device_map, path):
+            again[path] = module
+    hidden = [
+        (model.get_submodule(parent)._modules, own, again[f"{parent}.{own}" if parent else own])
+        for parent, _, own in (path.rpartition(".") for path in again)
+        if parent not in again
+    ]
+    try:
+        for modules, own, _ in hidden:
+            modules[own] = torch.nn.Module()
+        yield
+    finally:
+        for modules, own, module in hidden:
+            modules[own] = module
 
 
 def _say(model: Module, device_map: Places) -> None:

@@ -22,7 +22,7 @@ def restore(model: Module) -> dict[str, str]:
     """
     first: dict[Hashable, tuple[str, Any]] = {}
     tied = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         hook = offloaded.hook_of(module)
         for name, parameter in module._parameters.items() if hook is not None else ():
             place = offload_maps.place(hook, name) if parameter is not None and parameter.is_meta else None
