@@ -13,7 +13,8 @@ copies it to CPU memory, which must hold all of them. Models that could be saved
 at a time.
 
 transformers 4 also looks up a tensor that is the model's own, which no module has: ``KeyError: 'final_logits_bias'``
-(BART, Pegasus, Marian). It is saved as it is.
+(BART, Pegasus, Marian). It is saved as it is. transformers 4.53 takes tensors of one size on meta for one, and leaves out
+weights such as an ``lm_head`` that is not tied.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
 
     ``modules`` is where transformers 4 looks each name up while it writes; emptied if that would not find them.
     """
-    tied = ties.restore(model)
     state: dict[str, Tensor] = model.state_dict()
     away = {name for name, tensor in state.items() if tensor.is_meta}
     int8 = {name for name in away if int8_scales.is_int8(state[name])}
@@ -52,6 +52,7 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
             # Scales that are away are in no state dict once the layer has run.
             new = {name: tensor for name, tensor in brought.items() if name in away or name not in state}
             state.update((name, tensor.to("cpu")) for name, tensor in new.items())
+    tied = ties.restore(model)  # after all modules were visited, which gives each a parameter of its own
     state.update((name, state[source]) for name, source in tied.items() if name in state and not state[source].is_meta)
     if renamed and modules:
         modules.clear()
@@ -65,6 +66,13 @@ def brought(upstream: Callable[..., Any], module: Any, name: str, written: dict[
     if "." in name:
         return upstream(module, name, written)
     return {**written, name: shard[name]}
+
+
+def identity(upstream: Callable[..., Any], model: Any, name: str, tensor: Tensor) -> Any:
+    """``id_tensor_storage``; of a parameter on meta, where addresses are 0: what object it is."""
+    path, _, own = name.rpartition(".")
+    parameter = model.get_submodule(path)._parameters.get(own) if tensor.is_meta else None
+    return upstream(tensor) if parameter is None else id(parameter)
 
 
 def _is_looked_up(model: Any) -> bool:
@@ -131,6 +139,13 @@ PATCH = Patch(
             replace="_patches_brought(get_state_dict_from_offload, module, module_name, shard_state_dict, shard)",
             names={"_patches_brought": brought},
             when="transformers<5",
+        ),
+        Rewrite(
+            _SAVE,
+            find="id_tensor_storage(tensor)",
+            replace="_patches_identity(id_tensor_storage, self, name, tensor)",
+            names={"_patches_identity": identity},
+            when="transformers<4.54",
         ),
     ),
     defect=defect,

@@ -36,6 +36,24 @@ def encoder_decoder():
     )
 
 
+def one_embedding():
+    """Before transformers 5, one module that has a name in the encoder and the decoder, too."""
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=16, d_model=64, d_kv=32, d_ff=64, num_layers=2, num_heads=2, tie_word_embeddings=False
+        )
+    )
+
+
+def own_buffer():
+    """``final_logits_bias`` is the model's own, and no module's."""
+    sizes = dict(encoder_layers=2, encoder_ffn_dim=64, encoder_attention_heads=2)
+    sizes |= dict(decoder_layers=2, decoder_ffn_dim=64, decoder_attention_heads=2)
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(vocab_size=16, d_model=64, max_position_embeddings=16, **sizes)
+    )
+
+
 def fused():
     """Its checkpoint has one matrix for what the model has as two, or the other way round."""
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(vocab_size=16, pad_token_id=0, **SIZE))
@@ -52,6 +70,9 @@ MODELS = {
     "tied to what stays": (tied, {"": "cpu", "lm_head": "disk", "model.layers.0": "disk"}),
     "conv1d": (conv1d, {"": "cpu", "transformer.h.1": "disk"}),
     "encoder-decoder": (encoder_decoder, {"": "cpu", "encoder.block.1": "disk", "decoder.block.0": "disk"}),
+    "one embedding": (one_embedding, {"": "disk", "encoder.block.0": "cpu"}),
+    "one embedding alone": (one_embedding, {"": "disk"}),
+    "own buffer": (own_buffer, {"": "cpu", "model.encoder.layers.0": "disk"}),
     "fused": (fused, {"": "cpu", "model.layers.0": "disk"}),
     "experts": (experts, {"": "cpu", "model.layers.1": "disk"}),
 }

@@ -12,7 +12,8 @@ from tests.asked.releases import RELEASES, ROOT, Release
 
 HERE = "tests/repairs/transformers"
 ALL = ["test_refuses_what_does_not_fit.py", *(f"test_does_not_fit_{part}.py" for part in ("models", "faults", "ends"))]
-FEW = ["test_refuses_what_does_not_fit.py", "-k", "loaded_whole_and_offloaded and (nf4-plain or int8-quantized)"]
+FEW = ["test_refuses_what_does_not_fit.py", f"{HERE}/test_does_not_fit_models.py"]
+FEW += ["-k", "loaded_whole_and_offloaded and (nf4-plain or int8-quantized) or embedding-nf4 or buffer-int8"]
 OLDEST = RELEASES[0]
 """Its loader is that of up to 4.56; that of 4.57 is met as a whole stack, and that of transformers 5 is the newest."""
 
@@ -27,11 +28,11 @@ def passes(release: Release, file: str, *options: str) -> None:
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def test_two_programs():
+def test_four_programs():
     passes(OLDEST, *FEW)
 
 
-@pytest.mark.release("test_two_programs, on the oldest of them")
+@pytest.mark.release("test_four_programs, on the oldest of them")
 @pytest.mark.parametrize("file", ALL)
 @pytest.mark.parametrize("release", RELEASES, ids=str)
 def test_all_programs(release, file):

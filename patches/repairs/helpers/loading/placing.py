@@ -6,10 +6,9 @@ weights go to the CPU or the disk, and the layer is what it would be had it been
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..experts import asked_for
@@ -18,7 +17,7 @@ from ..int8 import int8_scales
 from ..offload import brought, offload_maps
 from ..process import freed
 from ..process.messages import LOGGER
-from . import experts_on_disk, packed_files, places
+from . import experts_on_disk, packed_files, places, several_names
 from .experts import readable
 from .places import Places
 from .quantizers import quantizes
@@ -207,7 +206,7 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     index = options["offload_index"]
     for parameter in model.parameters():
         _unmark(parameter)
-    tied = _untie_on_disk(model, index or {})
+    tied = several_names.untie_on_disk(model, index or {})
     in_memory = _in_memory(model, device_map, index or {})
     if index is not None:
         index = packed_files.Index(index, device_map.folder, device_map.ahead)
@@ -220,7 +219,7 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
         "offload_index": index,
         "state_dict": in_memory,
     }
-    with _under_one_name(model, device_map):
+    with several_names.under_one_name(model, device_map):
         result = dispatch_model(model, **options)
     for module, name, owner, source in tied:
         module._parameters[name] = owner._parameters[source]
@@ -235,55 +234,6 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
 def not_on_meta(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of ``state`` has an address by which tied weights can be told."""
     return {name: tensor for name, tensor in state.items() if not tensor.is_meta}
-
-
-def _untie_on_disk(model: Module, index: dict[str, Any]) -> list[tuple[Module, str, Module, str]]:
-    """Give weights that are tied and on meta a parameter each, and say which are to be one again.
-
-    accelerate before 1.14 knows tied weights by their address. That of all on meta is 0: it would take each for each.
-    """
-    first: dict[int, tuple[str, Module, str]] = {}
-    tied = []
-    for path, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
-                continue
-            name = f"{path}.{own}" if path else own
-            source, *owner = first.setdefault(id(parameter), (name, module, own))
-            if source != name:
-                module._parameters[own] = type(parameter)(parameter.detach().clone(), requires_grad=False)
-                if source in index:
-                    index.setdefault(name, index[source])
-                tied.append((module, own, *owner))
-    return tied
-
-
-@contextlib.contextmanager
-def _under_one_name(model: Module, device_map: Places) -> Iterator[None]:
-    """Leave each offloaded module one of its names: T5 before transformers 5 has its embedding in encoder and decoder, too.
-
-    accelerate gives a module a hook for each name: its weights are brought by each, and their address on meta is that of
-    all others.
-    """
-    import torch
-
-    first: dict[int, str] = {}
-    again: dict[str, Module] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if first.setdefault(id(module), path) != path and places.is_offloaded(device_map, path):
-            again[path] = module
-    hidden = [
-        (model.get_submodule(parent)._modules, own, again[f"{parent}.{own}" if parent else own])
-        for parent, _, own in (path.rpartition(".") for path in again)
-        if parent not in again
-    ]
-    try:
-        for modules, own, _ in hidden:
-            modules[own] = torch.nn.Module()
-        yield
-    finally:
-        for modules, own, module in hidden:
-            modules[own] = module
 
 
 def _say(model: Module, device_map: Places) -> None:
