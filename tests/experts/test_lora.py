@@ -147,6 +147,24 @@ def test_no_step_makes_a_tensor_of_the_size_of_all_experts(kind):
     assert largest < size / 8, f"{largest} of {size} bytes"
 
 
+def test_after_revert_a_merged_model_runs_merging_says_what_to_do_and_lora_goes_dense():
+    quantized = pair(layers=1)[1]
+    with patches.applied(ID), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = with_lora(quantized, target_modules=[])
+        before = logits(model)
+        model.merge_adapter()
+        merged = logits(model)
+        other = with_lora(pair(layers=1)[1], target_modules=[])
+    assert torch.equal(logits(model), merged)
+    with pytest.raises(RuntimeError, match=r"peft-lora-quantized-experts: call patches.apply\(\) before"):
+        other.merge_adapter()
+    assert off(logits(other), before) < 2e-6, "nothing was merged"
+    with patches.applied(ID):
+        model.unmerge_adapter()
+        assert torch.equal(logits(model), before)
+
+
 @pytest.mark.skipif(satisfied("peft<0.20"), reason="peft before 0.20 has one adapter with target_parameters")
 def test_several_adapters(tmp_path):
     with patches.applied(ID):

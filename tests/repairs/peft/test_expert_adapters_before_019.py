@@ -85,6 +85,24 @@ def test_they_are_read_by_their_shapes(tmp_path, down, version):
     assert not said, "the shapes decide"
 
 
+@pytest.mark.skipif(satisfied("transformers<5"), reason="transformers 4 keeps experts as linear layers")
+@pytest.mark.parametrize("sides", [(WIDE, (16, 24)), (SQUARE, SQUARE)], ids=["shapes differ", "square"])
+def test_they_are_read_into_quantized_experts(tmp_path, sides):
+    from patches.repairs.helpers.experts.quantize import How, packed
+    from patches.repairs.helpers.experts.tensor import as_parameter
+
+    torch.manual_seed(0)
+    model, x = Mixture(*sides), torch.randn(1, 5, 16)
+    quantized = copy.deepcopy(model)
+    for name in ("up", "down"):
+        held = packed(getattr(model.experts, name).detach(), 1, How("nf4", False, torch.uint8))
+        setattr(quantized.experts, name, as_parameter(held))
+        getattr(model.experts, name).data = getattr(quantized.experts, name).dequantize()
+    merged, _ = saved(tmp_path, model, "0.18.1")
+    with patches.applied(ID, "peft-lora-quantized-experts"):
+        assert torch.allclose(loaded(quantized, tmp_path)(x), merged(x), rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("version", ["0.18.1", None])
 def test_square_ones_are_read_by_the_release_and_a_warning_says_so(tmp_path, version):
     torch.manual_seed(0)

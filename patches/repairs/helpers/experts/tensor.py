@@ -223,7 +223,8 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> No
             if isinstance(value, QuantizedExperts):
                 raise RuntimeError(
                     f"{func} would write into quantized experts ({tuple(value.shape)}), whose values are packed. "
-                    "Dequantize the model first (model.dequantize()), or load the model without quantized experts."
+                    "Merging and unmerging adapters needs the patch peft-lora-quantized-experts: call patches.apply() before. "
+                    "For any other change dequantize the model first (model.dequantize())."
                 )
 
 
