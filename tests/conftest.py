@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -51,8 +52,22 @@ def _devices() -> list[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first: workers that take whole files then end together."""
+    _leave_parameters_to_a_release(items)
     first = ("tests/programs/", "tests/device/", "tests/harm/", "tests/test_")
     items.sort(key=lambda item: next((at for at, start in enumerate(first) if item.nodeid.startswith(start)), 9))
+
+
+def _leave_parameters_to_a_release(items: list[pytest.Item]) -> None:
+    """Of each test that is marked ``one_in(n)`` so many stay, chosen by their names: each second one may be all alike."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") and hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in tests.values():
+        (n,) = found[0].get_closest_marker("one_in").args
+        found.sort(key=lambda item: crc32(item.nodeid.encode()))
+        for item in found[-(-len(found) // n) :]:
+            item.add_marker(pytest.mark.release(f"one in {n} of its parameters"))
 
 
 @pytest.fixture(params=_devices())

@@ -11,12 +11,17 @@ import ast
 import functools
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+import pytest
 
 from patches import REGISTRY
-from patches.engine import requirement
+from patches.engine import gate, requirement
 from patches.engine.edits import Edit, Rewrite, module_of
 
+Test = TypeVar("Test", bound=Callable[..., object])
 ROOT = Path(__file__).parents[1]
 SHORT = ("0.46.1", "0.48.2", "0.49.2", "0.50.2")
 """The releases that `make test` meets, oldest first: the first, the last, and the last of the two series between."""
@@ -32,6 +37,16 @@ flow.
 The catalogue on a processor with AVX512-BF16 (``tests/harm/test_packed.py``) is run on the newest. On an older one the
 reproducers are run on such a processor, and the tests of the patches whose source differs there.
 """
+
+
+def is_newest() -> bool:
+    """Whether the newest release is installed, or one that is newer."""
+    return gate.satisfied(f"bitsandbytes>={SHORT[-1]}")
+
+
+def of_the_newest(test: Test) -> Test:
+    """A decorator: on an older release the test is left to `make test-all`."""
+    return test if is_newest() else pytest.mark.release("the same on the newest release")(test)
 
 
 def installed(release: str) -> bool:

@@ -28,9 +28,7 @@ ALL = list(REGISTRY.patches.values())
 HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
 """Those for the installed releases."""
 
-NEWEST = gate.satisfied(f"bitsandbytes>={releases.SHORT[-1]}")
-DAILY = [p.id for p in ALL if NEWEST or any(module_of(e).startswith("bitsandbytes") for e in p.edits)]
-of_the_newest = (lambda test: test) if NEWEST else pytest.mark.release("the same on the newest release")
+DAILY = [p.id for p in ALL if releases.is_newest() or any(module_of(e).startswith("bitsandbytes") for e in p.edits)]
 
 
 @pytest.mark.parametrize("patch", ALL, ids=lambda p: p.id)
@@ -208,7 +206,7 @@ def test_exactly(what, wrong):
     assert what not in wrong, wrong[what]
 
 
-@of_the_newest
+@releases.of_the_newest
 def test_applied_before_the_import_it_follows_the_import(fresh):
     """``patches.apply()`` first, then the packages: the same end state as the other way round."""
     fresh(
@@ -223,7 +221,7 @@ assert all(s == "applied" for s, _ in states.values()), states
     )
 
 
-@of_the_newest
+@releases.of_the_newest
 def test_applied_where_torch_alone_is_imported_it_imports_nothing_and_follows(fresh):
     """Some edits are in torch, for a defect of another package: they wait for that one too."""
     fresh(

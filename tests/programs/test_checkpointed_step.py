@@ -14,6 +14,8 @@ import patches
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.one_in(2)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

@@ -18,6 +18,8 @@ from patches.engine.gate import satisfied
 from patches.repairs.helpers.weights.own_codes import are_own
 from tests.repairs.tagged import Tagged4
 
+pytestmark = pytest.mark.one_in(2)
+
 FOUR = ("bitsandbytes-linear4bit-load-state-dict",)
 EIGHT = tuple(f"bitsandbytes-int8-{name}" for name in ("codes-without-scales", "load-state-dict", "plain-weight"))
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(9))

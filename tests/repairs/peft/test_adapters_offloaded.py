@@ -17,6 +17,8 @@ pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "peft-adapters-offloaded"
 ADAPTERS = {
     "LoRA": ("LoraConfig", {"r": 2, "init_lora_weights": False}, KINDS),

@@ -18,6 +18,8 @@ from tests.repairs.peft.offloading import CHECKPOINTING, KINDS, WAYS, assert_sam
 pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
+pytestmark = pytest.mark.one_in(2)
+
 
 @pytest.mark.parametrize("kind, way", [(kind, way) for kind in KINDS for way in ways(kind)])
 def test_get_peft_model(kind, way, base, device):

@@ -12,6 +12,8 @@ from patches.repairs.helpers.reproducers.graphs import pieces
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
+pytestmark = pytest.mark.one_in(2)
+
 DEQUANTIZE, CACHE = "peft-dora-dequantize", "peft-dora-cache"
 LAYERS = {
     "nf4": lambda: bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32),

@@ -18,6 +18,8 @@ from tests.repairs.peft.offloading import KINDS, assert_same, logits, lora, offl
 pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
+pytestmark = pytest.mark.one_in(2)
+
 SOME = [
     (kind, way) for kind in KINDS for way in ways(kind) if kind == "plain" or way in ("dispatch_model", "disk_offload")
 ]

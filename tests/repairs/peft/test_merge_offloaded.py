@@ -11,6 +11,8 @@ from tests.repairs.peft.offloading import IDS, KINDS, logits, lora, offloaded, q
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
+pytestmark = pytest.mark.one_in(2)
+
 ALL = [(kind, way) for kind in KINDS for way in ways(kind)]
 
 

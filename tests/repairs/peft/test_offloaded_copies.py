@@ -13,6 +13,8 @@ from tests.repairs.peft.offloading import WAYS, assert_same, logits, lora, offlo
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.one_in(2)
+
 
 FLOWS = [("plain", "from_pretrained"), ("int8", "layer by layer"), *(("nf4", way) for way in WAYS)]
 

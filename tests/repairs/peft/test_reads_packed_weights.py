@@ -14,6 +14,8 @@ import patches
 from patches.engine.gate import satisfied
 from tests.repairs.peft.stood_for import X, gradients, models, relative_error
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "peft-reads-packed-weights"
 
 if satisfied("peft<0.16"):

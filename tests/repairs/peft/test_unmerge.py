@@ -33,7 +33,10 @@ from tests.repairs.peft.merging import (  # noqa: E402
 
 if satisfied("peft<0.15") and not torch.cuda.is_available():
     pytest.skip("peft 0.14 dequantizes on CUDA only, to merge", allow_module_level=True)
-pytestmark = pytest.mark.filterwarnings("ignore:Merge|Unmerge|Already following|Adapter cannot be set:UserWarning")
+pytestmark = [
+    pytest.mark.one_in(2),
+    pytest.mark.filterwarnings("ignore:Merge|Unmerge|Already following|Adapter cannot be set:UserWarning"),
+]
 X = torch.linspace(-1, 1, 3 * 64).reshape(3, 64)
 
 

@@ -17,6 +17,8 @@ from torchao.quantization.granularity import PerGroup, PerTensor
 import patches
 from patches.engine.gate import satisfied
 
+pytestmark = pytest.mark.one_in(3)
+
 ID = "torchao-quantized-activations-gradient"
 INT8 = q.Int8DynamicActivationInt8WeightConfig
 

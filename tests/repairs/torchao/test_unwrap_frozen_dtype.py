@@ -16,6 +16,8 @@ from torchao.quantization.granularity import PerAxis, PerGroup
 
 import patches
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "torchao-unwrap-frozen-dtype"
 
 CONFIGS = {

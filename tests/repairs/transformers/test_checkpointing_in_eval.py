@@ -12,6 +12,8 @@ import patches
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "transformers-checkpointing-in-eval"
 
 

@@ -11,6 +11,8 @@ from patches.repairs.helpers.reproducers.graphs import pieces
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "transformers-input-grads-hook"
 
 

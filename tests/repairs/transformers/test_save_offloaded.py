@@ -11,6 +11,8 @@ from tests.repairs.peft.offloading import KINDS, logits, offloaded, save_base, w
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.one_in(2)
+
 
 @pytest.mark.parametrize("ran", [False, True], ids=["cold", "ran"])
 @pytest.mark.parametrize("kind, way", [(kind, way) for kind in KINDS for way in ways(kind)])

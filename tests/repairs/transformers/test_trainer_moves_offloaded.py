@@ -18,6 +18,8 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 
+pytestmark = pytest.mark.one_in(2)
+
 FLOWS = [
     ("plain", "from_pretrained", "none"), ("plain", "disk_offload", "non-reentrant"), ("int8", "dispatch_model", "none"),
     ("int8", "dispatch_model", "reentrant"), ("int8", "layer by layer", "non-reentrant"),

@@ -9,6 +9,8 @@ import torch
 import patches
 from patches.engine.gate import satisfied
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-output-is-view"
 KINDS = {
     "nf4": lambda **o: bnb.nn.LinearNF4(64, 64, compute_dtype=torch.float32, **o),

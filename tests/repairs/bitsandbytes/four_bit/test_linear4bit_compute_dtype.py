@@ -15,6 +15,8 @@ from patches.engine.gate import satisfied
 
 bnb = pytest.importorskip("bitsandbytes")
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-linear4bit-compute-dtype"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 records = pytest.mark.skipif(

@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import patches
+from tests import releases
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -118,6 +119,7 @@ print(json.dumps({**found, "y": y.tolist(), "grad": x.grad.tolist()}))
 """
 
 
+@releases.of_the_newest
 def test_the_next_process_finds_it(forked, tmp_path):
     first, second = (
         json.loads(forked(TWICE, ID, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).splitlines()[-1]) for _ in range(2)

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import patches
 from tests.repairs.bitsandbytes.offloading import offloaded
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-matmul4bit-saved-tensors"
 OLDEST = Version(bitsandbytes.__version__) < Version("0.47")
 NESTED = pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])

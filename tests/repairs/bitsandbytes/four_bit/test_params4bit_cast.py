@@ -11,6 +11,8 @@ from patches.repairs.bitsandbytes.four_bit.params4bit_cast import damage
 
 bnb = pytest.importorskip("bitsandbytes")
 
+pytestmark = pytest.mark.one_in(3)
+
 ID = "bitsandbytes-params4bit-cast"
 STORAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 CASTS = {

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import patches
 from tests.repairs.bitsandbytes.int8.layers import gradients, linear, product
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-int8-backward-live-state"
 
 

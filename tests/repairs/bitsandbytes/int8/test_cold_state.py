@@ -13,6 +13,8 @@ import patches
 
 bnb = pytest.importorskip("bitsandbytes")
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-int8-cold-state"
 CHECKPOINTS = {"none": None, "reentrant": True, "non-reentrant": False}
 

@@ -11,6 +11,8 @@ from patches.engine.gate import satisfied
 
 from .readers import AFTER, LAYERS, READERS, X, linear, saved_and_loaded
 
+pytestmark = pytest.mark.one_in(2)
+
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("made", LAYERS)

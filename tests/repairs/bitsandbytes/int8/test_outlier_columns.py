@@ -10,6 +10,8 @@ import patches
 from patches.repairs.helpers.reproducers.graphs import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
+
+pytestmark = pytest.mark.one_in(3)
 functions = bnb.autograd._functions
 
 ID = "bitsandbytes-int8-outlier-columns"

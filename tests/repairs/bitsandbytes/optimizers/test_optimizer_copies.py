@@ -17,6 +17,8 @@ from torch.nn import Linear, Sequential
 import patches
 from patches.engine.gate import satisfied
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-optimizer-copies"
 STEPS = satisfied("bitsandbytes>=0.50")
 on_a_cpu = pytest.mark.skipif(not STEPS, reason="before 0.50 no optimizer of bitsandbytes steps on a CPU")
