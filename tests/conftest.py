@@ -188,22 +188,24 @@ def torchrun(repaired: dict[str, str]) -> Callable[..., list[dict]]:
 def two_ranks(repaired: dict[str, str]) -> Callable[..., list[dict]]:
     """As ``torchrun``, in forks that begin with torch imported, each with the variables that torchrun sets."""
 
-    def run(worker: Path, out: Path, *arguments: str, timeout: float = 240, **environ: str) -> list[dict]:
+    def run(
+        worker: Path, out: Path, *arguments: str, ranks: int = 2, timeout: float = 240, **environ: str
+    ) -> list[dict]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2",
-                     "LOCAL_WORLD_SIZE": "2"}  # fmt: skip
+            world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks),
+                     "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
         programs = [
             forks.Program([str(worker), str(out), *arguments],
                           {**repaired, **world, **environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(2)
+            for rank in range(ranks)
         ]  # fmt: skip
         ends = forks.run(*programs, timeout=timeout)
         failed = [rank for rank, done in enumerate(ends) if done.returncode not in (0, forks.TIMED_OUT)]
         first = sorted(failed, key=lambda rank: ends[rank].returncode < 0)  # the others were stopped for it
-        for rank in first or range(2):
-            other = ends[1 - rank].stderr[-2500:]
+        for rank in first or range(ranks):
+            other = ends[rank - 1].stderr[-2500:]
             assert not ends[rank].returncode, f"rank {rank}\n{_said(ends[rank])}\nthe other rank\n{other}"
-        return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+        return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
 
     return run

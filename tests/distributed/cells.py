@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+import random
+from collections.abc import Iterable, Iterator
+from itertools import combinations, product
 
 WRAPS = ("ddp", "fsdp1", "fsdp2")
 KINDS = ("nf4-u8", "nf4-bf16", "nf4-f16", "nf4-f32", "fp4", "nested", "int8", "int8-outliers")
@@ -48,6 +49,29 @@ def loading() -> Iterator[str]:
     """Of what was saved by each number of ranks (with ``+`` by ranks with the plugin)."""
     for kind, optimizer, writer, plugin, way, base in product(SAVED, OPTIMIZERS, WORLDS, "-+", WAYS, BASES):
         yield f"load/{kind}/{optimizer}/{writer}{plugin}/{way}/{base}"
+
+
+def is_written(name: str) -> bool:
+    """Whether the writer of a cell of :func:`loading` can train: without the plugin few can."""
+    _, kind, optimizer, writer, *_ = name.split("/")
+    if writer == "0-":
+        return optimizer in ("torch", "AdamW8bit", "Lion8bit")
+    return writer[1] == "+" or (optimizer == "torch" and kind != "int8")
+
+
+def in_pairs(names: Iterable[str], seed: int = 0) -> list[str]:
+    """A few of ``names`` that have among them whatever two parts occur together; another choice for each ``seed``."""
+    rows = [name.split("/") for name in names]
+    chance = random.Random(seed)
+    chance.shuffle(rows)
+    pairs = {"/".join(row): set(combinations(enumerate(row), 2)) for row in rows}
+    left, found = set().union(*pairs.values()), []
+    while left:
+        some = chance.sample(sorted(pairs), min(len(pairs), 200))
+        best = max(some, key=lambda name: len(pairs[name] & left))
+        left -= pairs.pop(best)
+        found.append(best)
+    return found
 
 
 def slice_of_training() -> list[str]:

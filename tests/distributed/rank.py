@@ -51,6 +51,18 @@ def run(name: str, folder: Path) -> tuple[str, str]:
     return misfits.cell(folder, *rest)
 
 
+def join(files: dist.Store, number: int, tries: int = 3) -> None:
+    """Make the process group of cell ``number``; a port may still be in use by a rank that an earlier cell lost."""
+    for left in reversed(range(tries)):
+        try:
+            store = dist.PrefixStore(f"{number}.{left}/", files)
+            dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=WAIT)
+            return
+        except RuntimeError:
+            if not left:
+                raise
+
+
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -58,9 +70,7 @@ def main() -> None:
     files = dist.FileStore(str(folder / "store"), WORLD)
     answers = {}
     for number, name in enumerate(json.loads((folder / "cells.json").read_text())):
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore(f"{number}/", files), rank=RANK, world_size=WORLD, timeout=WAIT
-        )
+        join(files, number)
         try:
             answers[name] = run(name, folder.parent)
         except (Exception, CheckpointException) as error:  # which is no Exception

@@ -1,4 +1,7 @@
-"""Worker of test_fsdp2_trainer.py, one process a rank: ``fsdp2_trainer.py OUT MODEL KIND...``, of ``nf4`` and ``int8``.
+"""Worker of test_fsdp2_trainer.py, one process a rank: ``fsdp2_trainer.py OUT MODEL [--resume FORMER] KIND...``.
+
+Kinds are ``nf4`` and ``int8``, and these with ``-8bit``, for an optimizer of bitsandbytes. ``--resume`` goes on from step 2 of
+what other ranks wrote to the folder ``FORMER``.
 
 QLoRA and INT8 LoRA with the Trainer and ``fsdp``: trained, saved, and resumed from the middle, with state dicts of
 both kinds. Writes ``OUT/<rank>.json``.
@@ -9,10 +12,11 @@ ranks say that they are such; from there on accelerate and transformers do all t
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
-import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +43,9 @@ def load(kind: str, model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map={"": "cpu"}, quantization_config=config)
 
 
-def train(kind: str, model: Path, out: Path, state_dict: str = "", resume: bool = False) -> Trainer:
-    """Four steps of two rows; with ``state_dict``, its kind, sharded over the ranks. Resumed after two steps."""
+def train(kind: str, model: Path, out: Path, state_dict: str = "", resume: Path | None = None) -> Trainer:
+    """Four steps of two rows; with ``state_dict``, its kind, sharded over the ranks. Resumed after the two of ``resume``."""
+    ranks = int(os.environ["WORLD_SIZE"]) if state_dict else 1
     fsdp: dict[str, Any] = {}
     if state_dict:
         wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": state_dict}
@@ -48,20 +53,24 @@ def train(kind: str, model: Path, out: Path, state_dict: str = "", resume: bool 
             "fsdp": "full_shard auto_wrap", "fsdp_config": {**wrapped, "cpu_ram_efficient_loading": False}
         }  # fmt: skip
     arguments = TrainingArguments(
-        str(out), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=1 if state_dict else 2, seed=11,
+        str(out), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=2 // ranks, seed=11,
         save_strategy="steps", save_steps=2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True,
-        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, **fsdp,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+        optim="adamw_bnb_8bit" if kind.endswith("-8bit") else "adamw_torch", **fsdp,
     )  # fmt: skip
     if state_dict and arguments.device.type == "cpu":  # asked for the device, the arguments have made the state
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    base = load(kind, model)
+    base = load(kind.removesuffix("-8bit"), model)
     base.config.use_cache = False
     base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     torch.manual_seed(3)
-    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    rank = 64 if kind.endswith("-8bit") else 4  # smaller parameters have optimizer states of 32 bits
+    adapted = get_peft_model(
+        base, LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     adapted.enable_input_require_grads()
     trainer = Trainer(adapted, arguments, train_dataset=ROWS)
-    trainer.train(resume_from_checkpoint=str(out / "checkpoint-2") if resume else None)
+    trainer.train(resume_from_checkpoint=str(resume / "checkpoint-2") if resume else None)
     return trainer
 
 
@@ -86,20 +95,33 @@ def run(kind: str, model: Path, out: Path, state_dict: str) -> dict[str, Any]:
     state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # as peft's recipe does: shards are not saved as a model
     trainer.save_model(str(out / "adapter"))
     trainer.accelerator.wait_for_everyone()
-    again = PeftModel.from_pretrained(load(kind, model), str(out / "adapter"))
+    again = PeftModel.from_pretrained(load(kind.removesuffix("-8bit"), model), str(out / "adapter"))
     answer["adapter loaded again"] = float((logits(again) - trained).abs().max() / trained.abs().max())
-    answer["resumed"] = losses(train(kind, model, out, state_dict, resume=True))
+    answer["resumed"] = losses(train(kind, model, out, state_dict, resume=out))
     return answer
 
 
 def main() -> None:
-    out, model = Path(sys.argv[1]), Path(sys.argv[2])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("kinds", nargs="+")
+    parser.add_argument("--resume", type=Path)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    answer = {kind: {s: run(kind, model, out / kind / s, s) for s in STATE_DICTS} for kind in sys.argv[3:]}
-    (out / f"{os.environ['RANK']}.json").write_text(json.dumps(answer))
+    answer: dict[str, dict[str, Any]] = {kind: {} for kind in options.kinds}
+    for kind, state_dict in product(options.kinds, STATE_DICTS):
+        at = Path(kind) / state_dict
+        if options.resume:
+            trainer = train(kind, options.model, options.out / at, state_dict, options.resume / at)
+            answer[kind][state_dict] = {"losses": losses(trainer)}
+        else:
+            answer[kind][state_dict] = run(kind, options.model, options.out / at, state_dict)
+    (options.out / f"{os.environ['RANK']}.json").write_text(json.dumps(answer))
     torch.distributed.destroy_process_group()
 
 

@@ -175,7 +175,7 @@ def settle(planner: Any) -> None:
         others = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise RuntimeError(
             f"The checkpoint has packed 4-bit weights without their quantization state (absmax ...), and {foreign[0]!r}{others} "
-            "differs from the weight of this model, so the quantization state of this model does not fit. No packed "
+            "differ{'' if others else 's'} from the weight of this model, so the quantization state of this model does not fit. No packed "
             "weight of the model was changed. The checkpoint was saved sharded without bnb-patches: "
             "load it into a model that was quantized from the same base weights, and save it again."
         )
