@@ -8,7 +8,9 @@ from safetensors.torch import load_file
 
 from patches.repairs.helpers.reproducers.tiny_models import in_dtype
 from tests.device import watch
-from tests.device.models import QUANTIZED, load, logits, quantization, quantized_layers, save_llama
+from tests.device.models import (
+    QUANTIZED, add_lora, assert_same_training, load, logits, quantization, quantized_layers, save_llama, train,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("patched", "by_the_name_of_cuda")
 
@@ -122,3 +124,30 @@ def test_tied_weights_are_one(places, device, tmp_path):
         one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "whole"))
         assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
         assert torch.equal(logits(model, device), logits(whole, device))
+
+
+DIVIDED = {
+    "on the second": {"model.layers.1": 1, "model.layers.1.mlp": "cpu", "model.layers.1.self_attn.q_proj": "disk"},
+    "after the second": {"model.layers.0": 1, "model.layers.1.mlp": "cpu"},
+    "all of it waits": {"model.layers.0": 1, "model.layers.1": "disk", "model.layers.1.mlp": "cpu"},
+    "checkpoint": {"model.layers.1": 1, "model.layers.1.mlp": "disk"},
+}
+
+
+@pytest.mark.parametrize("places", DIVIDED)
+def test_a_divided_layer_computes_on_one_of_two_devices(places, llama, device, other, tmp_path):
+    """Its parts that wait compute where the others are, and its inputs go there too: a residual connection adds them up."""
+    kind = "int8" if places == "after the second" else "nf4"
+    whole = load(llama, kind, {"": device})
+    folder = llama if places != "checkpoint" else tmp_path / "whole"
+    if places == "checkpoint":
+        whole.save_pretrained(folder)
+    how = kind if folder == llama else "plain"
+    model = load(folder, how, {"": 0, **DIVIDED[places]}, offload_folder=tmp_path / "off")
+    for _ in range(2):
+        assert torch.equal(logits(model, device), logits(whole, device))
+    if places == "on the second":
+        at = model.model.layers[1].mlp.up_proj.weight.quant_state.absmax.device
+        assert at == torch.device(other), "on the device where it computes"
+    expected = train(add_lora(whole), device)
+    assert_same_training(train(add_lora(model), device), expected)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import reading_ahead
+from . import divided, reading_ahead
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,9 @@ class Places(dict[str, Place]):
         super().__init__(places)
         self.given = dict(given)
         self.main = execution_device(given)
-        """Where offloaded modules are quantized, and where they compute."""
+        """Where offloaded modules are quantized, and where they compute, if not in a layer of ``divided``."""
+        self.divided: dict[str, Place] = {}
+        """Layers that have a part on one device, of several, and where all of them computes."""
         self.folder: Folder | None = None
         """What was written to the disk while loading."""
         self.handled: BaseException | None = None
@@ -50,6 +52,11 @@ class Places(dict[str, Place]):
         """Where the module or tensor ``name`` waits; None if nothing says so."""
         found = around(self, name)
         return None if found is None else self[found]
+
+    def computes_at(self, name: str) -> Place:
+        """Where the module or tensor ``name``, which is offloaded, is quantized and computes."""
+        layer = around(self.divided, name)
+        return self.main if layer is None else self.divided[layer]
 
 
 def around(names: Container[str], name: str) -> str | None:
@@ -93,13 +100,20 @@ def execution_device(device_map: Mapping[str, Place]) -> Place:
     """Where what ``device_map`` offloads computes: its first accelerator, or the CPU."""
     import torch
 
-    resident = [place for place in device_map.values() if not _is_offloaded(place)]
+    resident = [place for place in device_map.values() if not waits(place)]
     accelerators = [place for place in resident if torch.device(place).type != "cpu"]
-    found = next(iter([*accelerators, *resident]), "cpu")
-    return str(found) if isinstance(found, torch.device) else found  # safetensors knows no torch.device
+    return plain(next(iter([*accelerators, *resident]), "cpu"))
 
 
-def _is_offloaded(place: Place) -> bool:
+def plain(place: Place) -> Place:
+    """``place`` as a number or a string: safetensors knows no ``torch.device``."""
+    import torch
+
+    return str(place) if isinstance(place, torch.device) else place
+
+
+def waits(place: Place) -> bool:
+    """Whether what is at ``place`` is brought for each use."""
     return isinstance(place, str) and place in OFFLOADED
 
 
@@ -111,7 +125,9 @@ def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
     given, device_map = device_map, {**device_map, **_of_shared(model, device_map)}
     main = execution_device(device_map)
     found = dict(_disjoint(model, "", {**device_map, **_of_tied(model, device_map)}, main, inside=False))
-    return Places(found, given)
+    result = Places(found, given)
+    result.divided = divided.devices(model, result)
+    return result
 
 
 def _of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
@@ -136,11 +152,11 @@ def _of_tied(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]
     found = {}
     for source, names in groups.items():
         given = {name: device_map[at] for name in names if (at := around(device_map, name)) is not None}
-        resident = [place for place in given.values() if not _is_offloaded(place)]
+        resident = [place for place in given.values() if not waits(place)]
         on_disk = given.get(source) == "disk"
         place = "disk" if on_disk else next(iter(resident), given.get(source))
         if place is not None and len({str(each) for each in given.values()}) > 1:
-            moved = (name for name in given if on_disk or _is_offloaded(given[name]))
+            moved = (name for name in given if on_disk or waits(given[name]))
             found.update({name.rpartition(".")[0]: place for name in moved})
     return found
 
@@ -208,7 +224,7 @@ def _place_of(module: Module, path: str, given: Mapping[str, Place], places: lis
 
 def _resident(place: Place, main: Place) -> Place:
     """The model itself has no hook that would bring what is its own."""
-    return main if _is_offloaded(place) else place
+    return main if waits(place) else place
 
 
 def _places_in(module: Module, path: str, given: Mapping[str, Place], main: Place) -> list[Place]:
@@ -244,7 +260,7 @@ def _join(path: str, name: str) -> str:
 
 def is_offloaded(places: Places, module: str) -> bool:
     """Whether ``places`` brings ``module`` for each use."""
-    return _is_offloaded(places.at(module))
+    return waits(places.at(module))
 
 
 def device(place: Place) -> torch.device:

@@ -17,7 +17,7 @@ from ..int8 import int8_scales
 from ..offload import brought, offload_maps
 from ..process import freed
 from ..process.messages import LOGGER
-from . import experts_on_disk, packed_files, places, several_names
+from . import divided, experts_on_disk, packed_files, places, several_names
 from .experts import readable
 from .places import Places
 from .quantizers import quantizes
@@ -33,7 +33,7 @@ def device_of(get_device: Callable[..., Any], device_map: Any, name: str, model:
         quantizer.param_needs_quantization(model, name) or _are_experts_to_quantize(model, name, quantizer)
     ):
         if places.is_offloaded(device_map, name.rpartition(".")[0]):
-            return device_map.main
+            return device_map.computes_at(name)
     return get_device(device_map, name, valid_torch_device=True)
 
 
@@ -223,6 +223,7 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
         result = dispatch_model(model, **options)
     for module, name, owner, source in tied:
         module._parameters[name] = owner._parameters[source]
+    divided.run(model, device_map, options.get("skip_keys"))
     for loader in offload_maps.loaders(model):
         # Not to the device at once: accelerate takes a quantized weight from there to the CPU, and there again.
         loader.device = None

@@ -63,7 +63,8 @@ def within(device_map: Any, prefix: str) -> Any:
     if prefix.rstrip(".") in inside:
         inside[""] = inside.pop(prefix.rstrip("."))
     view = Places(inside, device_map.given)
-    vars(view).update(vars(device_map), root=prefix)
+    divided = {name.removeprefix(prefix): place for name, place in device_map.divided.items()}
+    vars(view).update(vars(device_map), root=prefix, divided=divided)
     return view
 
 
@@ -83,7 +84,7 @@ def placed(
     offloaded = places.is_offloaded(device_map, weight)
     if also:  # up to 4.56, where it raises an error for a checkpoint without statistics
         quantizer.check_quantized_param(model, tensor, name, *also[:1])
-    where = device_map.main if offloaded else device_map.at(weight)
+    where = device_map.computes_at(weight) if offloaded else device_map.at(weight)
     in_pieces.calling(quantizer.create_quantized_param)(model, tensor, name, where, *also)
     made = model.get_parameter(weight)
     if offloaded and not made.is_meta and placing.is_packed(made):
