@@ -52,7 +52,9 @@ def defect() -> Finding:
             return Finding(True, f"while loading: {error}")
         codes, scales = (OffloadedWeightsLoader(save_folder=folder)[f"1.{name}"] for name in ("weight", "SCB"))
     off = (codes * scales[:, None] / 127 - saved[1].weight.detach()).abs().max() / scales.max()
-    return Finding(not off < 0.01, f"what is on disk is the weight, to {float(off):.1e} of its largest value")
+    return Finding(
+        not off < 0.01, f"the weight on the disk differs from the original by {float(off):.1e} of its largest value"
+    )
 
 
 _TARGET = "accelerate.utils.bnb:quantize_and_offload_8bit"

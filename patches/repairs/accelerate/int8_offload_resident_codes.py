@@ -30,7 +30,7 @@ def defect() -> Finding:
         model(torch.randn(2, 64))
     codes = [layer.state.CB for layer in layers]
     resident = sum(c.nbytes for c in codes if c is not None and c.device.type != "meta")
-    return Finding(resident > 0, f"{resident} of {4 * 64 * 64} bytes of offloaded codes stay")
+    return Finding(resident > 0, f"{resident} of {4 * 64 * 64} bytes of offloaded weights stay on the device")
 
 
 _TARGET = "accelerate.hooks:AlignDevicesHook.post_forward"

@@ -64,7 +64,9 @@ def defect() -> Finding:
         expected = made()(x)
         answer = cpu_offload(made(), execution_device=torch.device("cpu"))(x)
     wrong = not torch.equal(answer, expected)
-    return Finding(wrong, "the answer is what lay in memory" if wrong else "the same bits as without offload")
+    return Finding(
+        wrong, "outputs are read from uninitialized memory" if wrong else "outputs equal those without offload"
+    )
 
 
 PATCH = Patch(

@@ -48,7 +48,7 @@ def defect() -> Finding:
     expected = base(x).detach()
     model = get_peft_model(torch.nn.Sequential(base), HRAConfig(r=4, target_modules=["0"]))
     error = ((model(x) - expected).norm() / expected.norm()).item()
-    return Finding(error > 0.05, f"HRA before its first step: relative error {error:.3f}")
+    return Finding(error > 0.05, f"HRA before its first step: relative error of the output {error:.3f}")
 
 
 _TUNERS = "peft.tuners"

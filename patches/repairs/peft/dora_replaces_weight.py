@@ -37,7 +37,7 @@ def defect() -> Finding:
         return Finding(True, f"second forward of a DoRA layer in INT8: {error}")
     with model.disable_adapter():
         off = float((model(x) - expected).norm() / expected.norm())
-    return Finding(off > 1e-2, f"relative error of the base layer {off:.1e}")
+    return Finding(off > 1e-2, f"relative error of the output of the base layer {off:.1e}")
 
 
 PATCH = Patch(

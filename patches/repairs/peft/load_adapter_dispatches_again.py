@@ -55,7 +55,7 @@ def defect() -> Finding:
         except (KeyError, AttributeError, NotImplementedError) as error:
             return Finding(True, f"{type(error).__name__}: {error}")
         resident = not offloaded.offloaded(base)
-    return Finding(resident, "what was offloaded is resident" if resident else "what was offloaded still is")
+    return Finding(resident, f"offloaded layers {'are moved to the device' if resident else 'stay offloaded'}")
 
 
 _PEFT_MODEL = "peft.peft_model:PeftModel"

@@ -67,7 +67,7 @@ def defect() -> Finding:
         except (AssertionError, RuntimeError) as error:
             return Finding(True, f"replace_lora_weights_loftq of a layer on the CPU: {error}")
     after = float((model(x) - expected).norm())
-    return Finding(after >= before, f"the error of quantization is {after / before:.2f} of what it was")
+    return Finding(after >= before, f"the error of quantization shrinks to {after / before:.2f} of what it was")
 
 
 _TARGET = "peft.utils.loftq_utils:{}"

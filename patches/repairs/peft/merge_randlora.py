@@ -36,7 +36,7 @@ def defect() -> Finding:
         expected = model(x)
         model.merge_adapter()
         error = float((model(x) - expected).norm() / expected.norm())
-    return Finding(error > 0.1, f"merged into INT8: relative error {error:.2f}")
+    return Finding(error > 0.1, f"merged into INT8: relative error of the output {error:.2f}")
 
 
 PATCH = Patch(

@@ -53,7 +53,7 @@ def defect() -> Finding:
         error = ((model(x) - expected).norm() / expected.norm()).item()
     except RuntimeError as raised:
         return Finding(True, f"LoHa on a 4-bit layer: {raised}")
-    return Finding(error > 0.05, f"LoHa before its first step: relative error {error:.3f}")
+    return Finding(error > 0.05, f"LoHa before its first step: relative error of the output {error:.3f}")
 
 
 _NAMES = {"_patches_dense_weight": dense_weight.of, "_patches_shape_of": dense_weight.shape_of}

@@ -39,7 +39,9 @@ def defect() -> Finding:
     with heard() as said:
         prepare_model_for_kbit_training(model)
     after = sum(parameter.nbytes for parameter in model.parameters())
-    return Finding(after > 1.5 * before and not said, f"{before} bytes became {after}, {len(said)} warnings")
+    return Finding(
+        after > 1.5 * before and not said, f"the model grows from {before} to {after} bytes, {len(said)} warnings"
+    )
 
 
 def told(model: torch.nn.Module) -> Any:

@@ -51,7 +51,7 @@ def defect() -> Finding:
             return Finding(True, f"loading a full state dict: KeyError: {error}")
         finally:
             dist.destroy_process_group()
-    return Finding(not same, f"the codes are {'those' if same else 'not those'} of the full state dict")
+    return Finding(not same, f"packed weights {'equal' if same else 'differ from'} those of the full state dict")
 
 
 PATCH = Patch(

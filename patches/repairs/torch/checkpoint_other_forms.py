@@ -71,7 +71,7 @@ def defect() -> Finding:
                 True, f"dcp.load of a 4-bit layer: {'Size mismatch' if 'Size mismatch' in str(error) else error}"
             )
     same = all(torch.equal(into[key], value) for key, value in saved.state_dict().items())
-    return Finding(not same, f"dcp.load of a 4-bit layer: {'as' if same else 'not as'} saved")
+    return Finding(not same, f"dcp.load of a 4-bit layer gives {'the saved' if same else 'another'} weight")
 
 
 def _packed(layer: Linear4bit) -> Tensor:

@@ -72,7 +72,7 @@ def defect() -> Finding:
         finally:
             dist.destroy_process_group()
     others = int((gathered != codes).sum())
-    return Finding(others > 0, f"{others} of {len(codes)} bytes of codes are others once they are gathered")
+    return Finding(others > 0, f"{others} of {len(codes)} bytes of packed weights change when they are gathered")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def defect() -> Finding:
     x, linear = torch.randn(4, 64), torch.nn.functional.linear
     expected = linear(x, layer.weight, layer.bias)
     error = ((linear(x, layer.weight, bias=layer.bias) - expected).norm() / expected.norm()).item()
-    return Finding(error > 0, f"with the bias by keyword: relative error {error:.3f}")
+    return Finding(error > 0, f"bias passed by keyword: relative error of the output {error:.3f}")
 
 
 PATCH = Patch(

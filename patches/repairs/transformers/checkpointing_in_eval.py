@@ -91,7 +91,7 @@ def defect() -> Finding:
         logger.removeHandler(handler)
         logger.propagate = propagate
     idle = tuned.training and not any(layer.training for layer in model.model.layers)
-    return Finding(idle and not messages, f"{len(kept)} tensors kept, {len(messages)} warnings")
+    return Finding(idle and not messages, f"{len(kept)} tensors kept for backward, {len(messages)} warnings")
 
 
 _CALL = "transformers.modeling_layers:GradientCheckpointingLayer.__call__"

@@ -43,7 +43,7 @@ def defect() -> Finding:
                 raise
             return Finding(True, "what dequantize() made cannot be loaded again: its weights lie transposed")
         off = ((again(ids).logits - expected).norm() / expected.norm()).item()
-    return Finding(off > 1e-5, f"relative error of what was loaded again {off:.1e}")
+    return Finding(off > 1e-5, f"relative error of the logits after loading again {off:.1e}")
 
 
 _MODULE = "transformers.integrations.bitsandbytes"

@@ -100,7 +100,7 @@ def defect() -> Finding:
     if got.shape != values.shape:
         return Finding(True, f"loaded, experts of shape {tuple(got.shape)}, which are {tuple(values.shape)}")
     off = float((got.dequantize() - values).abs().max())
-    return Finding(off > 0, f"loaded, experts off by {off:.1e}")
+    return Finding(off > 0, f"loaded; relative error of the experts {off:.1e}")
 
 
 _SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"

@@ -66,7 +66,9 @@ def defect() -> Finding:
             AutoModelForCausalLM.from_pretrained(quantized, quantization_config=config, device_map=device_map)
         except ValueError as error:
             again = "you need to set `llm_int8_enable_fp32_cpu_offload=True`" in str(error)
-            return Finding(again, "asked for the flag that was given" if again else "told to dispatch after loading")
+            return Finding(
+                again, f"the error says to {'set the flag that was set' if again else 'dispatch after loading'}"
+            )
     return Finding(False, "loaded")
 
 

@@ -47,7 +47,10 @@ def defect() -> Finding:
         before = layer.bias.detach().clone()
         layer(torch.randn(2, 64, dtype=torch.bfloat16))
         moved.append((layer.bias.float() - before).abs().max().item() / before.abs().max().item())
-    return Finding(max(moved) > 0, f"bias off by {moved[0]:.1e} (4-bit), {moved[1]:.1e} (8-bit) of its maximum")
+    return Finding(
+        max(moved) > 0,
+        f"a forward changed the stored bias by {moved[0]:.1e} (4-bit), {moved[1]:.1e} (8-bit) of its maximum",
+    )
 
 
 PATCH = Patch(

@@ -40,7 +40,7 @@ def defect() -> Finding:
             type(old)(old.data, requires_grad=False, **old.__dict__)
         except TypeError:
             refused.append(type(old).__name__)
-    return Finding(bool(refused), f"refused by {' and '.join(refused) or 'none'}")
+    return Finding(bool(refused), f"constructors that refuse another keyword: {' and '.join(refused) or 'none'}")
 
 
 PATCH = Patch(

@@ -112,7 +112,7 @@ def defect() -> Finding:
                     refused.append(f"{make.__name__}: {error}")
         finally:
             dist.destroy_process_group()
-    return Finding(bool(refused), "; ".join(refused) or "both embeddings compute what they do in one process")
+    return Finding(bool(refused), "; ".join(refused) or "both embeddings give the outputs of one process")
 
 
 _EIGHT = "bitsandbytes.nn.modules:Embedding8bit"

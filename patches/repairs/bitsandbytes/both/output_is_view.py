@@ -41,7 +41,7 @@ def defect() -> Finding:
             if "is a view and is being modified inplace" not in str(error):
                 raise
             refused.append(name)
-    return Finding(bool(refused), f"ReLU(inplace=True) refused after {' and '.join(refused) or 'no'} layers")
+    return Finding(bool(refused), f"ReLU(inplace=True) raises an error after {' and '.join(refused) or 'no'} layers")
 
 
 _FUNCTIONS = "bitsandbytes.autograd._functions"

@@ -59,7 +59,7 @@ def defect() -> Finding:
         out = layer(x.to(layer.weight.dtype))
     except TypeError as error:
         return Finding(False, str(error).partition(".")[0])
-    return Finding(True, f"an input of torch.uint8 is taken, the output is {out.dtype}")
+    return Finding(True, f"an input of torch.uint8 is accepted, the output is {out.dtype}")
 
 
 _ASKED = "self.compute_dtype is not None"

@@ -158,7 +158,7 @@ def defect() -> Finding:
         warnings.simplefilter("ignore")  # unpatched, autograd says that the kernel has no backward
         layer.train()(x).sum().backward()
     learns = x.grad is not None
-    figure = f"dequantized weight off by {error:.2f} after eval, gradient {'there' if learns else 'lost'}"
+    figure = f"after an eval forward: relative error of the dequantized weight {error:.2f}, gradient {'there' if learns else 'lost'}"
     return Finding(error > 0 or not learns, figure)
 
 

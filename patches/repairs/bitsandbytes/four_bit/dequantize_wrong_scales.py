@@ -42,7 +42,7 @@ def defect() -> Finding:
     layer.to("cpu")
     true = dequantize_4bit(*quantize_4bit(weight.view(-1, 64), quant_type="nf4")).view(weight.shape)
     error = ((layer(torch.eye(96)).t() - true).norm() / true.norm()).item()
-    return Finding(error > 1e-6, f"a layer of 96 inputs is off by {error:.2f}")
+    return Finding(error > 1e-6, f"relative error of the output of a layer with 96 inputs {error:.2f}")
 
 
 _OPERATOR = "torch.ops.bitsandbytes.dequantize_4bit.default"

@@ -173,7 +173,7 @@ def defect() -> Finding:
     x = torch.randn(2, 64)
     live.load_state_dict(saved.state_dict(), strict=False)
     error = ((live(x) - saved(x)).norm() / saved(x).norm()).item()
-    return Finding(error > 0, f"relative error {error:.2f} after load_state_dict(strict=False)")
+    return Finding(error > 0, f"relative error of the output {error:.2f} after load_state_dict(strict=False)")
 
 
 PATCH = Patch(

@@ -58,7 +58,7 @@ def defect() -> Finding:
     except AssertionError:
         return Finding(True, "forward of a tied head: AssertionError")
     error = float((y - expected).norm() / expected.norm())
-    return Finding(error > 1e-6, f"relative error of a tied head {error:.1e}")
+    return Finding(error > 1e-6, f"relative error of the output of a tied head {error:.1e}")
 
 
 PATCH = Patch(

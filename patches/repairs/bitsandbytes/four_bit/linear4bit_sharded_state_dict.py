@@ -167,7 +167,9 @@ def defect() -> Finding:
             off = ((fresh(x) - trained(x)).norm() / trained(x).norm()).item()
         finally:
             dist.destroy_process_group()
-    return Finding(off > 0, f"relative error {off:.3f} after saving sharded and loading into a fresh model")
+    return Finding(
+        off > 0, f"relative error of the output {off:.3f} after saving sharded and loading into a fresh model"
+    )
 
 
 PATCH = Patch(

@@ -68,7 +68,7 @@ def defect() -> Finding:
     torch.compiler.reset()
     torch.compile(layer, backend=backend)(torch.randn(2, 64, requires_grad=True))
     torch.compiler.reset()
-    return Finding(bool(reasons), reasons[0][:90] if reasons else "may be cached")
+    return Finding(bool(reasons), reasons[0][:90] if reasons else "the cache on disk accepts the graph")
 
 
 TARGET = "bitsandbytes.autograd._functions:matmul_4bit"

@@ -129,7 +129,7 @@ def defect() -> Finding:
     live.load_state_dict(saved.state_dict(), strict=False)
     x = torch.randn(2, 64)
     error = ((live(x) - saved(x)).norm() / saved(x).norm()).item()
-    return Finding(error > 0, f"relative error {error:.2f} after load_state_dict(strict=False)")
+    return Finding(error > 0, f"relative error of the output {error:.2f} after load_state_dict(strict=False)")
 
 
 PATCH = Patch(

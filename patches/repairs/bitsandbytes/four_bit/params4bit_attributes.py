@@ -67,7 +67,9 @@ def defect() -> Finding:
     except AttributeError as error:
         return Finding(True, f"get_model_state_dict: {error}")
     if satisfied("torch<2.8") or satisfied("torch<2.13 and bitsandbytes>=0.49"):
-        return Finding(False, f"{len(names)} names reached; this torch needs other patches for one graph")
+        return Finding(
+            False, f"get_model_state_dict reads {len(names)} values; this torch needs other patches for one graph"
+        )
     x = torch.randn(2, 64, requires_grad=True)
     model(x)
     torch.compiler.reset()
@@ -76,7 +78,7 @@ def defect() -> Finding:
         step(x).sum().backward()
     except torch._dynamo.exc.Unsupported as error:
         return Finding(True, f"fullgraph + checkpoint: {str(error).splitlines()[0]}")
-    return Finding(False, f"{len(names)} names reached, 1 graph")
+    return Finding(False, f"get_model_state_dict reads {len(names)} values; torch.compile makes 1 graph")
 
 
 PATCH = Patch(

@@ -87,7 +87,7 @@ def defect() -> Finding:
     if lost:  # what it computes then is uninitialized memory, which may well be right
         return Finding(True, f"{', '.join(lost)} on meta after a copy of the weight went there")
     error = (layer(x) - expected).norm().item()
-    return Finding(not error == 0, f"output off by {error:.1e} after a copy of the weight went to meta")
+    return Finding(not error == 0, f"relative error of the output after a copy of the weight went to meta {error:.1e}")
 
 
 _TO = "bitsandbytes.nn.modules:Params4bit.to"

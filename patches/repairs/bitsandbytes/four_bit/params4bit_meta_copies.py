@@ -46,7 +46,9 @@ def defect() -> Finding:
         copied = copy.deepcopy(layer)
     except RuntimeError as error:
         return Finding(True, f"deepcopy: {error}")
-    return Finding(type(copied.weight) is not type(layer.weight), f"deepcopy: {type(copied.weight).__name__}")
+    return Finding(
+        type(copied.weight) is not type(layer.weight), f"deepcopy gives a weight of type {type(copied.weight).__name__}"
+    )
 
 
 _PARAMETER = "bitsandbytes.nn.modules:Params4bit"

@@ -99,9 +99,11 @@ def defect() -> Finding:
     try:
         live.load_state_dict({"weight": saved.weight.data})
     except RuntimeError:
-        return Finding(False, "refused by name")
+        return Finding(False, "load_state_dict raises an error that names the weight")
     error = ((live(x) - expected).norm() / expected.norm()).item()
-    return Finding(error > 0, f"relative error {error:.3f} after load_state_dict(strict=True) of codes alone")
+    return Finding(
+        error > 0, f"relative error of the output {error:.3f} after load_state_dict(strict=True) without SCB"
+    )
 
 
 PATCH = Patch(

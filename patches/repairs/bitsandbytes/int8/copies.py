@@ -96,7 +96,9 @@ def defect() -> Finding:
     }
     copies = {name: make(weight) for name, make in ways.items()}
     bad = [n for n, c in copies.items() if type(c) is not type(weight) or len(c) != len(c.SCB)]
-    return Finding(bool(bad), f"class or scales lost by {', '.join(bad) or 'none'} of {len(ways)} ways")
+    return Finding(
+        bool(bad), f"ways to copy a weight that lose its class or scales: {', '.join(bad) or 'none'} of {len(ways)}"
+    )
 
 
 _PARAM = "bitsandbytes.nn.modules:Int8Params"

@@ -28,7 +28,9 @@ def defect() -> Finding:
     except (RuntimeError, ValueError) as error:
         return Finding(True, str(error))
     off = float((output - layer(x.flatten(0, 2)).view_as(output)).norm() / output.norm())
-    return Finding(not off < 1e-6 or x.grad is None, f"off by {off:.0e} of the output for each row alone")
+    return Finding(
+        not off < 1e-6 or x.grad is None, f"relative difference of the output from that of each row alone {off:.0e}"
+    )
 
 
 _LT = "bitsandbytes.autograd._functions:MatMul8bitLt"

@@ -53,7 +53,10 @@ def defect() -> Finding:
         layer.load_state_dict(layer.state_dict())
     except RuntimeError as error:
         return Finding(True, f"load_state_dict of its own state_dict: {str(error)[:60]}...")
-    return Finding(not torch.equal(layer(x), expected), "load_state_dict of its own state_dict changes nothing")
+    same = torch.equal(layer(x), expected)
+    return Finding(
+        not same, f"outputs after load_state_dict of its own state_dict {'are the same' if same else 'differ'}"
+    )
 
 
 _TARGET = "bitsandbytes.nn.modules:Linear8bitLt._load_from_state_dict"

@@ -49,7 +49,8 @@ def defect() -> Finding:
         model.to("meta").to_empty(device="cpu").load_state_dict(saved)
     except RuntimeError as error:
         return Finding(True, f"to('meta'): {str(error)[:60]}...")
-    return Finding(not torch.equal(model(x), expected), "a model goes to meta and back")
+    same = torch.equal(model(x), expected)
+    return Finding(not same, f"outputs after a move to meta and back {'are the same' if same else 'differ'}")
 
 
 PATCH = Patch(

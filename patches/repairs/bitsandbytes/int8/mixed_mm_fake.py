@@ -44,7 +44,7 @@ def defect() -> Finding:
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         fake = operator(*map(mode.from_tensor, arguments))[1]
     wrong = (fake.dtype, fake.dim()) != (real.dtype, real.dim())
-    return Finding(wrong, f"{fake.dim()}-D {fake.dtype} for {real.dim()}-D {real.dtype}")
+    return Finding(wrong, f"declared: {fake.dim()}-D {fake.dtype}; computed: {real.dim()}-D {real.dtype}")
 
 
 def shape_function() -> FunctionType:

@@ -78,7 +78,7 @@ def defect() -> Finding:
     except AttributeError as error:
         return Finding(True, f"forward of a tied head: {error}")
     off = float((y - expected).norm() / expected.norm())
-    return Finding(off > 1e-2, f"relative error of a tied head {off:.1e}")
+    return Finding(off > 1e-2, f"relative error of the output of a tied head {off:.1e}")
 
 
 _LAYER = "bitsandbytes.nn.modules:Linear8bitLt"

@@ -65,7 +65,7 @@ def defect() -> Finding:
     layer.zero_grad(set_to_none=False)
     expected = x @ layer.weight.detach().t()
     error = float((layer(x).detach() - expected).norm() / expected.norm())
-    return Finding(error > 0.05, f"relative error of the second step {error:.1e}")
+    return Finding(error > 0.05, f"relative error of the output in the second step {error:.1e}")
 
 
 _EXPRESSION = "state.is_training and not has_grad"

@@ -44,7 +44,7 @@ def pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 def in_pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finding:
     """The finding of :func:`pieces`: present unless the call is one graph."""
     count = pieces(function, *args, **kwargs)
-    return Finding(count != 1, f"{count} pieces" if count != 1 else "1 graph")
+    return Finding(count != 1, "torch.compile makes one graph" if count == 1 else f"torch.compile makes {count} parts")
 
 
 def refused(function: Callable[..., Any], *args: Any) -> Finding:
