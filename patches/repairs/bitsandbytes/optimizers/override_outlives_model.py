@@ -16,6 +16,9 @@ looked up there too. What ``register_parameters`` stores by position stays, beca
 A copy of an embedding of ``bitsandbytes.nn`` does not run the constructor that registers it. Unpatched it often had
 the override of its original by its position in the optimizer. With the repair it is registered like its original.
 
+``torch.utils.swap_tensors`` refuses tensors that are referred to weakly. It swaps registered parameters as before: what
+is noted stays with the object.
+
 What it costs: nothing in a step; before 0.50 one dict lookup for each parameter, as in later releases.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1269
@@ -38,6 +41,30 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+def _ours(reference: Any) -> None:
+    """Callback of a weak reference of ours: no one else's is the same object, and torch.compile can read it."""
+
+
+class _Forget:
+    """Callback of another: an override goes with its parameter."""
+
+    def __init__(self, configs: dict[int, Any], key: int) -> None:
+        self._configs, self._key = configs, key
+
+    def __call__(self, reference: Any) -> None:
+        _watched.pop(self._key, None)
+        self._configs.pop(self._key, None)
+
+
+_watched: dict[int, weakref.ref[Tensor]] = {}
+"""By ``id()``: the parameters whose overrides go with them."""
+
+
+def not_ours(references: list[Any]) -> list[Any]:
+    """Those weak references for which torch refuses to swap two tensors."""
+    return [r for r in references if r.__callback__ is not _ours and not isinstance(r.__callback__, _Forget)]
+
+
 class _Registered:
     """Stands for a module among those that are registered, and keeps nothing alive.
 
@@ -47,7 +74,7 @@ class _Registered:
     def __init__(self, module: Module, name: str) -> None:
         parameter = getattr(module, "_parameters", {}).get(name)
         self._module = weakref.ref(module)
-        self._parameter = self._module if parameter is None else weakref.ref(parameter)
+        self._parameter = self._module if parameter is None else weakref.ref(parameter, _ours)
 
     def is_gone(self) -> bool:
         return self._module() is None and self._parameter() is None
@@ -105,8 +132,9 @@ def forget_with(parameter: Tensor, configs: dict[int, Any]) -> None:
     """Before ``configs`` gets an entry for the ``id()`` of ``parameter``: let it go with the parameter."""
     import torch
 
-    if id(parameter) not in configs and not torch.compiler.is_compiling():  # Dynamo cannot follow
-        weakref.finalize(parameter, configs.pop, id(parameter), None).atexit = False
+    key = id(parameter)
+    if key not in configs and not torch.compiler.is_compiling():  # Dynamo cannot follow
+        _watched[key] = weakref.ref(parameter, _Forget(configs, key))
 
 
 def is_noted(parameter: Tensor, configs: dict[int, Any]) -> bool:
@@ -186,6 +214,15 @@ PATCH = Patch(
             names={"_patches_forget_with": forget_with},
         ),
         BY_PARAMETER,
+        *(
+            Rewrite(
+                "torch.utils:swap_tensors",
+                f"weakref.getweakrefs({swapped})",
+                f"_patches_not_ours(weakref.getweakrefs({swapped}))",
+                names={"_patches_not_ours": not_ours},
+            )
+            for swapped in ("t1", "t2")
+        ),
         *(
             SetAttribute(f"bitsandbytes.nn.modules:{owner}.__setstate__", make=make_setstate(owner))
             for owner in ("StableEmbedding", "Embedding")

@@ -271,3 +271,30 @@ def test_a_copy_of_an_embedding_has_the_override_of_its_original(kind, way, trai
         del original, made
         gc.collect()
         assert states([Linear(64, 64).weight]) == [torch.uint8]
+
+
+def test_a_registered_embedding_is_swapped_and_keeps_its_override(manager):
+    """As ``torch.__future__.set_swap_module_params_on_conversion(True)`` does it, which DTensor subclasses ask for."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with patches.applied(ID):
+            model = bnb.nn.StableEmbedding(64, 64)
+            manager.register_parameters(model.parameters())
+            weight = model.weight
+            model.double().load_state_dict({**model.state_dict(), "weight": torch.ones(64, 64)})
+            assert model.weight is weight and weight.dtype == torch.float64 and bool((weight == 1).all())
+            watched = weakref.ref(weight)
+            with pytest.raises(RuntimeError, match="swap"):
+                model.float()
+            del watched
+            optimizer = Adam8bit(model.float().parameters())
+            optimizer.check_overrides()
+            optimizer.init_state(optimizer.param_groups[0], weight, 0, 0)
+            assert optimizer.state[weight]["state1"].dtype == torch.float32
+            key = id(weight)
+            assert key in manager.pid2config
+            del model, weight, optimizer
+            gc.collect()
+            assert key not in manager.pid2config
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
