@@ -105,7 +105,7 @@ PROGRAM = """
     import os, signal, sys
     import torch, transformers, bitsandbytes, patches
     patches.apply()
-    how = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = transformers.LlamaForCausalLM.from_pretrained(
         sys.argv[1], device_map={"": "cpu", "model.layers": "disk"}, offload_folder=sys.argv[2], quantization_config=how
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..process import freed
-from . import in_pieces, places, placing
+from . import checkpoint_keys, in_pieces, places, placing
 from .places import Places
 from .quantizers import quantizes
 
@@ -26,6 +26,8 @@ def loading(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]
         return upstream
 
     def _load_pretrained_model(model: Module, state_dict: Any, files: Any, *also: Any, **options: Any) -> Any:
+        if files:  # before upstream reads a pickled one, and says that it may be of TensorFlow
+            checkpoint_keys.whole(list(map(str, files)))
         if "disk" in device_map.values():
             in_safetensors = bool(files) and str(files[0]).endswith(".safetensors")
             inside = options["disk_offload_folder"]
