@@ -136,7 +136,7 @@ def _tell_how_many() -> None:
         counted[label] = counted.get(label, 0) + 1
     if not counted or len(_lines) >= _MOST:
         return
-    more = "; more may follow, at DEBUG" if len(_lines) == _MOST - 1 else ""
+    more = "; later ones are logged at DEBUG" if len(_lines) == _MOST - 1 else ""
     end = f"{more}. All: python -m bnb_patches report"
     parts = sorted(counted.items(), key=lambda item: -item[1])
     line = f"repaired {_defects(parts[0][1])} of {parts[0][0]}" + "".join(f", {n} of {p}" for p, n in parts[1:]) + end

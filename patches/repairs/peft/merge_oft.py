@@ -26,7 +26,7 @@ def defect() -> Finding:
     import torch
 
     if satisfied("peft>=0.20"):
-        raise CannotShow("from peft 0.20 on OFT does not merge like this")
+        raise CannotShow("from peft 0.20 on OFT merges in other code, without this defect")
     torch.manual_seed(0)
     base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)).to("cpu")
     vars(base)["is_loaded_in_8bit"] = True  # as from_pretrained says it

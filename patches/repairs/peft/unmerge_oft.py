@@ -15,7 +15,7 @@ from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 
 def defect() -> Finding:
     if satisfied("peft>=0.20"):
-        raise CannotShow("from peft 0.20 on OFT does not merge here: see peft-unmerge-through-backend")
+        raise CannotShow("from peft 0.20 on OFT merges in other code: see peft-unmerge-through-backend")
     return merging.defect("OFTConfig", r=0, oft_block_size=16, init_weights=False)
 
 

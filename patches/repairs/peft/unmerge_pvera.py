@@ -15,7 +15,9 @@ from ..helpers.adapters import merging
 
 def defect() -> Finding:
     if not satisfied("bitsandbytes>=0.48"):
-        raise CannotShow("before bitsandbytes 0.48 a move quantizes INT8 codes again: that is wrong before PVeRA is")
+        raise CannotShow(
+            "before bitsandbytes 0.48 another defect comes first: moving a layer quantizes its INT8 weights again"
+        )
     return merging.defect("PveraConfig", int8=True, r=4, init_weights=False)
 
 

@@ -16,7 +16,7 @@ from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 
 def defect() -> Finding:
     if satisfied("peft>=0.20"):
-        raise CannotShow("from peft 0.20 on VeRA does not merge here: see peft-unmerge-through-backend")
+        raise CannotShow("from peft 0.20 on VeRA merges in other code: see peft-unmerge-through-backend")
     return merging.defect("VeraConfig", int8=True, r=4, init_weights=False)
 
 

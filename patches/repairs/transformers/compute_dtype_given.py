@@ -43,7 +43,7 @@ def counted(config: Any, asked: Any) -> Any:
     skip = asked.llm_int8_skip_modules
     if skip and set(skipped.checked(skip)) - set(config.llm_int8_skip_modules or ()):
         LOGGER.warning(
-            "llm_int8_skip_modules=%r has no effect: this checkpoint is quantized already, and decides which layers are. "
+            "llm_int8_skip_modules=%r has no effect: this checkpoint is already quantized, and decides which layers are quantized. "
             "To have other layers in floating point, quantize the original model with that list.",
             list(skip),
         )

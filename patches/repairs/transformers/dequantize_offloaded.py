@@ -79,7 +79,7 @@ def defect() -> Finding:
     if all(map(satisfied, ("transformers>=5", "accelerate<1.14", "bitsandbytes<0.50"))):
         raise CannotShow("INT8 layers cannot be offloaded there without bitsandbytes-constructor-kwargs")
     if satisfied("transformers<4.57"):
-        raise CannotShow("INT8 is right there; 4 bits, which are not, need bitsandbytes-params4bit-meta first")
+        raise CannotShow("there INT8 models are right, and 4-bit models need bitsandbytes-params4bit-meta first")
     torch.manual_seed(0)
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     with tempfile.TemporaryDirectory() as folder:
