@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...repairs.helpers.experts.found import is_two_dimensional
 from ...repairs.helpers.offload.brought import by_a_use
 from .naming import Naming
 from .records import Layers
@@ -151,6 +152,8 @@ def why_not(layer: Layer, naming: Naming) -> str:
         return "the output head"
     if experts(layer):
         return "3-D expert parameters: only nn.Linear layers are quantized"
+    if is_two_dimensional(module):
+        return "2-D parameters of all experts: nothing quantizes these"
     if max(p.dim() for p in module._parameters.values() if p is not None) < 2:
         return "one-dimensional, as in norms"
     if type(module) is not library("torch.nn", "Linear") and not of_class(

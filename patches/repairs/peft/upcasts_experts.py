@@ -51,10 +51,10 @@ def told(model: torch.nn.Module) -> Any:
     if left is not None and grown:
         LOGGER.warning(
             "prepare_model_for_kbit_training casts the experts, which are not quantized (%s), to float32: %s become %s. To "
-            "keep their dtype, cast them back (for p in model.parameters(): if p.dim() == 3: p.data = "
+            "keep their dtype, cast them back (for p in model.parameters(): if p.dim() == %d: p.data = "
             "p.data.to(torch.bfloat16)) and train under autocast (bf16=True): without it, experts_implementation "
             "'eager' and 'batched_mm' fail, and 'grouped_mm' computes in bfloat16.",
-            left, readable(grown), readable(2 * grown),
+            left, readable(grown), readable(2 * grown), left.dimensions,
         )  # fmt: skip
     return model.parameters()
 

@@ -45,6 +45,21 @@ def experts_in(model: torch.nn.Module) -> Iterator[Found]:
                     yield Found(module, path, name)
 
 
+def in_two_dimensions(model: torch.nn.Module) -> Iterator[Found]:
+    """Experts that cannot be quantized: the matrices of all, one below the other in one parameter (DBRX)."""
+    for path, module in model.named_modules():
+        if is_two_dimensional(module):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield Found(module, path, name)
+
+
+def is_two_dimensional(module: Any) -> bool:
+    """Whether ``module`` holds all experts in parameters of two dimensions; a single expert is made of layers."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return "Expert" in type(module).__name__ and bool(own) and all(p.dim() == 2 and min(p.shape) > 1 for p in own)
+
+
 def is_one(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
     """Whether :func:`experts_in` finds the parameter ``name`` of ``model``."""
     path = name.rpartition(".")[0]

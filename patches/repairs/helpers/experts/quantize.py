@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..loading import skipped
 from ..process import freed
 from . import int8
-from .found import Found, converters, experts_in, matrices_of
+from .found import Found, converters, experts_in, in_two_dimensions, matrices_of
 from .packed import Packed
 
 if TYPE_CHECKING:
@@ -109,13 +109,25 @@ def wanted(model: Any) -> tuple[list[Found], How]:
     how = How.said_by(quantizer.quantization_config)
     found = [one for one in experts_in(model) if is_wanted(one.full_name, quantizer)]
     if not found:
-        raise ValueError(
-            f"this {type(model).__name__} has no experts to quantize: no module of experts has a 3-D parameter, or "
-            "llm_int8_skip_modules names all of them"
-        )
+        raise ValueError(none_in(model))
     for one in found:
         _check(one)
     return found, how
+
+
+def none_in(model: Any) -> str:
+    """Why no experts of ``model`` are quantized."""
+    what = type(model).__name__
+    if flat := [one.full_name for one in in_two_dimensions(model)]:
+        more = f" and {len(flat) - 1} more" if len(flat) > 1 else ""
+        return (
+            f"the experts of this {what} cannot be quantized and stay as they are: it keeps them in parameters of two "
+            f"dimensions ({flat[0]}{more}), and only linear layers and parameters of three dimensions can be quantized"
+        )
+    return (
+        f"this {what} has no experts to quantize: no module of experts has a 3-D parameter, or "
+        "llm_int8_skip_modules names all of them"
+    )
 
 
 def _not_quantized(model: Any) -> str:

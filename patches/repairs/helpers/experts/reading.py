@@ -19,7 +19,7 @@ from . import refused, transposed
 from .found import Found, experts_in, makes, stacked
 from .matrices import INT8, STATISTICS, beside, check_kinds, dense, matrices_of, parameter_of
 from .products import know_transformers
-from .quantize import How, is_wanted, packed_matrices
+from .quantize import How, is_wanted, none_in, packed_matrices
 from .sizes import of_bitsandbytes
 from .tensor import as_parameter
 
@@ -40,6 +40,8 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     experts_on_disk.refuse(found, load_config)
     if not found:
         refused.parted(keys)
+        if asked:
+            LOGGER.warning("quantize_experts changed nothing: %s.", none_in(model))
         return mapping
     know_transformers()
     if transposed.are_in(keys):

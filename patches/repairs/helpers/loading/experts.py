@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..experts.found import is_quantized
+from ..experts.found import in_two_dimensions, is_quantized
 from ..four_bit import four_bit_state
 from ..reproducers.tiny_models import in_dtype
 
@@ -31,6 +31,11 @@ class Experts(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
+    def dimensions(self) -> int:
+        """Of their parameters."""
+        return next(iter(self.tensors.values())).dim()
+
+    @property
     def dtypes(self) -> str:
         return " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()}))
 
@@ -50,7 +55,7 @@ def left_in(model: torch.nn.Module) -> Experts | None:
 
 
 def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As many matrices in one parameter; convolutions and tables of positions (1, n, d) are none."""
+    """Many matrices in one parameter; convolutions and tables of positions (1, n, d) are none."""
     from torch.nn.modules.conv import _ConvNd
 
     for name, parameter in model.named_parameters():
@@ -58,6 +63,8 @@ def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if parameter.dim() == 3 and parameter.shape[0] > 1 and parameter.is_floating_point():
             if not isinstance(owner, _ConvNd) and not is_quantized(parameter):
                 yield name, parameter
+    for one in in_two_dimensions(model):
+        yield one.full_name, one.parameter
 
 
 def _elements(parameter: torch.Tensor) -> int:
