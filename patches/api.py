@@ -63,6 +63,8 @@ def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -
 
     Parameters
     ----------
+    ids:
+        Ids of patches, such as ``"peft-dora-cache"``; all if there is none.
     strict:
         Raise if a patch does not fit, after all were tried; by default what ``PATCHES_STRICT`` says.
     untested:
@@ -98,6 +100,8 @@ def applied(*ids: str, strict: bool = True, untested: bool = False) -> Iterator[
 
     Parameters
     ----------
+    ids:
+        Ids of patches, such as ``"peft-dora-cache"``; all if there is none.
     strict:
         Raise on entry if a patch does not fit.
     untested:
@@ -124,6 +128,8 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
 
     Parameters
     ----------
+    ids:
+        Ids of patches, such as ``"peft-dora-cache"``; all if there is none.
     jobs:
         How many processes at a time; by default as many as there are processors, at most four.
     progress:
@@ -206,12 +212,13 @@ def quantize_experts(model: Any = None) -> Any:
     ------
     ValueError
         The model is not quantized, has no such experts, or has experts on the meta device or in another
-        dtype; the message names the parameter. Nothing was changed.
+        dtype; the message names the parameter. Nothing was changed. While loading: experts go to the disk, and
+        ``offload_folder`` is not given.
     RuntimeError
         transformers, bitsandbytes or torch are too old; or, from the `with`, the patch that reads experts is not
         applied.
     NotImplementedError
-        While loading: the device map sends experts to the disk.
+        While loading: the device map sends experts to the disk, and the patch that keeps them there is not applied.
     """
     from .features import experts
 

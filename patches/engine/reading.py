@@ -27,7 +27,7 @@ def result(state: State, patch: Patch, *, disabled: bool) -> Result:
     notes: tuple[str, ...] = ()
     active = [known for known in active if known.slot.alive]
     if active:
-        status, reason = _of_active(needs.edits(patch), active, patch.id)
+        status, reason = _of_active(needs.edits(patch), active)
         if outcome is not None:
             reason, notes = reason or outcome.reason, outcome.notes
     elif disabled:
@@ -50,7 +50,7 @@ def features(state: State, known: Iterable[Feature]) -> Iterator[Result]:
     """The features that are in."""
     for feature in known:
         if active := state.active.get(feature.id):
-            status, reason = _of_active(feature.edits, active, feature.id)
+            status, reason = _of_active(feature.edits, active)
             yield Result(feature.id, feature.summary, status, reason, changes=_changes(active, feature.id))
 
 
@@ -68,7 +68,7 @@ def left_behind(state: State) -> Iterator[str]:
     )
 
 
-def _of_active(edits: Iterable[Edit], active: Sequence[Installed], owner: str) -> tuple[Status, str]:
+def _of_active(edits: Iterable[Edit], active: Sequence[Installed]) -> tuple[Status, str]:
     """The state of an owner that has edits in."""
     lost = [
         f"{known.slot.name} was changed by another program after the patch was applied"

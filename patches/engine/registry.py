@@ -78,17 +78,17 @@ class Registry:
         return report
 
     def revert(self, *ids: str) -> Report:
-        """Take out the named patches, or all; what they changed is put back as it was.
+        """Revert the named patches, or all: the original objects are back. It needs no source of the libraries.
 
-        What someone else changed after us is left as they made it and reported as ``SHADOWED``. Without names
-        it also takes out what the features have put in (``compile_options``).
+        What another program has changed since stays, and the patch is reported as ``SHADOWED``. Without ids the call also
+        reverts what features have changed (``compile_options``). An unknown id is a ``KeyError``, and changes nothing.
         """
         chosen = [patch.id for patch in self._chosen(ids)]
         self._change(partial(self._plan_revert, chosen, () if ids else tuple(self._features)))
         return self.report(*ids)
 
     def report(self, *ids: str) -> Report:
-        """The state of the named patches, or of all, read from what is installed now."""
+        """The state of the named patches, or of all, read from what is installed now. An unknown id is a ``KeyError``."""
         chosen = self._chosen(ids)
         self._sweep()
         state = self._store.read()

@@ -50,31 +50,38 @@ _ORDER = sorted(Status, key=lambda status: (status in _LOUD, status is not Statu
 
 @dataclass(frozen=True)
 class Change:
-    """One place that a patch changed: the dotted target, and the change as a unified diff."""
+    """One place that a patch changed. ``target`` names it: ``"package.module:Class.attribute"``."""
 
     target: str
     render: Callable[[], str] = field(repr=False, compare=False)
 
     @cached_property
     def diff(self) -> str:
-        """Made when it is first asked for: most reports are read for their states only."""
+        """The change as a unified diff. Made when it is first asked for: most reports are read for their states only."""
         return self.render()
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one patch, and why."""
+    """The state of one patch in this process, and why."""
 
     id: str
     summary: str
+    """What goes wrong without the patch, in one line."""
     status: Status
     reason: str = ""
+    """Why the patch is in this state; empty if the state says it."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
+    """The installed release of each package that the patch requires; None if it is not installed."""
     changes: tuple[Change, ...] = ()
+    """What the patch has changed; empty unless it is applied."""
     notes: tuple[str, ...] = ()
+    """Objects that the defect had damaged before the patch was applied, one sentence each."""
     links: tuple[str, ...] = ()
+    """Upstream issues and pull requests."""
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields by their names; ``changes`` as dictionaries with ``target`` and ``diff``."""
         return {
             "id": self.id,
             "summary": self.summary,
@@ -89,12 +96,17 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The state of every patch. ``str(report)`` is a table, ``report.diff()`` a unified diff."""
+    """The state of the patches. ``str(report)`` is a table, and iterating gives the results.
+
+    ``report["an-id"]`` is the result of one patch; a ``KeyError`` if the report has none of that id.
+    """
 
     results: tuple[Result, ...]
+    """One for each patch, in the order of the registry."""
     notes: tuple[str, ...] = ()
+    """What concerns the process as a whole, one sentence each."""
     features: tuple[Result, ...] = ()
-    """What the features of this package have put in meanwhile, compile options say."""
+    """What features have changed at this moment, such as an open ``with patches.compile_options(...)``."""
 
     def __getitem__(self, patch_id: str) -> Result:
         for result in self.results:
@@ -110,10 +122,12 @@ class Report:
         return tuple(r for r in self.results if r.status in statuses)
 
     def to_dict(self) -> dict[str, Any]:
+        """``results`` and ``features`` as lists of :meth:`Result.to_dict`, and ``notes``."""
         features = [feature.to_dict() for feature in self.features]
         return {"results": [r.to_dict() for r in self.results], "notes": list(self.notes), "features": features}
 
     def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`to_dict` as JSON, as ``python -m patches report --json`` prints it."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def diff(self) -> str:

@@ -26,9 +26,11 @@ class Inspection:
         return tuple(problem for problem in self.facts.problems if not problem.repaired)
 
     def to_dict(self) -> dict[str, Any]:
+        """The facts as plain data: layers, training, optimizer, problems. Sizes are in bytes."""
         return self.facts.to_dict()
 
     def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __repr__(self) -> str:

@@ -53,18 +53,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """All rows. ``ok`` is false if one is wrong."""
+    """What :func:`patches.verify` found: one row for each patch. ``str()`` is a table."""
 
     rows: tuple[Row, ...]
 
     @property
     def ok(self) -> bool:
+        """Whether no row is wrong; the exit code of ``python -m patches verify`` says the same."""
         return not any(row.verdict == "wrong" for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
+        """``ok``, and ``rows`` as dictionaries with the fields of :class:`Row`."""
         return {"ok": self.ok, "rows": [asdict(row) for row in self.rows]}
 
     def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`to_dict` as JSON, as ``python -m patches verify --json`` prints it."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
