@@ -22,6 +22,8 @@ from patches.repairs.helpers.experts.tensor import Experts8bit  # noqa: E402
 from patches.repairs.helpers.reproducers.mixtures import pack_int8  # noqa: E402
 from tests.experts.models import IDS, gap, loaded, saved, step  # noqa: E402
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "transformers-experts-of-linear-layers"
 INT8 = dict(load_in_4bit=False, load_in_8bit=True)
 LINEAR = ("bitsandbytes-int8-requantized-codes", "bitsandbytes-int8-copies", "bitsandbytes-int8-load-state-dict")

@@ -27,6 +27,8 @@ from patches.repairs.helpers.experts.quantize import How, packed
 from patches.repairs.helpers.experts.tensor import Experts4bit, as_parameter
 from tests.experts.models import loaded, rounded, saved
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "peft-lora-quantized-experts"
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]

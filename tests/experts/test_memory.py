@@ -13,6 +13,8 @@ from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.tensor import QuantizedExperts  # noqa: E402
 from tests.experts.test_lora import IDS, pair  # noqa: E402
 
+pytestmark = pytest.mark.one_in(2)
+
 
 def peak(model, checkpointing):
     """The most that a second training step has allocated at once; what trains is the embedding."""

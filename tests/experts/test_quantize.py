@@ -19,6 +19,8 @@ from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
 from patches.repairs.helpers.process.messages import heard  # noqa: E402
 from tests.experts.models import CONFIGS, IDS, SOME, gap, loaded, rounded, saved, step  # noqa: E402
 
+pytestmark = pytest.mark.one_in(2)
+
 REST = [
     pytest.param(kind, marks=pytest.mark.release("SOME of tests/experts/models.py"))
     for kind in set(CONFIGS) - set(SOME)

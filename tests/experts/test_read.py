@@ -22,6 +22,8 @@ from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
 from patches.repairs.helpers.reproducers.mixtures import pack  # noqa: E402
 from tests.experts.models import IDS, gap, loaded, saved, step  # noqa: E402
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "transformers-experts-of-linear-layers"
 OTHERS = ["olmoe", "deepseek_v3", "glm4_moe", "minimax_m2", "qwen2_moe", "qwen3_5_moe", "ernie4_5_moe"]
 REST = [pytest.param(kind, marks=pytest.mark.release("qwen3_moe and mixtral")) for kind in OTHERS]

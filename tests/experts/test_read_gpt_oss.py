@@ -21,6 +21,8 @@ from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
 from tests.experts.models import CONFIGS, gap, loaded, saved, step  # noqa: E402
 
+pytestmark = pytest.mark.one_in(2)
+
 FILE = "model.safetensors"
 
 

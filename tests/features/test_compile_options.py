@@ -261,7 +261,10 @@ def trainer(tmp_path, **arguments):
     return Trainer(Tiny(), TrainingArguments(str(tmp_path), **quiet, **arguments), train_dataset=rows)
 
 
-@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
+MERGED = pytest.mark.release("test_as_a_plugin_of_accelerate, and the tests of the mode that is merged")
+
+
+@pytest.mark.parametrize("mode", [None, pytest.param("max-autotune-no-cudagraphs", marks=MERGED)])
 def test_a_trainer_that_compiles(accelerate, lowered, tmp_path, mode):
     pytest.importorskip("transformers")
     one = trainer(tmp_path, torch_compile=True, torch_compile_mode=mode)

@@ -13,6 +13,8 @@ from tests.repairs.peft.offloading import IDS, assert_same, logits, lora, offloa
 
 pytest.importorskip("bitsandbytes")
 accelerate = pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.one_in(2)
 PATCH = "transformers-dequantize-offloaded"
 FLOWS = [
     ("int8", "dispatch_model"), ("int8", "layer by layer"), ("nf4", "disk_offload"), ("nf4", "cpu_offload"),

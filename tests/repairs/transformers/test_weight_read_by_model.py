@@ -12,6 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 from . import asking  # noqa: E402
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "transformers-weight-read-by-model"
 SMALL = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 EXPERTS = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2}

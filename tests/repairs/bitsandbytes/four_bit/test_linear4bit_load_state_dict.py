@@ -15,6 +15,8 @@ from patches.engine.gate import satisfied
 
 bnb = pytest.importorskip("bitsandbytes")
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-linear4bit-load-state-dict"
 NEWER = satisfied("bitsandbytes>=0.47")  # 0.46.1 has uint8 storage alone on a CPU
 STORAGES = (torch.uint8, torch.bfloat16, torch.float32) if NEWER else (torch.uint8,)

@@ -10,6 +10,8 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 import patches
 from patches.engine.gate import satisfied
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-params4bit-chunk"
 SEEN = satisfied("bitsandbytes>=0.47")  # there torch.chunk can be seen, by __torch_function__
 

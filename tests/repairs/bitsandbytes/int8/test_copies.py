@@ -13,6 +13,8 @@ import torch
 import patches
 from patches.engine.gate import satisfied
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-int8-copies"
 SINCE_47 = satisfied("bitsandbytes>=0.47")
 

@@ -9,6 +9,8 @@ from torch.func import functional_call
 
 import patches
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-int8-plain-weight"
 
 

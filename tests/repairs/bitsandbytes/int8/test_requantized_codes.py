@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import patches
 
+pytestmark = pytest.mark.one_in(2)
+
 ID = "bitsandbytes-int8-requantized-codes"
 OFFLOAD = (
     "bitsandbytes-int8-backward-live-state",
