@@ -65,12 +65,17 @@ def test_what_fits_quantized_is_not_offloaded(kind, big, device):
     assert torch.equal(logits(model, device), logits(whole, device))
 
 
-def test_a_map_for_two_devices(big, device, other, tmp_path):
-    whole, size = held_by(lambda: load(big, "nf4", {"": device}))
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_map_for_two_devices(kind, big, device, other, tmp_path):
+    """Both are filled: the layer that the first cannot hold is divided, and so is the one that the second cannot."""
+    whole, size = held_by(lambda: load(big, kind, {"": device}))
     memory = {0: int(0.4 * size), 1: int(0.3 * size), "cpu": 10**9}
-    model = load(big, "nf4", "auto", max_memory=memory)
+    before = [watch.held(at) for at in (0, 1)]
+    model = load(big, kind, "auto", max_memory=memory)
     assert set(model.hf_device_map.values()) == {0, 1, "cpu"}
-    assert torch.equal(logits(model, device), logits(whole, device))
+    for _ in range(2):
+        assert torch.equal(logits(model, device), logits(whole, device))
+        assert all(0.9 * memory[at] <= watch.held(at) - before[at] <= memory[at] for at in (0, 1))
 
 
 @pytest.mark.parametrize("share", [0.6, 0.97])

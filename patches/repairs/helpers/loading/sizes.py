@@ -28,6 +28,8 @@ class Unit(NamedTuple):
     """Bytes that stay where it computes."""
     block: bool
     """One of the layers that the model repeats."""
+    listed: bool = True
+    """One of a list: then all of it can compute on one device if it is divided (:mod:`.divided`)."""
 
 
 @dataclass
@@ -130,22 +132,23 @@ def packed(weight: Any) -> tuple[int, int]:
     return -(-numbers // 2), tables + 4 * blocks
 
 
-def _units(module: Any, path: str, sizes: Sizes, blocks: set[str]) -> Iterator[Unit]:
+def _units(module: Any, path: str, sizes: Sizes, blocks: set[str], listed: bool = False) -> Iterator[Unit]:
     own = {name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]}
     block = type(module).__name__ in blocks
     if path and (own or block or not any(True for _ in module.children())):
         if any(name.startswith(f"{path}.") for name in sizes) or own:
-            yield _unit(path, module, sizes, block)
+            yield _unit(path, module, sizes, block, listed)
         return
     for name in own:
         yield Unit(name, None, 0, sum(sizes.get(name, ())), False)
     for name, child in module.named_children():
-        yield from _units(child, f"{path}.{name}" if path else name, sizes, blocks)
+        in_list = type(module).__name__ == "ModuleList"
+        yield from _units(child, f"{path}.{name}" if path else name, sizes, blocks, in_list)
 
 
-def _unit(path: str, module: Any, sizes: Sizes, block: bool) -> Unit:
+def _unit(path: str, module: Any, sizes: Sizes, block: bool, listed: bool) -> Unit:
     inside = [size for name, size in sizes.items() if name.startswith(f"{path}.")]
-    return Unit(path, module, sum(size[0] for size in inside), sum(size[1] for size in inside), block)
+    return Unit(path, module, sum(size[0] for size in inside), sum(size[1] for size in inside), block, listed)
 
 
 def _memory(max_memory: Any) -> dict[Any, float]:
@@ -171,56 +174,92 @@ def _rooms(max_memory: Any, units: list[Unit]) -> tuple[list[Room], list[Room]]:
 
 
 def _fitted(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room]) -> Map:
-    """A place for each unit. First the statistics of all count as those of offloaded layers, then of those that are."""
-    found = Map()
+    """A place for each unit.
+
+    First all layers are kept whole. If they do not fit, room is left on the first device for the statistics of what
+    waits: at first for those of all layers, then for those of the layers that waited in the map before.
+    """
+    found, left_behind = _fill(units, sizes, _copies(resident), _copies(waiting), divides=False)
+    if resident and set(found.values()).isdisjoint(places.OFFLOADED):
+        return found
     for first in range(max(1, len(resident))):  # a device that takes nothing is none where what waits computes
         reserved = sum(unit.stays for unit in units)
         for _ in range(3):
-            rooms = [Room(room.place, room.left) for room in resident[first:]]
+            rooms = _copies(resident[first:])
             if rooms:
                 rooms[0].left -= reserved
-            found, reserved = _fill(units, sizes, rooms, [Room(room.place, room.left) for room in waiting])
-            if not reserved:
+            tried, left_behind = _fill(units, sizes, rooms, _copies(waiting), divides=True)
+            if left_behind > reserved:
                 break
-        if not rooms or rooms[0].place in found.values():
+            found, reserved = tried, left_behind
+        if not resident or resident[first].place in found.values():
             break
     return found
 
 
-def _fill(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room]) -> tuple[Map, int]:
+def _copies(rooms: list[Room]) -> list[Room]:
+    return [Room(room.place, room.left) for room in rooms]
+
+
+def _fill(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room], divides: bool) -> tuple[Map, int]:
     """The places, and the bytes that what waits leaves on the first device.
 
     What the model does not repeat comes first, and to the first device, where it also computes if it waits: its outputs are
-    often added up. Layers go from one device to the next in order. With one device, the first that does not fit is divided.
+    often added up. Layers go from one device to the next in order. The first that a device cannot hold is divided.
     """
-    found, left_behind, full = Map(), 0, not resident
-    alone, rooms = len(resident) == 1, resident
+    found, left_behind, rooms = Map(), 0, resident
     for unit in sorted(units, key=lambda unit: unit.block):
-        parts = [unit]
-        if alone and unit.block and not full and not _fits(unit, rooms[0]):
-            parts, full = list(_units(unit.module, unit.name, sizes, set())), False
-        for part in parts:
-            possible = ([] if full else rooms) if unit.block else resident[:1]
-            at = next((at for at, room in enumerate(possible) if _fits(part, room)), None)
-            if at is None:
-                left_behind += part.stays
-                found[part.name] = _wait(part, waiting)
+        if unit.block and divides and rooms and not _fits(unit, rooms[0]) and (unit.listed or len(resident) == 1):
+            parts = _divided(unit, sizes, rooms[0], waiting)
+            if parts:
+                found.update(parts)
+                rooms = rooms[1:]
                 continue
-            possible[at].left -= part.moves + part.stays
-            found[part.name] = possible[at].place
-            rooms = rooms[at:] if unit.block else rooms
-        full = full or parts != [unit]
+        possible = rooms if unit.block else resident[:1]
+        at = next((at for at, room in enumerate(possible) if _fits(unit, room)), None)
+        if at is None:
+            left_behind += unit.stays
+            found.update(_wait(unit, sizes, waiting))
+            continue
+        possible[at].left -= unit.moves + unit.stays
+        found[unit.name] = possible[at].place
+        rooms = rooms[at:] if unit.block else rooms
     return found, left_behind
+
+
+def _divided(unit: Unit, sizes: Sizes, room: Room, waiting: list[Room]) -> Map:
+    """The places of the parts of ``unit``, whose statistics stay in ``room``; none if no part has room beside these."""
+    parts = list(_units(unit.module, unit.name, sizes, set()))
+    left = room.left - sum(part.stays for part in parts)
+    found = Map()
+    for part in parts:
+        if part.moves <= left and part.moves:
+            left -= part.moves
+            found[part.name] = room.place
+    if left < 0 or not found:
+        return Map()
+    room.left = left
+    for part in parts:
+        if part.name not in found:
+            found.update(_wait(part, sizes, waiting) if part.moves else {part.name: room.place})
+    return found
 
 
 def _fits(unit: Unit, room: Room) -> bool:
     return unit.moves + unit.stays <= room.left
 
 
-def _wait(unit: Unit, waiting: list[Room]) -> places.Place:
-    room = next(room for room in waiting if unit.moves <= room.left)
-    room.left -= unit.moves
-    return room.place
+def _wait(unit: Unit, sizes: Sizes, waiting: list[Room]) -> Map:
+    """Where ``unit`` waits; the first layer that the CPU cannot hold is divided."""
+    first, found = waiting[0], Map()
+    divides = unit.block and 0 < first.left < unit.moves
+    for part in _units(unit.module, unit.name, sizes, set()) if divides else [unit]:
+        room = next(room for room in waiting if part.moves <= room.left)
+        room.left -= part.moves
+        found[part.name] = room.place
+    if divides:
+        first.left = 0
+    return found
 
 
 def _follow_tied(found: Map, tied: dict[str, str]) -> None:
