@@ -26,7 +26,6 @@ ERRORS = {
     "train/fsdp1/int8/lora/step": "Cannot flatten integer dtype tensors",
     "train/fsdp2/nf4-u8/unilora/step": "Invariant encountered",  # torch: a parameter that two modules share
     "train/fsdp2/int8/unilora/step": "Invariant encountered",
-    "train/fsdp2/nf4-u8/shira/step": "has no attribute 'quant_state'",
     **{name: "is sharded by FSDP2" for name in cells.slice_of_adapters() if name.endswith("merge")},
     **{f"load/nf4-u8/torch/2-/{way}/other": FOREIGN for way in cells.WAYS},
 }
@@ -90,6 +89,7 @@ FIXES = {
     "load/nested/torch/0+/dcp/other": ("error", "torch-checkpoint-other-forms"),
     "load/nf4-u8/torch/2-/broadcast/other": ("wrong", "torch-broadcast-unknown-keys"),
     "train/fsdp2/int8/dora/step": ("wrong", "peft-codes-as-weights"),
+    "train/fsdp2/nf4-u8/shira/step": ("error", "peft-codes-as-weights"),
     "embedding/fsdp2/nf4-u8/whole": ("error", "bitsandbytes-embeddings-sharded"),
     "embedding/fsdp2/int8/whole": ("error", "bitsandbytes-embeddings-sharded"),
 }

@@ -23,7 +23,8 @@ around (HRA: 12 % off the unmerged model). For INT8, as for 4 bits, ``merge`` no
 
 FSDP2 gathers packed weights into a plain ``Parameter``, and a pruned or parametrized layer has a plain tensor, which
 these four and DoRA's ``dequantize_module_weight`` do not recognize as quantized. They are dequantized by the scales of
-the layer as well.
+the layer as well. SHiRA reads ``quant_state`` of a 4-bit weight, which such a parameter does not have (since 0.20): it
+gets the weight by the quantization state of the layer.
 
 What it costs: one dequantized weight for each HRA, PEANuT and HiRA layer in a forward, as these tuners need for any
 layer.
@@ -101,6 +102,13 @@ PATCH = Patch(
                 names={"_patches_weight_or_dense": dense_weight.weight_or_dense},
             )
             for asked in (_NOT_PARAMETER, _NOT_QUANTIZED)
+        ),
+        Rewrite(
+            f"{_TUNERS}.shira.layer:Linear.forward",
+            "self.get_base_weight()",
+            "_patches_base_weight(self)",
+            names={"_patches_base_weight": dense_weight.base_of},
+            when="peft>=0.20",
         ),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
     ),  # fmt: skip

@@ -96,6 +96,14 @@ def weight_or_dense(layer: Any, weight: Tensor) -> Tensor:
     return of_plain_codes(layer, weight) if is_plain_codes(layer, weight) else weight
 
 
+def base_of(tuner: Any) -> Tensor:
+    """``tuner.get_base_weight()`` of peft, also of a packed 4-bit weight in a plain parameter, as FSDP2 gathers it."""
+    base = tuner.get_base_layer()
+    plain = _is_sharded(base) and four_bit_state.of(base.weight) is None
+    weight: Tensor = of(base) if plain else tuner.get_base_weight()
+    return weight
+
+
 def shape_of(layer: Any) -> torch.Size:
     """The shape of the weight that ``layer`` stands for, packed or not."""
     state = four_bit_state.of(layer.weight) if four_bit_state.is_packed(layer.weight) else None
