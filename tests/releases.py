@@ -31,8 +31,8 @@ ALWAYS = (
     "tests/harm/test_catalogue.py",
     "tests/programs/test_stack.py",
 )
-"""What every release runs: each reproducer of a defect of bitsandbytes, each rewrite, the catalogue of harm, and one natural
-flow.
+"""What every release runs: each reproducer of a defect of bitsandbytes, each rewrite, a third of the catalogue of harm, and
+one natural flow.
 
 The catalogue on a processor with AVX512-BF16 (``tests/harm/test_packed.py``) is run on the newest. On an older one the
 reproducers are run on such a processor, and the tests of the patches whose source differs there.

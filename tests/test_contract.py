@@ -90,7 +90,7 @@ def verified(fresh, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
     ],
 )  # fmt: skip
 def test_present_absent_present(fresh, ids, phases):
-    """Unpatched the defect is there, patched it is not, reverted it is back; nowhere where it is fixed."""
+    """Unpatched the defect is there, patched it is not; nowhere where it is fixed. Before a release: reverted it is back."""
     rows = verified(fresh, "plain", phases, *ids)
     hidden = {row["id"]: row["reason"] for row in rows if row["verdict"] == "cannot show"}
     assert all(hidden.values()), "who cannot show a defect says why"
