@@ -32,8 +32,12 @@ def another_release() -> tuple[str, Path]:
     pytest.skip(f"only bitsandbytes {installed} can be found here: no rank can have another")
 
 
-def test_ranks_that_are_equal_pass_and_report_the_same(torchrun, tmp_path):
-    one, two = torchrun(WORKER, tmp_path)
+@pytest.mark.parametrize(
+    "launch",
+    ["two_ranks", pytest.param("torchrun", marks=pytest.mark.release("two_ranks, with the variables of torchrun"))],
+)
+def test_ranks_that_are_equal_pass_and_report_the_same(request, launch, tmp_path):
+    one, two = request.getfixturevalue(launch)(WORKER, tmp_path)
     assert one == two and "error" not in one
     assert one["report"].keys() == patches.REGISTRY.patches.keys()
     assert "applied" in one["report"].values(), "the entry point had applied them in each rank"
