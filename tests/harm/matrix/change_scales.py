@@ -12,7 +12,7 @@ from torch import nn
 
 from .doors import FOUR, INT8, change, owner
 from .states import only
-from .subject import ROWS, Subject, plain_weight, random
+from .subject import ROWS, Subject, random
 
 
 # -- scales of INT8
@@ -51,6 +51,9 @@ scales("scales_none", lambda t: None, 1.0)
 scales("scales_not_contiguous", lambda t: torch.stack((t * 2, t), 1)[:, 0])
 scales("scales_of_numpy", lambda t: torch.from_numpy((t * 2).numpy()))
 scales("scales_buffer", lambda t: nn.Buffer(t * 2))
+scales("scales_one_for_all", lambda t: t.mean()[None], None)
+scales("scales_on_meta", lambda t: t.to("meta"), 1.0)
+scales("scales_of_another", lambda t: t.flip(0), None)
 
 
 @change(*INT8)
@@ -190,15 +193,13 @@ def codes_of_state_replaced(s: Subject) -> None:
 @change(*FOUR)
 def packed_in_place(s: Subject) -> None:
     layer, _ = s.donor()
-    s.layer.weight.data.copy_(layer.weight.data)
-    s.becomes(plain_weight(s.layer))
+    s.becomes_what_it_holds(lambda: s.layer.weight.data.copy_(layer.weight.data))
 
 
 @change(*FOUR)
 def packed_replaced(s: Subject) -> None:
     layer, _ = s.donor()
-    s.layer.weight.data = layer.weight.data.clone()
-    s.becomes(plain_weight(s.layer))
+    s.becomes_what_it_holds(lambda: setattr(s.layer.weight, "data", layer.weight.data.clone()))
 
 
 @change(*FOUR)

@@ -13,7 +13,7 @@ from torch import nn
 
 from .doors import FOUR, change
 from .states import only
-from .subject import Subject, plain_weight
+from .subject import Subject
 
 
 # -- statistics of 4 bits
@@ -25,8 +25,7 @@ def statistics(name: str, write: Callable[[Any], None]) -> None:
     def body(s: Subject) -> None:
         quant = s.layer.weight.quant_state
         only(quant is None or s.layer.weight.numel() != quant.shape.numel())  # not of what was dequantized in place
-        write(quant)
-        s.becomes(plain_weight(s.layer))
+        s.becomes_what_it_holds(lambda: write(quant))
 
     body.__name__ = name
     change(*FOUR)(body)
@@ -38,6 +37,10 @@ def _outer(quant: Any) -> Any:
 
 def _put(thing: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(thing, name, make(getattr(thing, name)))
+
+
+def _gains(count: int) -> torch.Tensor:
+    return torch.logspace(-1, 1, count, dtype=torch.float32, device="cpu")
 
 
 def _offset(quant: Any, factor: float) -> None:
@@ -57,15 +60,21 @@ statistics("offset_replaced", lambda q: _offset(q, 2.0))
 statistics("codebook_replaced", lambda q: _put(q, "code", lambda t: t * 2))
 statistics("codebook_flipped", lambda q: _put(q, "code", lambda t: t.flip(0)))
 statistics("statistics_dtype", lambda q: setattr(q, "dtype", torch.bfloat16))
+statistics("absmax_equalized", lambda q: _outer(q).absmax.mul_(_gains(_outer(q).absmax.numel())) is None)
+statistics("codebook_half", lambda q: _put(q, "code", lambda t: t.half()))
+statistics("statistics_blocksize", lambda q: setattr(q, "blocksize", q.blocksize * 2))
 statistics("statistics_moved", lambda q: q.to("cpu") and None)
 
 
 @change(*FOUR)
 def statistics_inference(s: Subject) -> None:
-    with torch.inference_mode():
-        quant = s.layer.weight.quant_state
-        _outer(quant).absmax = _outer(quant).absmax * 2
-    s.becomes(plain_weight(s.layer))
+    quant = s.layer.weight.quant_state
+
+    def write() -> None:
+        with torch.inference_mode():
+            _outer(quant).absmax = _outer(quant).absmax * 2
+
+    s.becomes_what_it_holds(write)
 
 
 @change(*FOUR)
@@ -98,6 +107,27 @@ def statistics_of_another_on_both(s: Subject) -> None:
     s.layer.weight.data = layer.weight.data
     s.layer.weight.quant_state = s.layer.quant_state = layer.weight.quant_state
     s.becomes(weight)
+
+
+def broken(name: str, write: Callable[[Any], None]) -> None:
+    """A change after which no number is right: the layer has to say so."""
+
+    def body(s: Subject) -> None:
+        quant = s.layer.weight.quant_state
+        only(quant is not None)
+        write(quant)
+        s.becomes(torch.full(s.weight.shape, float("nan")))
+
+    body.__name__ = name
+    change(*FOUR)(body)
+
+
+broken("absmax_none", lambda q: setattr(q, "absmax", None))
+broken("absmax_cut", lambda q: _put(q, "absmax", lambda t: t[: t.numel() // 2].clone()))
+broken("absmax_on_meta", lambda q: _put(q, "absmax", lambda t: t.to("meta")))
+broken("codebook_none", lambda q: setattr(q, "code", None))
+broken("codebook_cut", lambda q: _put(q, "code", lambda t: t[:8].clone()))
+broken("offset_none", lambda q: only(q.nested) or setattr(q, "offset", None))
 
 
 @change(*FOUR)

@@ -13,10 +13,10 @@ import torch
 from .states import only
 from .subject import Subject, random
 
-INT8 = ("int8", "embedding8")
-FOUR = ("4bit", "embedding4")
+INT8 = ("int8", "embedding8", "own8")
+FOUR = ("4bit", "embedding4", "own4")
 QUANTIZED = (*INT8, *FOUR)
-ALL = ("int8", "int8-float", "4bit", "embedding4", "embedding8")
+ALL = (*QUANTIZED, "int8-float", "float", "stable")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ def owner(s: Subject) -> Any:
 
 def fresh_weight(s: Subject) -> Any:
     """Float weights in the class of the layer's weights."""
+    if s.kind.bits == 32:
+        return torch.nn.Parameter(random(4), requires_grad=False)
     if s.kind.bits == 8:
         return bnb.nn.Int8Params(random(4), requires_grad=False, has_fp16_weights=s.kind.family == "int8-float")
     old, options = s.layer.weight, s.kind.options

@@ -93,6 +93,7 @@ def dequantize_by_transformers(s: Subject) -> Iterator[Shown]:
     from transformers.integrations.bitsandbytes import dequantize_and_replace
 
     only(not s.offloaded and s.call is None and not s.kind.embeds and not s.adapter and not s.tied)
+    only(s.kind.bits < 32)
     config = BitsAndBytesConfig(load_in_8bit=s.kind.bits == 8, load_in_4bit=s.kind.bits == 4)
     s.root.dtype = torch.float32
     root = dequantize_and_replace(s.root, quantization_config=config)

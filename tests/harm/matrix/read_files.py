@@ -95,6 +95,23 @@ def saved_by_torch(s: Subject) -> Iterator[Shown]:
     yield _stands_for(s, torch.load(file, weights_only=True))
 
 
+@reader(whole=True)
+def state_dict_with_live_tensors(s: Subject) -> Iterator[Shown]:
+    only(s.call is None)
+    prefix = s.path + "."
+    whole = s.root.state_dict(keep_vars=True)
+    yield _stands_for(s, {k.removeprefix(prefix): v for k, v in whole.items() if k.startswith(prefix)})
+
+
+@reader(whole=True)
+def state_dict_by_torch_distributed(s: Subject) -> Iterator[Shown]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    only(s.call is None and not s.adapter and not s.tied)
+    saved = {k.removeprefix(s.path + "."): v for k, v in get_model_state_dict(s.root).items()}
+    yield _stands_for(s, saved)
+
+
 @reader(slow=True)
 def distributed_checkpoint(s: Subject) -> Iterator[Shown]:
     import torch.distributed.checkpoint as dcp

@@ -140,6 +140,7 @@ def adapted(s: Subject, dora: bool) -> None:
     s.root = get_peft_model(s.root, config)
     s.path = "base_model.model.layer.base_layer"
     s.adapter = "dora" if dora else "lora"
+    s.effective()  # seen before anything is offloaded
 
 
 @state

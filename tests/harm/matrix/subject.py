@@ -11,6 +11,8 @@ import bitsandbytes as bnb
 import torch
 from torch import nn
 
+from .own import Own4bit, OwnInt8
+
 ROWS, COLUMNS = 64, 128
 """No square, so that a transposed weight is seen; whole blocks of every kernel."""
 
@@ -21,23 +23,24 @@ class Kind:
 
     name: str
     family: str
-    """``int8``, ``int8-float`` (weights kept in floating point), ``4bit``, ``embedding8`` or ``embedding4``."""
+    """``int8``, ``int8-float`` (weights kept in floating point), ``4bit``, ``embedding8``, ``embedding4``, ``own8`` and ``own4``
+    (modules of a user's own), ``float`` (not quantized) or ``stable`` (an embedding for 8-bit optimizers)."""
     cls: type
     options: dict[str, Any]
     tolerance: float
 
     @property
     def bits(self) -> int:
-        return 4 if self.family in ("4bit", "embedding4") else 8
+        return next((bits for bits in (4, 8) if str(bits) in self.family), 32)
 
     @property
     def embeds(self) -> bool:
-        return self.family.startswith("embedding")
+        return self.family.startswith("embedding") or self.family == "stable"
 
     @property
     def requantized(self) -> float:
         """The relative error of a weight that is quantized once more."""
-        return 0.2 if self.bits == 4 else 0.03
+        return {4: 0.2, 8: 0.03}.get(self.bits, 0.0)
 
     def fresh(self, seed: int = 9, **more: Any) -> Any:
         """A layer that still holds float weights."""
@@ -69,9 +72,10 @@ def _kinds() -> dict[str, Kind]:
             name = "int8" + ("-threshold" if threshold else "") + ("-bias" if bias else "")
             options = {"has_fp16_weights": False, "threshold": threshold, "bias": bias}
             kinds.append(Kind(name, "int8", nn8, options, 3e-2))
-    for threshold in (0.0, 6.0):
-        options = {"has_fp16_weights": True, "threshold": threshold, "bias": False}
-        kinds.append(Kind("int8-float" + ("-threshold" if threshold else ""), "int8-float", nn8, options, 3e-2))
+    for threshold, bias in ((0.0, False), (6.0, False), (0.0, True)):
+        name = "int8-float" + ("-threshold" if threshold else "") + ("-bias" if bias else "")
+        options = {"has_fp16_weights": True, "threshold": threshold, "bias": bias}
+        kinds.append(Kind(name, "int8-float", nn8, options, 3e-2))
     for quant_type in ("nf4", "fp4"):
         for nested in (False, True):
             for storage in (torch.uint8, torch.bfloat16, torch.float16, torch.float32):
@@ -86,9 +90,16 @@ def _kinds() -> dict[str, Kind]:
                         2e-2 if compute in (torch.bfloat16, torch.float16) else 1e-2
                     )  # a kernel rounds to bfloat16
                     kinds.append(Kind(name, "4bit", nn4, options, tolerance))
-    kinds.append(Kind("nf4-bias", "4bit", nn4, {**kinds[6].options, "bias": True}, 1e-2))
+    nf4 = next(kind for kind in kinds if kind.name == "nf4")
+    kinds.append(Kind("nf4-bias", "4bit", nn4, {**nf4.options, "bias": True}, 1e-2))
     kinds.append(Kind("embedding4", "embedding4", bnb.nn.EmbeddingNF4, {"dtype": torch.float32}, 1e-3))
+    kinds.append(Kind("embedding4-fp4", "embedding4", bnb.nn.EmbeddingFP4, {"dtype": torch.float32}, 1e-3))
     kinds.append(Kind("embedding8", "embedding8", bnb.nn.Embedding8bit, {"dtype": torch.float32}, 1e-2))
+    kinds.append(Kind("own-int8", "own8", OwnInt8, {}, 1e-3))
+    kinds += [Kind(f"own-nf4{'-nested' * nested}", "own4", Own4bit, {"compress_statistics": nested}, 1e-3)
+              for nested in (False, True)]  # fmt: skip
+    kinds.append(Kind("float", "float", nn.Linear, {"bias": True}, 1e-4))
+    kinds.append(Kind("stable", "stable", bnb.nn.StableEmbedding, {}, 1e-4))
     return {kind.name: kind for kind in kinds}
 
 
@@ -129,6 +140,8 @@ class Subject:
     """Whether ``call`` brings its own weight, so that changes of the layer do not reach it."""
     adapter: str = ""
     """``lora``, ``dora``, ``merged``, or empty."""
+    adapters: list[torch.Tensor] = field(default_factory=list)
+    """What the parameters of the adapter hold, seen last where they were in memory."""
     delta: torch.Tensor | None = None
     offloaded: bool = False
     tied: bool = False
@@ -158,6 +171,13 @@ class Subject:
     def becomes(self, weight: torch.Tensor, slack: float = 0.0) -> None:
         self.weight, self.slack = weight.detach().float().clone(), max(slack, 0.0)
 
+    def becomes_what_it_holds(self, write: Callable[[], Any]) -> None:
+        """After ``write``, the weight is what the numbers stand for, if they stood for what was set; else none is right."""
+        held = plain_weight(self.layer)
+        right = held.shape == self.weight.shape and torch.dist(held, self.weight) <= self.tolerance * self.weight.norm()
+        write()
+        self.becomes(plain_weight(self.layer) if right else torch.full(self.weight.shape, float("nan")))
+
     def x(self, rows: int = 5, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
         generator = torch.Generator().manual_seed(7)
         if self.kind.embeds:
@@ -172,16 +192,19 @@ class Subject:
         if self.adapter not in ("lora", "dora"):
             return self.weight
         wrapped = self.root.get_submodule(self.path.removesuffix(".base_layer"))
-        delta = wrapped.lora_B["default"].weight.detach().float() @ wrapped.lora_A["default"].weight.detach().float()
-        merged = self.weight + delta * wrapped.scaling["default"]
+        found = [wrapped.lora_A["default"].weight, wrapped.lora_B["default"].weight]
         if self.adapter == "dora":
-            size = wrapped.lora_magnitude_vector["default"].weight.detach().float()
-            merged = merged * (size / merged.norm(dim=1))[:, None]
-        return merged
+            found.append(wrapped.lora_magnitude_vector["default"].weight)
+        if not any(tensor.is_meta for tensor in found):  # as they are where they are offloaded
+            self.adapters = [tensor.detach().float().clone() for tensor in found]
+        a, b, *size = self.adapters
+        merged = self.weight + b @ a * wrapped.scaling["default"]
+        return merged * (size[0] / merged.norm(dim=1))[:, None] if size else merged
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind.embeds:
-            return self.weight[x]
+            rows = self.weight[x]
+            return nn.functional.layer_norm(rows, (COLUMNS,)) if self.kind.family == "stable" else rows
         return nn.functional.linear(
             x.detach().float(), self.effective(), None if self.bias is None else self.bias.float()
         )

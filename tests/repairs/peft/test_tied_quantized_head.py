@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import patches
+from patches.repairs.helpers.adapters import unmerged
+from patches.repairs.peft import tied_quantized_head
 
 IDS = torch.arange(4)
 
@@ -83,6 +85,17 @@ def test_it_is_the_adapter_on_the_floating_point_layer_and_is_not_merged(name, b
     assert len(found) == len(expected) > 1
     assert all(map(torch.equal, found, expected))
     is_refused(model)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_without_the_check_a_merge_writes_into_the_embedding(bits, monkeypatch):
+    """A9 of the matrix: what the error of ``is_refused`` is for."""
+    monkeypatch.setattr(tied_quantized_head._to_merge, "__code__", (lambda layer, names: names).__code__)
+    monkeypatch.setattr(unmerged.unless_never_quantized, "__code__", (lambda layer: layer).__code__)
+    model = adapted("lora", bits)
+    before = model.get_base_model().embedding.weight.clone()
+    model.merge_adapter()
+    assert not torch.equal(model.get_base_model().embedding.weight, before)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
