@@ -106,10 +106,10 @@ def test_weights_that_nothing_brings():
     assert fine(model.to_empty(device="cpu"))
 
 
-def test_4_bit_weights_that_this_processor_has_packed(fresh):
+def test_4_bit_weights_that_this_processor_has_packed(forked):
     if Version(bnb.__version__) < Version("0.49"):
         pytest.skip("before 0.49 bitsandbytes does not repack")
-    said = fresh(
+    said = forked(
         """
         import bitsandbytes, patches, torch
         layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16, quant_type="nf4").to("cpu")
