@@ -41,16 +41,20 @@ def test_one_graph_forward_and_backward(qwen3, implementation, dtype, backend):
         assert (one - other).float().norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-5) * one.float().norm()
 
 
-LORA = pytest.param(
-    True, id="LoRA", marks=pytest.mark.release("base, and weak references in tests/experts/test_lora.py")
-)
+LORA = [
+    pytest.param(
+        implementation, True, id=f"LoRA-{implementation}",
+        marks=pytest.mark.release("base, and weak references in tests/experts/test_lora.py"),
+    )
+    for implementation in ("eager", "grouped_mm", "batched_mm")
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("adapted", [pytest.param(False, id="base"), LORA])
-def test_a_loop_over_experts_breaks_the_graph_and_computes_the_same(qwen3, adapted):
-    """As in floating point. What the tensors do between two graphs is not compiled, and peft's wrapper runs."""
+@pytest.mark.parametrize(("implementation", "adapted"), [pytest.param("eager", False, id="base"), *LORA])
+def test_what_breaks_the_graph_computes_the_same(qwen3, implementation, adapted):
+    """As in floating point: a loop over experts does, and peft's wrapper. What tensors do between two graphs is not compiled."""
     torch._dynamo.reset()
-    model = patches.quantize_experts(loaded(qwen3)).requires_grad_(False)
+    model = patches.quantize_experts(loaded(qwen3, implementation)).requires_grad_(False)
     with patches.applied("peft-lora-quantized-experts"):
         if adapted:
             peft = pytest.importorskip("peft", minversion="0.17", reason="target_parameters are new in 0.17")
