@@ -154,6 +154,20 @@ def test_what_fits_no_device_leaves_them_to_the_layers(rooms, expected):
     }
 
 
+def test_a_part_that_is_too_large_leaves_the_device_to_the_parts_of_further_layers():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.experts = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+
+    layers = [sizes.Unit(f"layers.{i}", Layer(), 110, 0, True) for i in range(4)]
+    each = {
+        f"layers.{i}.{name}.weight": (size, 0) for i in range(4) for name, size in (("attention", 10), ("experts", 100))
+    }
+    found = sizes._fitted(layers, each, [sizes.Room(0, 35)], [sizes.Room("disk", float("inf"))])
+    assert [name for name in found if found[name] == 0] == [f"layers.{i}.attention" for i in range(3)]
+
+
 def test_vision_language_with_a_list_of_skipped_modules(tmp_path):
     tiny_models.save_llava(str(tmp_path / "plain"))
     how = {**HOW["nf4"], "llm_int8_skip_modules": ["multi_modal_projector", "lm_head"]}

@@ -205,15 +205,17 @@ def _fill(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[R
     """The places, and the bytes that what waits leaves on the first device.
 
     What the model does not repeat comes first, and to the first device, where it also computes if it waits: its outputs are
-    often added up. Layers go from one device to the next in order. The first that a device cannot hold is divided.
+    often added up. Layers go from one device to the next in order. The first that a device cannot hold is divided,
+    and further ones as long as a fifth of it is free: experts that are one parameter may be too large for it.
     """
     found, left_behind, rooms = Map(), 0, resident
+    most = {room.place: room.left for room in resident}
     for unit in sorted(units, key=lambda unit: unit.block):
         if unit.block and divides and rooms and not _fits(unit, rooms[0]) and (unit.listed or len(resident) == 1):
             parts = _divided(unit, sizes, rooms[0], waiting)
             if parts:
                 found.update(parts)
-                rooms = rooms[1:]
+                rooms = rooms[1:] if rooms[0].left < 0.2 * most[rooms[0].place] else rooms
                 continue
         possible = rooms if unit.block else resident[:1]
         at = next((at for at, room in enumerate(possible) if _fits(unit, room)), None)
