@@ -172,11 +172,11 @@ def settle(planner: Any) -> None:
     planner.state_dict = given
     foreign = [problem for settle in settles if (problem := settle())]
     if foreign:
-        others = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        others = f" and {len(foreign) - 1} more differ" if len(foreign) > 1 else " differs"
         raise RuntimeError(
             f"The checkpoint has packed 4-bit weights without their quantization state (absmax ...), and {foreign[0]!r}{others} "
-            "differ{'' if others else 's'} from the weight of this model, so the quantization state of this model does not fit. No packed "
-            "weight of the model was changed. The checkpoint was saved sharded without bnb-patches: "
+            "from the weight of this model, so the quantization state of this model does not fit. No packed weight of the "
+            "model was changed. The checkpoint was saved sharded without bnb-patches: "
             "load it into a model that was quantized from the same base weights, and save it again."
         )
 
