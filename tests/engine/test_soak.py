@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from types import FunctionType
 
 import pytest
 
+import patches
 from benchmarks.soak import SAMPLES, grown, growth, rounds, verbs
 from patches.engine.edits import DeleteAttribute, Rewrite, SetAttribute
 
@@ -32,3 +34,23 @@ def test_what_grows_is_told(size):
     assert ("objects" in grown(more)) is bool(size)
     assert not grown(more, control=more) or not size
     gc.collect()
+
+
+def test_compile_options_leaves_nothing_behind():
+    """torch keeps an object of its own for each call of ``torch.compile``; ours are as many after more uses as before."""
+    torch = pytest.importorskip("torch")
+
+    def ours() -> tuple[int, int]:
+        gc.collect()
+        owners = (t.__module__ if isinstance(t, FunctionType) else type(t).__module__ for t in gc.get_objects())
+        return sum(str(owner).startswith("patches") for owner in owners), len(patches.REGISTRY._builder._built)
+
+    def use() -> None:
+        for _ in range(10):
+            with patches.compile_options({"epilogue_fusion": False}):
+                torch.compile(torch.sin)
+
+    use()
+    before = ours()
+    use()
+    assert ours() == before
