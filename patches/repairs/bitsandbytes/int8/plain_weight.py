@@ -59,7 +59,7 @@ def make_setattr(original: Callable[..., None] | None) -> Callable[..., None]:
 
 
 def _note(layer: Any, old: dict[str, Any], address: int) -> None:
-    int8_settled.note(layer)
+    int8_plain.note(layer)
 
 
 def defect() -> Finding:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SHARDED = "_patches_codes_sharded"
 _QUANTIZED = "_patches_was_quantized"
+_ONCE = "_patches_quantized_once"
 _GIVEN = "_patches_given_with"
 _LARGEST = 127
 
@@ -92,7 +93,8 @@ def refuse_codes(layer: Any, weight: Tensor) -> None:
     """Raise if ``weight``, of floating point, holds the codes of a weight instead of the weight. Only of a quantized layer."""
     import torch
 
-    quantized = layer.state.__dict__.get(_QUANTIZED, False) or int8_settled.pair(layer) is not None
+    kept = layer.state.__dict__
+    quantized = kept.get(_QUANTIZED, False) or kept.get(_ONCE, False) or int8_settled.pair(layer) is not None
     if not quantized or weight.numel() == 0 or weight.is_meta:
         return
     message = (
@@ -129,6 +131,13 @@ def set_scale(layer: Any, scale: Tensor | None) -> None:
         setattr(state, _GIVEN, weight)
 
 
+def note(layer: Any) -> None:
+    """Note what the weight of ``layer`` was quantized to, if it was, and that it was: the weight may be deleted."""
+    int8_settled.note(layer)
+    if not layer.state.__dict__.get(_ONCE, False) and int8_settled.pair(layer) is not None:
+        setattr(layer.state, _ONCE, True)
+
+
 def replaced(layer: Any, old: Any) -> None:
     """The weight ``old`` of ``layer`` was replaced: keep its codes and scales, if it takes the last reference with it."""
     import torch
@@ -139,7 +148,7 @@ def replaced(layer: Any, old: Any) -> None:
     if hasattr(weight, "CB"):
         vars(state).pop(_SHARDED, None)
         vars(state).pop(_QUANTIZED, None)
-        int8_settled.note(layer)
+        note(layer)
         int8_settled.came(layer, weight)
         return
     if not hasattr(old, "CB") or not int8_scales.is_int8(old):

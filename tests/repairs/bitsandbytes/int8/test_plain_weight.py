@@ -240,3 +240,13 @@ def test_fsdp2_on_one_rank(forked):
         print("sharded")
     """)
     assert "sharded" in out
+
+
+def test_cast_codes_in_a_buffer_of_a_layer_that_has_not_run_are_refused():
+    with patches.applied(ID):
+        layer = linear()
+        codes = layer.weight.data.half()
+        del layer.weight
+        layer.register_buffer("weight", codes)
+        with pytest.raises(RuntimeError, match="replaced by integers up to 127"):
+            layer(torch.randn(4, 64))
