@@ -53,7 +53,7 @@ BY_NAME = {
         "bitsandbytes quantizes floats in a Linear8bitLt when it is moved, also under a forward of the user's; as is, a pickled "
         "weight is no Int8Params, because it has lost its class"
     ),
-    r"^(nf4|fp4).* absmax_on_meta .*forward": (
+    r"^(nf4|fp4).* absmax_on_meta .*(forward|prompt_tuning)": (
         "bitsandbytes 0.49 computes NaN with an absmax on meta, with the plugin and without; as is, a batch of several rows "
         "raises an error after an evaluation, which is repaired"
     ),
