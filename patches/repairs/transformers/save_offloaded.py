@@ -13,8 +13,8 @@ copies it to CPU memory, which must hold all of them. Models that could be saved
 at a time.
 
 transformers 4 also looks up a tensor that is the model's own, which no module has: ``KeyError: 'final_logits_bias'``
-(BART, Pegasus, Marian). It is saved as it is. transformers 4.53 takes tensors of one size on meta for one, and leaves out
-weights such as an ``lm_head`` that is not tied.
+(BART, Pegasus, Marian), and row scales whose weight is in another shard. Both are saved as they are. transformers 4.53
+takes tensors of one size on meta for one, and leaves out weights such as an ``lm_head`` that is not tied.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
     if renamed and modules:
         modules.clear()
     if modules:
-        modules.update((name, model) for name in state if "." not in name)
+        modules.update((name, None) for name in state if name not in modules)
     return state
 
 
 def brought(upstream: Callable[..., Any], module: Any, name: str, written: dict[str, Any], shard: Any) -> Any:
-    """``get_state_dict_from_offload``; what is the model's own, which is never offloaded, it does not find."""
-    if "." in name:
+    """``get_state_dict_from_offload``; what no module has is in ``shard``: the model's own tensors, row scales of INT8."""
+    if module is not None:
         return upstream(module, name, written)
-    return {**written, name: shard[name]}
+    written[name] = shard[name]
+    return written
 
 
 def identity(upstream: Callable[..., Any], model: Any, name: str, tensor: Tensor) -> Any:
