@@ -1,7 +1,8 @@
 """``python -m tests.distributed [--pairs SEED] [WORD ...]``: cells whose name has each WORD, without the plugin and with it.
 
-All are hours. With ``--pairs`` it is a choice of some 450 in which any two parts of a name occur together: 20 minutes. A cell may not get worse by the plugin, is never wrong with it, and no rank is left waiting. Prints every cell that is not
-right, with what each rank said, and ends with 1 if there is harm.
+All are hours; with ``--pairs`` it is a choice of some 450 in which any two parts of a name occur together, 20 minutes. A cell
+may not get worse by the plugin, is never wrong with it, and no rank is left waiting. Prints every cell that is not right, with
+what each rank said, and ends with 1 if there is harm.
 """
 
 from __future__ import annotations
