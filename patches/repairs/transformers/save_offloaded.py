@@ -13,7 +13,7 @@ copies it to CPU memory, which must hold all of them. Models that could be saved
 at a time.
 
 transformers 4 also looks up a tensor that is the model's own, which no module has: ``KeyError: 'final_logits_bias'``
-(BART, Pegasus, Marian), and row scales whose weight is in another shard. Both are saved as they are. transformers 4.53
+(BART, Pegasus, Marian), and statistics whose weight is in another shard. Both are saved as they are. transformers 4.53
 takes tensors of one size on meta for one, and leaves out weights such as an ``lm_head`` that is not tied.
 """
 
@@ -62,11 +62,11 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
 
 
 def brought(upstream: Callable[..., Any], module: Any, name: str, written: dict[str, Any], shard: Any) -> Any:
-    """``get_state_dict_from_offload``; what no module has is in ``shard``: the model's own tensors, row scales of INT8."""
-    if module is not None:
-        return upstream(module, name, written)
-    written[name] = shard[name]
-    return written
+    """``get_state_dict_from_offload``; what it does not find is in ``shard``: the model's own tensors, statistics."""
+    found = written if module is None else upstream(module, name, written)
+    if isinstance(found[name], str):
+        found[name] = shard[name]
+    return found
 
 
 def identity(upstream: Callable[..., Any], model: Any, name: str, tensor: Tensor) -> Any:
