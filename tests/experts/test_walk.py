@@ -14,8 +14,9 @@ pytest.importorskip("transformers", minversion="5.23", reason="the release that 
 import patches  # noqa: E402
 from tests.experts import walk  # noqa: E402
 
-SLICE = ("Inkling2ForCausalLM", "NemotronHForCausalLM")
-"""Experts that a converter interleaves, and experts without a gate: found by their code alone."""
+SLICE = ("Inkling2ForCausalLM", "NemotronHForCausalLM", "ZayaForCausalLM")
+"""Experts that a converter interleaves; experts without a gate, found by their code alone; a base model with tensors of
+its own, which takes a tied embedding to the disk along with its experts."""
 
 NOT_RIGHT = {("JetMoeForCausalLM", "half on disk")}
 """It calls methods of its experts other than forward, for which accelerate brings nothing, in floating point neither."""
