@@ -20,8 +20,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def outliers(A: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
-    """An empty tensor like ``A[:, columns]``, or like the empty vector that stands for no columns."""
+def outliers(A: torch.Tensor, columns: torch.Tensor | None, *of_the_layer: torch.Tensor) -> torch.Tensor:
+    """An empty tensor like ``A[:, columns]``, or like the empty vector that stands for no columns.
+
+    Outside of a compiler the shape function is called if something of the layer is on meta: then there is no result.
+    """
+    if any(tensor.device.type == "meta" != A.device.type for tensor in of_the_layer):
+        raise RuntimeError(
+            "The packed weights or row scales (SCB) of an INT8 layer are on the meta device, so they have no values, and "
+            f"the input is on {A.device}. Load them (load_state_dict(..., assign=True)), or make the model anew with "
+            "from_pretrained."
+        )
     count = 0 if columns is None else columns.numel()
     if isinstance(count, int) and count == 0:
         return A.new_empty(0)
@@ -73,7 +82,7 @@ PATCH = Patch(
         Rewrite(
             TARGET,
             find="A.new_empty(outlier_cols, dtype=torch.int64)",
-            replace="_patches_outliers(A, outlier_cols)",
+            replace="_patches_outliers(A, outlier_cols, CB, SCB)",
             names={"_patches_outliers": outliers},
             reach=shape_function,
         ),
