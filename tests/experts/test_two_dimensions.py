@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,22 @@ def test_it_is_named_with_the_reason_and_nothing_changes(folder):
         assert type(each.get_parameter(name)) is torch.nn.Parameter
         with torch.no_grad():
             assert torch.equal(each(torch.arange(20)[None]).logits, expected)
+
+
+def test_what_the_warning_of_an_upcast_advises_casts_experts_alone(folder):
+    peft = pytest.importorskip("peft")
+    model = load(folder).bfloat16()
+    packed = {name: p.detach().clone() for name, p in model.named_parameters() if p.dtype == torch.uint8}
+    with patches.applied("peft-upcasts-experts"), heard() as said:
+        peft.prepare_model_for_kbit_training(model)
+    (message,) = (record.getMessage() for record in said if "casts the experts" in record.getMessage())
+    advice = re.search(r"\((for .+?): (if .+?): (p\.data = .+?\))\) and train", message)
+    exec("{}:\n {}:\n  {}".format(*advice.groups()), {"model": model, "torch": torch})
+    assert packed and all(model.get_parameter(name).dtype == torch.uint8 for name in packed)
+    assert all(torch.equal(model.get_parameter(name), p) for name, p in packed.items())
+    found = {name: p.dtype for name, p in model.named_parameters() if name not in packed}
+    assert {dtype for name, dtype in found.items() if ".experts." in name} == {torch.bfloat16}
+    assert {dtype for name, dtype in found.items() if ".experts." not in name} == {torch.float32}
 
 
 @pytest.mark.release("the walk over all mixtures, tests/experts/walk.py")

@@ -44,6 +44,11 @@ def defect() -> Finding:
     )
 
 
+_EACH = "for p in model.parameters(): if p.dim() == 3"
+_EACH_OF_TWO_DIMENSIONS = "for n, p in model.named_parameters(): if '.experts.' in n"
+"""DBRX: packed 4-bit weights have two dimensions, too, and must not be cast."""
+
+
 def told(model: torch.nn.Module) -> Any:
     """``model.parameters()``; says first which of them are experts that will be twice as large."""
     left = left_in(model) if _loaded_quantized(model) else None
@@ -51,10 +56,10 @@ def told(model: torch.nn.Module) -> Any:
     if left is not None and grown:
         LOGGER.warning(
             "prepare_model_for_kbit_training casts the experts, which are not quantized (%s), to float32: %s become %s. To "
-            "keep their dtype, cast them back (for p in model.parameters(): if p.dim() == %d: p.data = "
+            "keep their dtype, cast them back (%s: p.data = "
             "p.data.to(torch.bfloat16)) and train under autocast (bf16=True): without it, experts_implementation "
             "'eager' and 'batched_mm' fail, and 'grouped_mm' computes in bfloat16.",
-            left, readable(grown), readable(2 * grown), left.dimensions,
+            left, readable(grown), readable(2 * grown), _EACH if left.dimensions == 3 else _EACH_OF_TWO_DIMENSIONS,
         )  # fmt: skip
     return model.parameters()
 
