@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,11 @@ def name_of(module: Module) -> str:
     from torch.nn import Module
 
     found, seen = "", {id(module)}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         for value in [*frame.f_locals.values()]:
             if issubclass(type(value), Module) and id(value) not in seen:  # not isinstance: a proxy would be asked
                 seen.add(id(value))
                 found = max(found, _name_in(value, module), key=len)
-        frame = frame.f_back
     return found
 
 
@@ -33,15 +32,27 @@ def mover_of(weight: object) -> Module | None:
     """The module whose ``_apply`` runs in this stack (``to``, ``cuda``, ``half``) and has ``weight`` among its parameters."""
     from torch.nn import Module
 
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         if frame.f_code.co_name == "_apply":
             module: Any = frame.f_locals.get("self")
             if issubclass(type(module), Module) and any(own is weight for own in module._parameters.values()):
                 mover: Module = module
                 return mover
-        frame = frame.f_back
     return None
+
+
+def running(*kinds: type[Module]) -> Module | None:
+    """The innermost module of ``kinds`` of which a method runs in this stack."""
+    found = (frame.f_locals.get("self") for frame in _frames())
+    return next((module for module in found if issubclass(type(module), kinds)), None)
+
+
+def _frames() -> Iterator[FrameType]:
+    """Those of the callers of this module, the innermost first."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _name_in(model: Module, module: Module) -> str:

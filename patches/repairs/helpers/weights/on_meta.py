@@ -6,12 +6,11 @@ gets to meta. The patches that let one run there bring this check along.
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....engine import Rewrite
 from ..int8.int8_scales import name_of
+from ..process import stack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +32,8 @@ def refuse(x: Tensor, weight: Tensor) -> None:
 def _layer_that_runs() -> str:
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        module: Any = frame.f_locals.get("self")
-        if isinstance(module, (Linear4bit, Linear8bitLt)):
-            return f"{type(module).__name__} {name_of(module)!r}"
-        frame = frame.f_back
-    return "a layer"
+    layer = stack.running(Linear4bit, Linear8bitLt)
+    return "a layer" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
 
 
 _NAMES = {"_patches_refuse_meta": refuse}
