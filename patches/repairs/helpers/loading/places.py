@@ -124,9 +124,9 @@ def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
     _refuse_unknown(model, device_map)
     given, device_map = device_map, {**device_map, **_of_shared(model, device_map)}
     main = execution_device(device_map)
-    found = dict(_disjoint(model, "", {**device_map, **_of_tied(model, device_map)}, main, inside=False))
-    if apart := _of_tied(model, found):  # a module with tensors of its own has taken a tied weight along (Zaya)
-        found = dict(_disjoint(model, "", {**found, **apart}, main, inside=False))
+    found = dict(_disjoint(model, "", device_map, main, inside=False))
+    # By where modules go, not by what is given: one with tensors of its own takes a tied weight along (Zaya).
+    found = dict(_disjoint(model, "", {**found, **_of_tied(model, found)}, main, inside=False))
     result = Places(found, given)
     result.divided = divided.devices(model, result)
     return result
