@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,10 +72,7 @@ def packed_rows_permuted(s: Subject) -> None:
     s.layer.weight.data = packed.reshape(ROWS, -1)[order].reshape(packed.shape).clone()
     quant.absmax = quant.absmax.reshape(ROWS, -1)[order].reshape(-1).clone()
     only(not quant.nested or quant.state2.absmax.numel() == 1)
-    s.becomes(s.weight[order], s.slack)
-    if s.bias is not None:
-        s.layer.bias.data.copy_(s.layer.bias.data[order].clone())
-        s.bias = s.bias[order].clone()
+    s.rows_become(order)
 
 
 @change(*QUANTIZED)
@@ -114,21 +112,16 @@ def pruned(s: Subject) -> None:
 
 
 @contextlib.contextmanager
-def swapping() -> Iterator[None]:
-    torch.__future__.set_swap_module_params_on_conversion(True)
+def _set(switch: Callable[[bool], None]) -> Iterator[None]:
+    switch(True)
     try:
         yield
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
+        switch(False)
 
 
-@contextlib.contextmanager
-def overwriting() -> Iterator[None]:
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
+swapping = functools.partial(_set, torch.__future__.set_swap_module_params_on_conversion)
+overwriting = functools.partial(_set, torch.__future__.set_overwrite_module_params_on_conversion)
 
 
 def under(

@@ -99,10 +99,7 @@ def rows_permuted(s: Subject) -> None:
     order = torch.arange(ROWS - 1, -1, -1)
     s.layer.weight.data.copy_(s.layer.weight.data[order].clone())
     owner(s).SCB = owner(s).SCB[order].clone()
-    s.becomes(s.weight[order], s.slack)
-    if s.bias is not None:
-        s.layer.bias.data.copy_(s.layer.bias.data[order].clone())
-        s.bias = s.bias[order].clone()
+    s.rows_become(order)
 
 
 @change(*INT8)
@@ -110,10 +107,7 @@ def rows_permuted_in_place(s: Subject) -> None:
     order = torch.arange(ROWS - 1, -1, -1)
     s.layer.weight.data.copy_(s.layer.weight.data[order].clone())
     owner(s).SCB.copy_(owner(s).SCB[order].clone())
-    s.becomes(s.weight[order], s.slack)
-    if s.bias is not None:
-        s.layer.bias.data.copy_(s.layer.bias.data[order].clone())
-        s.bias = s.bias[order].clone()
+    s.rows_become(order)
 
 
 @change("int8")

@@ -171,6 +171,13 @@ class Subject:
     def becomes(self, weight: torch.Tensor, slack: float = 0.0) -> None:
         self.weight, self.slack = weight.detach().float().clone(), max(slack, 0.0)
 
+    def rows_become(self, order: torch.Tensor) -> None:
+        """The rows of the weight were put in this order: those of the bias follow."""
+        self.becomes(self.weight[order], self.slack)
+        if self.bias is not None:
+            self.layer.bias.data.copy_(self.layer.bias.data[order].clone())
+            self.bias = self.bias[order].clone()
+
     def becomes_what_it_holds(self, write: Callable[[], Any]) -> None:
         """After ``write``, the weight is what the numbers stand for, if they stood for what was set; else none is right."""
         held = plain_weight(self.layer)
