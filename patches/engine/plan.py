@@ -16,8 +16,8 @@ from .state import Duty, Installed, Outcome, State
 from .transaction import Stale, Step
 
 NOT_FORGOTTEN = (
-    "functions that torch.compile compiled before still run the old code, because a thread is running compiled code and "
-    "it could not be dropped. Call patches.report() or torch.compiler.reset() between two steps"
+    "functions that torch.compile has compiled still run the old code: it could not be discarded while a thread runs "
+    "compiled code. Call patches.report() or torch.compiler.reset() between two steps"
 )
 
 
@@ -32,7 +32,7 @@ def outcome_of(error: Exception) -> Outcome:
     if isinstance(error, Conflict):
         return Outcome(Status.CONFLICT, str(error))
     said = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
-    return Outcome(Status.FAILED, f"{said}; nothing of it was changed")
+    return Outcome(Status.FAILED, f"{said}; nothing was changed")
 
 
 class Draft:

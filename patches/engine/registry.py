@@ -255,7 +255,7 @@ class Registry:
         try:
             return self._forget_compiled()
         except Exception as error:
-            return f"compiled code of the old functions could not be dropped: {type(error).__name__}: {error}"
+            return f"compiled code of the old functions could not be discarded: {type(error).__name__}: {error}"
 
     # -- what an import brings -----------------------------------------------------------------
 

@@ -51,8 +51,8 @@ def test_a_use(kind, place, wide, device, tmp_path, caplog):
         model = load(wide, kind, places, offload_folder=tmp_path)
     once = forward(model, device)
     assert once == said(model)
-    (line,) = (record.message for record in caplog.records if "is loaded quantized over" in record.message)
-    number, unit = re.search(r"to cuda:0: ([\d.]+) (kB|MB)", line).groups()
+    (line,) = (record.message for record in caplog.records if "is quantized and placed on" in record.message)
+    number, unit = re.search(r"copies ([\d.]+) (kB|MB) from the CPU or the disk to cuda:0", line).groups()
     assert float(number) * {"kB": 1e3, "MB": 1e6}[unit] == pytest.approx(once, rel=0.01)
     plain = forward(load(wide, "plain", places, offload_folder=tmp_path), device)
     assert OF_16_BITS[kind] <= once / plain <= OF_16_BITS[kind] + 0.02, "norms in 16 bits, row scales"

@@ -14,7 +14,7 @@ from tools.stacks import RESULTS, declared, series
 
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "trl")
 HOW = ("unpatched", "patched")
-LEFT = "the defect is there, and is not repaired there"
+LEFT = "this release has the defect, and the patch does not repair it here"
 """What `verify` says of them."""
 Found = Mapping[str, Any]
 REASONS = (
@@ -181,7 +181,7 @@ def _shown(said: str) -> str:
 
 def _left(known: Found) -> Iterator[str]:
     """Defects that are there and out of range, and why."""
-    yield "Defects that are there and are not repaired there:"
+    yield "Defects that these releases have and the patch does not repair on them:"
     yield ""
     for name, torch, found in _runs(known):
         ids = [f"`{row['id']}` ({row['reason'].partition(';')[0]})" for row in found["verify"] if LEFT in row["reason"]]

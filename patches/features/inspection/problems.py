@@ -146,8 +146,8 @@ def _of_dense(layers: Sequence[Layer]) -> Iterator[Problem]:
         yield Problem(
             f"operations in this process dequantized all experts of a parameter at once: {found}",
             quantized,
-            "Results are right, memory is not saved while they run. For LoRA on experts apply the patch; in code of your "
-            "own take experts one by one (experts[i]), or by a product (torch.bmm, grouped_mm).",
+            "The results are right, but the operations need the memory of experts in floating point. For LoRA on experts, "
+            "apply the patch. In your own code, use one expert at a time (experts[i]) or a product (torch.bmm, grouped_mm).",
             "peft-lora-quantized-experts",
             effect=PREVENTS,
         )
@@ -227,8 +227,8 @@ def _of_gradients(training: Training, on: Checkpointing | None) -> Iterator[Prob
             f"{len(training.without_gradient)} of {training.tensors} parameters that require grad got no gradient "
             + ("in the last backward" if training.gradients else "in any step of the optimizer"),
             training.without_gradient,
-            "The loss does not depend on them, or something on the way detaches it. This is right only for parameters "
-            "that no token reached, such as experts.",
+            "The loss does not depend on them, or a part of the model detaches its output. Only parameters that no token "
+            "reached, such as those of experts, may have no gradient.",
         )
 
 

@@ -40,7 +40,7 @@ def defect() -> Finding:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
     if not satisfied("accelerate>=1.1"):
-        raise CannotShow("before 1.1 accelerate refuses in other code, which is not repaired")
+        raise CannotShow("accelerate before 1.1 refuses such models in other code, which the patch does not change")
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size)).save_pretrained(base)

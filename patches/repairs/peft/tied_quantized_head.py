@@ -54,7 +54,7 @@ def defect() -> Finding:
         get_peft_model(torch.nn.ModuleDict({"head": torch.nn.Linear(64, 32)}), lora)
     except ImportError as error:
         raise CannotShow(
-            f"this peft adapts no plain layer, since torchao is one that it does not know: {error}"
+            f"this peft refuses every layer, because it does not support the installed torchao: {error}"
         ) from error
     try:
         head = get_peft_model(model, lora).base_model.model["head"]

@@ -52,7 +52,7 @@ PATCH = Patch(
     summary="DistributedDataParallel raises an error for a model with quantized experts",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",),
     requires=("torch>=2.6", "bitsandbytes>=0.46.1"),
-    tested_up_to="2.13.0",
+    tested_up_to="2.15.0",
     seen_on=("2.13",),
     edits=(
         Rewrite(

@@ -62,7 +62,7 @@ PATCH = Patch(
     summary="FSDP2 shards quantized experts in floating point: eight times the memory on each rank",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",),
     requires=("torch>=2.7", "bitsandbytes>=0.46.1"),
-    tested_up_to="2.13.0",
+    tested_up_to="2.15.0",
     seen_on=("2.13",),
     edits=(
         Rewrite(

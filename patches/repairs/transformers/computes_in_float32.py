@@ -41,7 +41,7 @@ def told(quantizer: Any, model: Module, replace: Any) -> Any:
             LOGGER.warning(
                 "The 4-bit layers of this %s compute in float32 (%s), the rest of it in %s. They cast their input "
                 "and weight to float32 and cannot use the 16-bit units of a GPU, which is slower and needs more memory. "
-                "Set BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=%s), or torch.float32 to keep float32.",
+                "Set BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=%s), or torch.float32 to keep it so without this warning.",
                 type(model).__name__,
                 where,
                 name.removeprefix("torch."),

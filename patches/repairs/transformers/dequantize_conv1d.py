@@ -41,7 +41,7 @@ def defect() -> Finding:
         except RuntimeError as error:
             if "mismatch" not in str(error):
                 raise
-            return Finding(True, "what dequantize() made cannot be loaded again: its weights lie transposed")
+            return Finding(True, "the dequantized model cannot be loaded again: its weights are transposed")
         off = ((again(ids).logits - expected).norm() / expected.norm()).item()
     return Finding(off > 1e-5, f"relative error of the logits after loading again {off:.1e}")
 

@@ -98,7 +98,7 @@ def defect() -> Finding:
             return Finding(True, f"while loading: {str(error).partition('.')[0]}")
         got = model.model.layers[0].mlp.experts.gate_up_proj
     if got.shape != values.shape:
-        return Finding(True, f"loaded, experts of shape {tuple(got.shape)}, which are {tuple(values.shape)}")
+        return Finding(True, f"loaded; experts have shape {tuple(got.shape)}, expected {tuple(values.shape)}")
     off = float((got.dequantize() - values).abs().max())
     return Finding(off > 0, f"loaded; relative error of the experts {off:.1e}")
 

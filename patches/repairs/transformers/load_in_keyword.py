@@ -33,8 +33,8 @@ def quantization_config(kwargs: dict[str, Any]) -> Any:
     on = " and ".join(f"{name}=True" for name, value in switches.items() if value)
     if given is not None:
         raise ValueError(
-            f"from_pretrained got {on} and a quantization_config. Leave one of them out: "
-            f"quantization_config=BitsAndBytesConfig({on}) says both."
+            f"from_pretrained got {on} and a quantization_config, expected one of them. Leave {on} out, "
+            f"and pass quantization_config=BitsAndBytesConfig({on})."
         )
     from transformers import BitsAndBytesConfig
 
@@ -43,7 +43,7 @@ def quantization_config(kwargs: dict[str, Any]) -> Any:
     if on not in _told:
         _told.add(on)
         LOGGER.warning(
-            "from_pretrained(%s) is deprecated, and transformers 5 does not know it. "
+            "from_pretrained(%s) is deprecated, and transformers 5 alone does not accept it. "
             "Write quantization_config=BitsAndBytesConfig(%s).",
             on,
             on,

@@ -139,6 +139,6 @@ def test_it_can_be_turned_off(plain, events, monkeypatch, tmp_path):
 
 def test_a_value_that_is_no_number(plain, monkeypatch, tmp_path):
     monkeypatch.setenv("PATCHES_READ_AHEAD", "64MB")
-    with pytest.raises(ValueError, match="PATCHES_READ_AHEAD='64MB' is not valid; expected how many MiB"):
+    with pytest.raises(ValueError, match="PATCHES_READ_AHEAD='64MB' is not valid; expected a number of MiB"):
         load(plain, offload_folder=tmp_path / "off")
     assert not (tmp_path / "off").exists()

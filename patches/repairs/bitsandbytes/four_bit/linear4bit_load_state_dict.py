@@ -77,7 +77,7 @@ def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[
             found = read(self, _with_what_it_carries(group), assign)
         except ValueError as error:
             if not (lacking := _lacking(self, group)):
-                error_msgs.append(f"While loading the 4-bit weight {weight!r}, which was left as it was: {error}")
+                error_msgs.append(f"The 4-bit weight {weight!r} was not loaded and not changed: {error}")
                 return
             found = None
         known, errors = len(missing_keys), len(error_msgs)

@@ -81,7 +81,7 @@ def loading(original: Callable[..., None] | None) -> Callable[..., None]:
         try:
             state = _statistics(self, state_dict[weight], statistics)
         except ValueError as error:
-            error_msgs.append(f"While loading the sharded 4-bit weight {weight!r}, left as it was: {error}")
+            error_msgs.append(f"The sharded 4-bit weight {weight!r} was not loaded and not changed: {error}")
             return
         known = len(error_msgs)
         load({k: v for k, v in state_dict.items() if not k.startswith(weight + ".")}, prefix, *rest)

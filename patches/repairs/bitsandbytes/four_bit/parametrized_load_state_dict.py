@@ -65,7 +65,7 @@ def load(
     try:
         state = _read(parameter, four_bit_state.of(parametrization), held, {"": codes, **saved}, assign)
     except ValueError as error:
-        error_msgs.append(f"While loading the 4-bit parameter {key!r}, which was left as it was: {error}")
+        error_msgs.append(f"The 4-bit parameter {key!r} was not loaded and not changed: {error}")
         state_dict[original] = held.detach()
     else:
         four_bit_state.give(state, parametrization)

@@ -28,7 +28,7 @@ def outliers(A: torch.Tensor, columns: torch.Tensor | None, *of_the_layer: torch
     if any(tensor.device.type == "meta" != A.device.type for tensor in of_the_layer):
         raise RuntimeError(
             "The packed weights or row scales (SCB) of an INT8 layer are on the meta device, so they have no values, and "
-            f"the input is on {A.device}. Load them (load_state_dict(..., assign=True)), or make the model anew with "
+            f"the input is on {A.device}. Load them (load_state_dict(..., assign=True)), or load the model again with "
             "from_pretrained."
         )
     count = 0 if columns is None else columns.numel()

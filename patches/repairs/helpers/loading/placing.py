@@ -251,12 +251,12 @@ def _say(model: Module, device_map: Places) -> None:
             held[place] += sum(brought.size(parameter) for parameter in own if id(parameter) not in seen)
             seen.update(map(id, own))
     LOGGER.info(
-        "%s is loaded quantized over %s. Each forward copies from the CPU or the disk to %s: %s. "
-        "patches.inspect(model) shows it",
+        "%s is quantized and placed on %s. Each forward copies %s from the CPU or the disk to %s. "
+        "patches.inspect(model) shows where each part is",
         type(model).__name__,
         ", ".join(f"{place} ({count} layers, {readable(held[place])})" for place, count in layers.items()),
-        device_map.main,
         readable(sum(map(brought.by_a_use, model.modules()))),
+        device_map.main,
     )
 
 

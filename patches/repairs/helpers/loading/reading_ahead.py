@@ -30,7 +30,7 @@ def window() -> int:
     value = os.environ.get(VARIABLE, "").strip() or str(_MEGABYTES)
     if not value.isdecimal():
         raise ValueError(
-            f"{VARIABLE}={value!r} is not valid; expected how many MiB to read ahead from the disk, 0 for none "
+            f"{VARIABLE}={value!r} is not valid; expected a number of MiB to read ahead from the disk, 0 for none "
             f"(default: {_MEGABYTES})"
         )
     return int(value) * 2**20 if hasattr(os, "posix_fadvise") else 0  # macOS and Windows have none

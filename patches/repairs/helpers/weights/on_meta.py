@@ -25,7 +25,7 @@ def refuse(x: Tensor, weight: Tensor) -> None:
     if on_meta:
         raise RuntimeError(
             f"The weight of {_layer_that_runs()} is on the meta device, so it has no values, and the input is on "
-            f"{x.device}. Load the weight (load_state_dict(..., assign=True)), or make the model anew with from_pretrained."
+            f"{x.device}. Load the weight (load_state_dict(..., assign=True)), or load the model again with from_pretrained."
         )
 
 

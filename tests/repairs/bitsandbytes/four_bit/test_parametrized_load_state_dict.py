@@ -106,7 +106,7 @@ def test_statistics_that_are_not_whole_are_refused_by_name(lost):
     saved, live = make(0), make(1)
     before = live.up.clone()
     state = {key: value for key, value in saved.state_dict().items() if key != f"up.{lost}"}
-    with pytest.raises(RuntimeError, match=f"'up', which was left as it was: the state dict lacks 'up.{lost}'"):
+    with pytest.raises(RuntimeError, match=f"'up' was not loaded and not changed: the state dict lacks 'up.{lost}'"):
         live.load_state_dict(state, strict=False)
     assert torch.equal(live.up, before)
 
@@ -116,7 +116,7 @@ def test_codes_of_another_shape_or_dtype_are_refused():
     before = live.up.clone()
     cast = {key: value.half() if key == "up" else value for key, value in make(0).state_dict().items()}
     for state in (make(0, experts=2).state_dict(), cast):
-        with pytest.raises(RuntimeError, match="'up', which was left as it was: its packed weights are torch"):
+        with pytest.raises(RuntimeError, match="'up' was not loaded and not changed: its packed weights are torch"):
             live.load_state_dict(state, strict=False)
         assert torch.equal(live.up, before)
 
