@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import html
 import importlib.metadata
 import json
 import mmap
 import re
+import shutil
+import subprocess
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -157,11 +160,11 @@ def halves(text):
     return " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
 
 
-@pytest.mark.parametrize(("pasted", "patch_id"), [
+SEARCHED = [
     *((half, "transformers-refuses-offloaded-checkpoint") for half in halves(
         "ValueError: If you want to dispatch the model on the CPU or the disk while keeping these modules in 32-bit, "
         "you need to set `llm_int8_enable_fp32_cpu_offload=True` and pass a custom `device_map` to `from_pretrained`."
-    )[1:]),
+    )),
     *((half, "transformers-refuses-what-does-not-fit") for half in halves(
         "Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized model."
     )),
@@ -171,9 +174,54 @@ def halves(text):
     ("OOM", "transformers-checkpointing-in-eval"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "accelerate-left-on-device"),
     ("my loss is nan after a step", "bitsandbytes-params4bit-cast"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pasted", "patch_id"), SEARCHED)
 def test_words_that_people_search_for_lead_to_patches(pasted, patch_id):
     assert patch_id in explain.matching(pasted, REGISTRY.patches)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="the box of the site is JavaScript, and there is no node")
+def test_the_box_of_the_site_finds_the_same():
+    """`which.js` as a browser runs it, over the rows of the page."""
+    rows = re.findall(r'<tr data-(\w+)="(.*?)"><td>(.*?)</td><td>(.*?)</td></tr>', sources()["generated/symptoms.md"])
+    shown = [
+        {
+            "key": key,
+            "data": html.unescape(data),
+            "cells": [html.unescape(re.sub("<.*?>", " ", c)).strip() for c in cells],
+        }
+        for key, data, *cells in rows
+    ]
+    assert len(shown) == len(KNOWN.messages) + len(KNOWN.words)
+    given = json.dumps({"rows": shown, "pasted": [pasted for pasted, _ in SEARCHED]})
+    program = BROWSER + (DOCS / "_static" / "which.js").read_text("utf-8") + ASK
+    done = subprocess.run(["node", "-e", program], input=given, capture_output=True, text=True, check=True)
+    for (pasted, patch_id), found in zip(SEARCHED, json.loads(done.stdout), strict=True):
+        assert 0 < len(found) < len(shown) / 2, pasted
+        assert any(patch_id in shown[row]["cells"][1].split() for row in found), (pasted, patch_id)
+
+
+BROWSER = """
+const { rows, pasted } = JSON.parse(require("fs").readFileSync(0));
+const field = { value: "", addEventListener: (_, call) => { field.input = call; } };
+const shown = rows.map(({ key, data, cells }) => ({
+  dataset: { [key]: data }, cells: cells.map((textContent) => ({ textContent })), textContent: cells.join(""), hidden: false,
+}));
+const document = {
+  addEventListener: (_, call) => call(),
+  getElementById: (id) => (id === "which" ? field : {}),
+  querySelectorAll: () => shown,
+};
+"""
+ASK = """
+console.log(JSON.stringify(pasted.map((text) => {
+  field.value = text;
+  field.input();
+  return shown.flatMap((row, number) => (row.hidden ? [] : [number]));
+})));
+"""
 
 
 def test_the_search_of_the_site_finds_the_pages_of_patches_by_these_words():

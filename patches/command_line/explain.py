@@ -62,6 +62,12 @@ def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
     )))  # fmt: skip
 
 
+def sentence(summary: str) -> str:
+    """A summary as a sentence; names of code keep their case."""
+    first = summary[0].upper() if summary.split()[0].isalpha() else summary[0]
+    return f"{first}{summary[1:]}."
+
+
 def told(text: str) -> tuple[list[str], list[str]]:
     """The paragraphs of a story, without those that say what the repair costs; and what they say, in sentences."""
     why, costs = [], []
@@ -83,7 +89,7 @@ def _here(patch: Patch, result: Result) -> str:
 
 def _seen(patch: Patch) -> Iterator[str]:
     known = symptoms.read()
-    yield f"{patch.summary[0].upper()}{patch.summary[1:]}."
+    yield sentence(patch.summary)
     yield from known.said(patch.id)
     if patch.id in known.silent:
         yield "In other cases there is no message." if known.said(patch.id) else "There is no message."

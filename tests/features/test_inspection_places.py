@@ -53,4 +53,7 @@ def test_a_line_in_the_log_when_a_model_is_loaded_so(caplog, tmp_path):
         model(IDS)
     lines = [record for record in caplog.records if "is quantized and placed on" in record.message]
     assert [record.levelno for record in lines] == [logging.INFO]
-    assert "disk (9 layers, 19 kB)" in lines[0].message and "copies 19 kB from the CPU or the disk to cpu" in lines[0].message
+    assert (
+        "disk (9 layers, 19 kB)" in lines[0].message
+        and "copies 19 kB from the CPU or the disk to cpu" in lines[0].message
+    )

@@ -44,7 +44,7 @@ def page(patch: Patch, symptoms: Symptoms, figure: Figure | None, changes: Itera
         cost or [f"{explain.NO_COST} [](../speed.md)."],
         [_facts(patch), REPRODUCER.format(id=patch.id), _block("python", inspect.getsource(patch.defect))],
     )
-    title = f"# {patch.id}\n\n**{_sentence(patch.summary)}**"
+    title = f"# {patch.id}\n\n**{_escaped(explain.sentence(patch.summary))}**"
     sections = (f"## {heading}\n\n" + "\n\n".join(part) for heading, part in zip(explain.HEADINGS, parts))
     return "\n\n".join([title, *sections]) + "\n"
 
@@ -123,11 +123,6 @@ def _block(language: str, text: str) -> str:
 
 def _cell(text: str) -> str:
     return f"`{text}`".replace("|", "\\|") if text else "nothing"
-
-
-def _sentence(summary: str) -> str:
-    first = summary[0].upper() if summary.split()[0].isalpha() else summary[0]
-    return _escaped(f"{first}{summary[1:]}.")
 
 
 def _escaped(text: str) -> str:

@@ -184,7 +184,12 @@ def _judged(patch: Patch, verdict: gate.Verdict, found: dict[str, Answer]) -> Ro
     if verdict.status is Status.NOT_AFFECTED and said == [None]:  # an older release may lack what it calls
         return Row(patch.id, "cannot show", f"{verdict.reason}; {_NOT_THERE}: {found['unpatched'][1]}", found)
     if verdict.status is Status.NOT_AFFECTED and said == [True] and gate.satisfied(patch.requires[0]):
-        return Row(patch.id, "skipped", f"{verdict.reason}; this release has the defect, and the patch does not repair it here", found)
+        return Row(
+            patch.id,
+            "skipped",
+            f"{verdict.reason}; this release has the defect, and the patch does not repair it here",
+            found,
+        )
     expected = _expected(found)
     if said == list(expected):
         return Row(patch.id, "ok", "" if verdict.status is Status.AVAILABLE else verdict.reason, found)

@@ -77,9 +77,13 @@ def defect() -> Finding:
     from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
     if all(map(satisfied, ("transformers>=5", "accelerate<1.14", "bitsandbytes<0.50"))):
-        raise CannotShow("on these releases, INT8 layers cannot be offloaded without the patch bitsandbytes-constructor-kwargs")
+        raise CannotShow(
+            "on these releases, INT8 layers cannot be offloaded without the patch bitsandbytes-constructor-kwargs"
+        )
     if satisfied("transformers<4.57"):
-        raise CannotShow("before transformers 4.57, INT8 models are right, and 4-bit models cannot be offloaded without the patch bitsandbytes-params4bit-meta")
+        raise CannotShow(
+            "before transformers 4.57, INT8 models are right, and 4-bit models cannot be offloaded without the patch bitsandbytes-params4bit-meta"
+        )
     torch.manual_seed(0)
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,8 @@ pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.skipif(
-    not gate.satisfied("accelerate>=1.1"), reason="accelerate before 1.1 refuses such models in other code, which the patch does not change"
+    not gate.satisfied("accelerate>=1.1"),
+    reason="accelerate before 1.1 refuses such models in other code, which the patch does not change",
 )
 
 

@@ -97,7 +97,8 @@ def test_codes_without_statistics_are_refused_unless_they_are_those_of_the_layer
     with patches.applied(ID):
         set_model_state_dict(same, old)
         with pytest.raises(
-            RuntimeError, match=r"'0.weight' was not loaded and not changed: .* packed weights without their quantization state"
+            RuntimeError,
+            match=r"'0.weight' was not loaded and not changed: .* packed weights without their quantization state",
         ):
             set_model_state_dict(other, old)
     assert torch.equal(same(X), trained(X))
