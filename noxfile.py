@@ -24,6 +24,7 @@ RELEASES = ("0.46.1", "0.47.0", "0.48.2", "0.49.0", "0.49.2", "0.50.0", "0.50.2"
 ANYWHERE = (
     "architectures", "asked/test_releases.py", "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
+    "test_docs_symptoms.py",
     "test_drift.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
     "test_imports_one_way.py", "test_new_patch.py", "test_readme.py", "test_report_anywhere.py", "test_shim.py",
     "test_mutants_tool.py", "test_stability.py", "test_test_names.py", "test_typing.py", "test_upstream_tool.py", "test_without_posix.py",
