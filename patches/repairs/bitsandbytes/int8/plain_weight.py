@@ -32,7 +32,7 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     import torch
 
     weight, bias = layer.weight, layer.bias
-    on_meta.refuse(x, weight)
+    on_meta.refuse(x, weight, torch._C.DisableTorchFunctionSubclass)
     if bias is not None:
         bias = bias.to(x.dtype)
     if weight.is_floating_point() and not layer.state.has_fp16_weights:

@@ -13,16 +13,21 @@ from ..int8.int8_scales import name_of
 from ..process import stack
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
 
 
-def refuse(x: Tensor, weight: Tensor) -> None:
-    """Raise if ``weight`` is on meta and ``x`` is not."""
-    import torch
+def refuse(x: Tensor, weight: Tensor, as_plain: Callable[[], AbstractContextManager[None]]) -> None:
+    """Raise if ``weight`` is on meta and ``x`` is not.
 
-    with torch._C.DisableTorchFunctionSubclass():  # Params4bit answers is_meta in Python: 5 us a call, with this 0.5
-        on_meta = weight.is_meta and not x.is_meta
-    if on_meta:
+    ``as_plain`` is ``torch._C.DisableTorchFunctionSubclass``: Params4bit answers ``is_meta`` in Python, which takes 5 us a
+    call, without it 0.4. It is given, because to import torch in here would take 0.8.
+    """
+    with as_plain():
+        on_meta = weight.is_meta
+    if on_meta and not x.is_meta:
         raise RuntimeError(
             f"The weight of {_layer_that_runs()} is on the meta device, so it has no values, and the input is on "
             f"{x.device}. Load the weight (load_state_dict(..., assign=True)), or load the model again with from_pretrained."
@@ -36,12 +41,13 @@ def _layer_that_runs() -> str:
     return "a layer" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
 
 
+_CALL = "_patches_refuse_meta(A, B, torch._C.DisableTorchFunctionSubclass)"
 _NAMES = {"_patches_refuse_meta": refuse}
 FOUR_BIT = tuple(
     Rewrite(
         "bitsandbytes.autograd._functions:matmul_4bit",
         asked,
-        f"{asked}\n_patches_refuse_meta(A, B)",
+        f"{asked}\n{_CALL}",
         names=_NAMES,
         when=when,
     )
@@ -53,6 +59,6 @@ FOUR_BIT = tuple(
 INT8 = Rewrite(
     "bitsandbytes.autograd._functions:matmul",
     "if threshold > 0.0:\n    state.threshold = threshold",
-    "_patches_refuse_meta(A, B)\nif threshold > 0.0:\n    state.threshold = threshold",
+    f"{_CALL}\nif threshold > 0.0:\n    state.threshold = threshold",
     names=_NAMES,
 )
