@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from patches.repairs.helpers.reproducers.tiny_models import in_dtype
 from tests.device import watch
 from tests.device.models import (
-    QUANTIZED, add_lora, assert_same_training, load, logits, quantization, quantized_layers, save_llama, train,
+    QUANTIZED, add_lora, assert_same_training, batch, load, logits, quantization, quantized_layers, save_llama, train,
 )  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("patched", "by_the_name_of_cuda")
@@ -129,6 +129,31 @@ def test_tied_weights_are_one(places, device, tmp_path):
         one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "whole"))
         assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
         assert torch.equal(logits(model, device), logits(whole, device))
+
+
+SHARED = {
+    "the embedding is on another device": {"": 0, "shared": 1, "encoder": "disk"},
+    "so are embedding and head": {"": 0, "shared": 1, "lm_head": 1, "encoder": "cpu"},
+    "so are those that share it": {"shared": 0, "encoder": "disk", "decoder": 1, "lm_head": 1},
+}
+
+
+@pytest.mark.parametrize("places", SHARED)
+def test_tied_weights_that_a_map_sends_to_two_devices_are_on_one(places, device, other, tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = dict(vocab_size=64, d_model=64, d_kv=32, d_ff=64, num_layers=2, num_heads=2)
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path / "plain")
+
+    def run(places):
+        how = {"quantization_config": quantization("nf4"), **in_dtype(torch.float32)}
+        model = T5ForConditionalGeneration.from_pretrained(
+            tmp_path / "plain", device_map=places, offload_folder=tmp_path / "off", **how
+        )
+        with torch.no_grad():
+            return model(input_ids=batch(device), decoder_input_ids=batch(device, 3)).logits.cpu()
+
+    assert torch.equal(run(SHARED[places]), run({"": 0}))
 
 
 DIVIDED = {

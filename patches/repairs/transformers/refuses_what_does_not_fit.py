@@ -168,6 +168,13 @@ def _before_5() -> tuple[Rewrite, ...]:
         ),
         *_common(maps, "infer_auto_device_map(model, dtype=target_dtype, **device_map_kwargs)", files, loads, when),
         _edit(
+            maps,
+            "check_tied_parameters_on_same_device",
+            "_patches_checked(check_tied_parameters_on_same_device, device_map, hf_quantizer)",
+            when,
+            checked=places.checked,
+        ),
+        _edit(
             loads,
             "cls._load_pretrained_model",
             "_patches_loading(cls._load_pretrained_model, device_map)",

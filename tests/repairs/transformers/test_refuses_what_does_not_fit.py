@@ -73,12 +73,25 @@ def test_a_quantized_checkpoint_needs_no_folder(base, tmp_path):
     [
         ({"model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}, "no entry for 'model.embed_tokens.weight'"),
         ({"": "cpu", "model.layers.7": "disk"}, "names 'model.layers.7', which LlamaForCausalLM does not have"),
+        (
+            {"": "cpu", "model.layers.0": "disk", "model.layers.1": "dsk"},
+            "sends 'model.layers.1' to 'dsk', which is not",
+        ),
+        ({"": "cpu", "model.layers.0": "disk", "model.norm": None}, "sends 'model.norm' to None, which is not a place"),
+        ({"": "cpu", "model.layers.0": "disk", "lm_head": "meta"}, "sends 'lm_head' to 'meta', which is not a place"),
         (ON_DISK, "offload_folder"),
     ],
 )
 def test_what_cannot_be_loaded(places, message, base):
     with pytest.raises(ValueError, match=message):
         load(base, "nf4", places)
+
+
+def test_a_gap_beside_tied_weights(tmp_path):
+    """transformers 4 looks for both in the map, and names a module that has no name."""
+    folder = save_base(tmp_path / "tied", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="no entry for 'lm_head.weight'"):
+        load(folder, "nf4", {"model": "cpu", "model.layers": "disk"})
 
 
 def test_a_folder_that_cannot_be_written(base, tmp_path):

@@ -7,7 +7,7 @@ each module is named once, none inside another.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import divided, reading_ahead
@@ -122,14 +122,20 @@ def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
     if not offloads(device_map) or not supports(quantizer):
         return device_map
     _refuse_unknown(model, device_map)
+    _refuse_no_place(device_map)
     given, device_map = device_map, {**device_map, **_of_shared(model, device_map)}
     main = execution_device(device_map)
     found = dict(_disjoint(model, "", device_map, main, inside=False))
     # By where modules go, not by what is given: one with tensors of its own takes a tied weight along (Zaya).
-    found = dict(_disjoint(model, "", {**found, **_of_tied(model, found)}, main, inside=False))
+    found = dict(_disjoint(model, "", {**found, **_of_tied(model, found, main)}, main, inside=False))
     result = Places(found, given)
     result.divided = divided.devices(model, result)
     return result
+
+
+def checked(upstream: Callable[..., None], device_map: Any, quantizer: Any) -> Callable[..., None]:
+    """``check_tied_parameters_on_same_device``, which stops at a map with gaps; :func:`planned` says what such a map lacks."""
+    return (lambda *_: None) if offloads(device_map) and supports(quantizer) else upstream
 
 
 def _of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
@@ -146,20 +152,21 @@ def _of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Plac
     return found
 
 
-def _of_tied(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
-    """Where modules go whose weight is another's that lies elsewhere: there is one, so that nothing else waits for it."""
+def _of_tied(model: Module, device_map: Mapping[str, Place], main: Place) -> dict[str, Place]:
+    """Where modules go whose weight is another's that lies elsewhere: there is one weight, which waits nowhere else.
+
+    If they are on several devices, all go to one of these: to ``main``, if that is one.
+    """
     groups: dict[str, list[str]] = {}
     for name, source in tied(model).items():
         groups.setdefault(source, [source]).append(name)
     found = {}
     for source, names in groups.items():
         given = {name: device_map[at] for name in names if (at := around(device_map, name)) is not None}
-        resident = [place for place in given.values() if not waits(place)]
-        on_disk = given.get(source) == "disk"
-        place = "disk" if on_disk else next(iter(resident), given.get(source))
+        resident = sorted((at for at in given.values() if not waits(at)), key=lambda at: device(at) != device(main))
+        place = "disk" if given.get(source) == "disk" else next(iter(resident), given.get(source))
         if place is not None and len({str(each) for each in given.values()}) > 1:
-            moved = (name for name in given if on_disk or waits(given[name]))
-            found.update({name.rpartition(".")[0]: place for name in moved})
+            found.update({name.rpartition(".")[0]: place for name in given})
     return found
 
 
@@ -186,6 +193,19 @@ def _refuse_unknown(model: Module, device_map: Mapping[str, Place]) -> None:
             + (f"; the nearest names are {', '.join(map(repr, near))}" if near else "")
             + ". `for name, _ in model.named_modules()` shows all that it has."
         )
+
+
+def _refuse_no_place(device_map: Mapping[str, Place]) -> None:
+    for name, place in device_map.items():
+        try:
+            known, cause = waits(place) or device(place).type != "meta", None
+        except (RuntimeError, TypeError) as error:
+            known, cause = False, error
+        if not known:
+            raise ValueError(
+                f"The device_map sends {name!r} to {place!r}, which is not a place. A place is a device that this machine "
+                'has, such as 0 or "cuda:1", or "cpu" or "disk".'
+            ) from cause
 
 
 def _disjoint(
