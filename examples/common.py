@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
 LENGTH = 128  # tokens, here bytes, in a sample
@@ -33,6 +34,11 @@ def has_bf16(cpuinfo: str) -> bool:
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(cpuinfo.split()))
 
 
+def in_dtype(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The keyword of transformers for ``dtype``, which had another name before 4.56."""
+    return {"dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype": dtype}
+
+
 def save_llama(folder: Path, hidden: int, layers: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Save a Llama with fresh weights, as a checkpoint from the Hub would lie on disk."""
     torch.manual_seed(0)
@@ -46,7 +52,7 @@ def save_llama(folder: Path, hidden: int, layers: int, dtype: torch.dtype = torc
         initializer_range=0.06,
         use_cache=False,
     )
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, **in_dtype(dtype)).save_pretrained(folder)
 
 
 def batches(size: int, device: str) -> Iterator[torch.Tensor]:

@@ -3,7 +3,8 @@
     python examples/does_not_fit.py [--steps 20] [--kind nf4|int8] [--device cuda]
 
 ``max_memory`` allows half of what the quantized model takes; ``device_map="auto"`` sends the other half to the disk.
-Without bnb-patches, ``from_pretrained`` raises an error: some modules are dispatched on the CPU or the disk.
+Without bnb-patches, ``from_pretrained`` raises an error: some modules are dispatched on the CPU or the disk. It runs on
+transformers 4.53 and later.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import bitsandbytes  # noqa: F401 - with bnb-patches installed, this import applies the plugin
 import torch
-from common import DEVICE, batches, fast_dtype, quiet, save_llama
+from common import DEVICE, batches, fast_dtype, in_dtype, quiet, save_llama
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -50,7 +51,8 @@ def loaded(folder: Path, args: argparse.Namespace, **options: Any) -> Any:
     """The checkpoint, quantized while it is loaded."""
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": fast_dtype()}
     how = BitsAndBytesConfig(**nf4) if args.kind == "nf4" else BitsAndBytesConfig(load_in_8bit=True)
-    return AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=how, dtype=fast_dtype(), **options)
+    options |= in_dtype(fast_dtype())
+    return AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=how, **options)
 
 
 def train(model: Any, args: argparse.Namespace, adapter: Path) -> list[float]:

@@ -51,7 +51,6 @@ def test_offload_lora(kind, error, checkpointing):
     assert "patches are applied in this process" in with_plugin
 
 
-@pytest.mark.skipif(Version(version("transformers")) < Version("5.23"), reason="such a model is refused before 5.23")
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.release("nf4 runs the same program"))])
 def test_does_not_fit(kind):
     small = ("--steps", "12", "--layers", "4")

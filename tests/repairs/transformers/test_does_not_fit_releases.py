@@ -19,13 +19,18 @@ OLDEST = RELEASES[0]
 
 
 def passes(release: Release, file: str, *options: str) -> None:
+    options = ("-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short", f"{HERE}/{file}", *options)
+    assert " passed" in said(release, "-m", "pytest", *options)
+
+
+def said(release: Release, *command: str) -> str:
     if not release.is_installed:
         pytest.skip(f"transformers {release} is not in .stacks: `python -m tests.asked.releases --some 1` installs it")
     path = os.pathsep.join(map(str, (release.folder, ROOT / ".bnb" / release.bitsandbytes, ROOT)))
     env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"]
-    done = subprocess.run([*command, f"{HERE}/{file}", *options], env=env, cwd=ROOT, text=True, capture_output=True)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 def test_four_programs():
@@ -37,3 +42,10 @@ def test_four_programs():
 @pytest.mark.parametrize("release", RELEASES, ids=str)
 def test_all_programs(release, file):
     passes(release, file)
+
+
+@pytest.mark.release("test_does_not_fit, on the newest release")
+@pytest.mark.parametrize("release", RELEASES, ids=str)
+def test_the_example(release):
+    small = ("--device", "cpu", "--steps", "12", "--layers", "4")
+    assert "merged, the same" in said(release, "examples/does_not_fit.py", *small)
