@@ -10,15 +10,16 @@ from .engine.build import Builder
 from .engine.registry import Registry
 from .engine.report import Report
 from .repairs.helpers.experts import dense
+from .repairs.helpers.loading import said
 from .repairs.helpers.process import compiled_code, live_objects
 
 
 class _OverStacks(Registry):
-    """Says in the report which tested stack is nearest, and which operations made quantized experts dense."""
+    """Says in the report which tested stack is nearest, where models that do not fit are, and what made experts dense."""
 
     def report(self, *ids: str) -> Report:
         found = super().report(*ids)
-        return found if ids else replace(found, notes=(*found.notes, *stacks.notes(), *dense.notes()))
+        return found if ids else replace(found, notes=(*found.notes, *stacks.notes(), *said.notes(), *dense.notes()))
 
 
 gate.floors.update(stacks.floors())

@@ -1,13 +1,13 @@
-"""``patches.inspect()`` and one line in the log say what of an offloaded model lies where, and what each use of it brings."""
+"""``patches.inspect()`` one line in the log and one in the report say what of an offloaded model lies where, and what each use of it brings."""
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
 
 import patches
-from patches.engine.gate import satisfied
 
 from .inspected import IDS, dispatched, llama, load, saved
 
@@ -39,8 +39,7 @@ def test_nothing_is_said_of_a_model_that_is_whole():
     assert patches.inspect(llama()).facts.places == ()
 
 
-@pytest.mark.skipif(satisfied("transformers<5.23"), reason="loading offloaded layers quantized needs transformers 5.23")
-def test_a_line_in_the_log_when_a_model_is_loaded_so(caplog, tmp_path):
+def test_a_line_in_the_log_when_a_model_is_loaded_so_and_in_the_report_while_it_lives(caplog, tmp_path):
     import transformers
 
     how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -51,8 +50,13 @@ def test_a_line_in_the_log_when_a_model_is_loaded_so(caplog, tmp_path):
             device_map={"": "cpu", "model.layers.1": "disk"},
         )  # fmt: skip
         model(IDS)
+        (note,) = [note for note in patches.report().notes if "LlamaForCausalLM" in note]
+        del model
+        gc.collect()
+        assert not [note for note in patches.report().notes if "LlamaForCausalLM" in note]
     lines = [record for record in caplog.records if "is quantized and placed on" in record.message]
     assert [record.levelno for record in lines] == [logging.INFO]
+    assert lines[0].message == note
     assert (
         "disk (9 layers, 19 kB)" in lines[0].message
         and "copies 19 kB from the CPU or the disk to cpu" in lines[0].message

@@ -7,18 +7,15 @@ weights go to the CPU or the disk, and the layer is what it would be had it been
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..experts import asked_for
 from ..experts.found import is_one, is_quantized
 from ..int8 import int8_scales
-from ..offload import brought, offload_maps
+from ..offload import offload_maps
 from ..process import freed
-from ..process.messages import LOGGER
-from . import divided, experts_on_disk, packed_files, places, several_names
-from .experts import readable
+from . import divided, experts_on_disk, packed_files, places, said, several_names
 from .places import Places
 from .quantizers import quantizes
 
@@ -228,36 +225,13 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
         # Not to the device at once: accelerate takes a quantized weight from there to the CPU, and there again.
         loader.device = None
     model.hf_device_map = dict(device_map.given)
-    _say(model, device_map)
+    said.say(model, device_map)
     return result
 
 
 def not_on_meta(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of ``state`` has an address by which tied weights can be told."""
     return {name: tensor for name, tensor in state.items() if not tensor.is_meta}
-
-
-def _say(model: Module, device_map: Places) -> None:
-    """Once for each model that is loaded."""
-    layers: Counter[str] = Counter()
-    held: Counter[str] = Counter()
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if own:
-            at = device_map.at(name)
-            place = str(device_map.main if at is None else at)
-            layers[place] += 1
-            held[place] += sum(brought.size(parameter) for parameter in own if id(parameter) not in seen)
-            seen.update(map(id, own))
-    LOGGER.info(
-        "%s is quantized and placed on %s. Each forward copies %s from the CPU or the disk to %s. "
-        "patches.inspect(model) shows where each part is",
-        type(model).__name__,
-        ", ".join(f"{place} ({count} layers, {readable(held[place])})" for place, count in layers.items()),
-        readable(sum(map(brought.by_a_use, model.modules()))),
-        device_map.main,
-    )
 
 
 def _in_memory(model: Module, device_map: Places, index: dict[str, Any]) -> dict[str, Tensor] | None:
