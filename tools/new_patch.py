@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,9 +42,9 @@ PATCH = Patch(
     id="{id}",
     summary="TODO: what goes wrong for the user without it, in one line",
     links=("https://github.com/TODO/{package}/issues/0",),
-    requires=("{package}>=TODO",),  # the first names the package that is repaired
-    tested_up_to="TODO",
-    seen_on=("TODO: the series of torch on which the reproducer was seen",),
+    requires=("{package}>={installed}",),  # TODO: the first release with the defect; "<..." where it is repaired
+    tested_up_to="{installed}",
+    seen_on=("{torch}",),  # TODO: the series of torch on which the reproducer was seen
     edits=(
         Rewrite(
             "{package}.TODO:Class.method",
@@ -77,9 +78,9 @@ def test_the_healthy_path_stays_bit_identical(device):
 
 NEXT = """\
 Next (docs/add.md):
-  python -m patches verify {id}
+  .venv/bin/python -m patches verify {id}
   say what a user sees: patches/features/symptoms.json, "patches" and "messages"; its keys: patches/features/symptoms.py
-  python -m pytest tests/test_contract.py -k {id}
+  its contract, in the environment of CONTRIBUTING.md: ONLY={id} .venv/bin/python -m pytest tests/test_contract.py
   make figures readme docs test, and a line in CHANGELOG.md"""
 
 
@@ -103,11 +104,22 @@ def files(patch_id: str, inside: str = "") -> dict[Path, str]:
         )
     place = Path("repairs", package, inside)
     stem = name.removeprefix(f"{inside.replace('_', '')}-").replace("-", "_")
-    values = {"id": patch_id, "package": package, "dots": "." * (len(place.parts) + 1)}
+    values = {
+        "id": patch_id, "package": package, "dots": "." * (len(place.parts) + 1), "installed": _installed(package),
+        "torch": ".".join(_installed("torch").split(".")[:2]),
+    }  # fmt: skip
     return {
         Path("patches") / place / f"{stem}.py": PATCH.format(**values),
         Path("tests") / place / f"test_{stem}.py": TESTS.format(**values),
     }
+
+
+def _installed(package: str) -> str:
+    """The release of ``package`` that is installed, without what a build adds to it; "0" if it is not installed."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return "0"
 
 
 def _folder(package: str, name: str, folders: Sequence[str]) -> str:
