@@ -30,8 +30,6 @@ ERRORS = {
     **{f"load/nf4-u8/torch/2-/{way}/other": FOREIGN for way in cells.WAYS},
 }
 """What each rank says; the other base weights of a checkpoint without quantization states are not to be known."""
-NOT_IN_ONE_PROCESS = ("delora", "loha", "lokr")
-"""Take packed weights for weights or raise: not about ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +58,8 @@ def judge(found: Said) -> list[str]:
     """The cells that are not as they should be, with what the ranks said."""
     wrongs = []
     for name, said in found.items():
-        expected = {"error"} if name in ERRORS else {"right"}
-        if name.split("/")[3] in NOT_IN_ONE_PROCESS:
-            expected = {"none", "right"}
-        if together(said) not in expected or not all(ERRORS.get(name, "") in words for _, words in said):
+        expected = "error" if name in ERRORS else "right"
+        if together(said) != expected or not all(ERRORS.get(name, "") in words for _, words in said):
             wrongs.append(f"{name}: {said}")
     return wrongs
 
@@ -134,14 +130,15 @@ def test_adapters_of_sharded_models_are_saved_and_not_merged(start: Callable[...
 
 @pytest.mark.parametrize("first", [True, False], ids=["rank 0", "rank 1"])
 def test_the_plugin_on_one_rank_only_is_said(first: bool, start: Callable[..., Said]) -> None:
-    names = ["misfit/save", "misfit/load", "misfit/broadcast-other"]
+    names = [f"misfit/{what}{kind}" for kind in ("", "-int8") for what in ("save", "load")] + ["misfit/broadcast-other"]
     found = start(2, names, plugin=[first, not first])
     kinds = {name: together(said) for name, said in found.items()}
     patched = {name: said[0 if first else 1][1] for name, said in found.items()}
     assert "check_ranks()" in patched["misfit/broadcast-other"]
     if first:  # it is rank 0 that sees the plans of all
-        assert "rank 1 would not save" in patched["misfit/save"]
-        assert kinds["misfit/load"] == "error" and "rank 1 would not load" in patched["misfit/load"]
+        for kind in "", "-int8":
+            assert "rank 1 would not save" in patched["misfit/save" + kind]
+            assert kinds["misfit/load" + kind] == "error" and "rank 1 would not load" in patched["misfit/load" + kind]
 
 
 @pytest.mark.parametrize("world, name", [(2, "misfit/broadcast-other-killed"), (3, "misfit/broadcast-alone-killed")])

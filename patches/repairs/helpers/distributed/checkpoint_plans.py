@@ -9,12 +9,20 @@ from typing import Any
 
 from ....engine import Rewrite
 
-_STATISTICS = re.compile(r"(.*)\.(absmax|quant_state\.bitsandbytes__\w+)")
+_OF_4_BITS = re.compile(r"(.*)\.(absmax|quant_state\.bitsandbytes__\w+)")
+_OF_INT8 = re.compile(r"(.*\.|)SCB")
+
+
+def _weight_of(key: str) -> str:
+    """The packed weight that is read with ``key``; empty if that is no quantization state."""
+    if found := _OF_4_BITS.fullmatch(key):
+        return found[1]
+    return f"{found[1]}weight" if (found := _OF_INT8.fullmatch(key)) else ""
 
 
 def lacking(plans: Sequence[set[str]]) -> list[int]:
     """The ranks whose plan has a packed weight and lacks its quantization state, where another rank's plan has that."""
-    statistics = {key: found[1] for plan in plans for key in plan if (found := _STATISTICS.fullmatch(key))}
+    statistics = {key: weight for plan in plans for key in plan if (weight := _weight_of(key))}
     return [
         rank
         for rank, plan in enumerate(plans)
@@ -25,8 +33,8 @@ def lacking(plans: Sequence[set[str]]) -> list[int]:
 def _message(ranks: list[int]) -> str:
     return (
         f"bnb-patches is active on some ranks only: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
-        "would not {} the quantization state of 4-bit layers. Start all ranks with the same packages and PATCHES_* "
-        "variables; patches.check_ranks() says what differs."
+        "would not {} the quantization state of quantized layers (absmax, SCB). Start all ranks with the same packages and "
+        "PATCHES_* variables; patches.check_ranks() says what differs."
     )
 
 
