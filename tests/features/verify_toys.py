@@ -71,6 +71,13 @@ def sleep(argument: str) -> Answer:
     return False, "slept"
 
 
+def until(argument: str) -> Answer:
+    """Wait until the file is there."""
+    while not os.path.exists(argument):
+        time.sleep(0.01)
+    return True, "it is there"
+
+
 def span(argument: str) -> Answer:
     """When it ran."""
     before = time.time()
@@ -97,5 +104,5 @@ def linger(argument: str) -> Answer:
 
 QUESTIONS: dict[str, Callable[[str], Answer]] = {
     question.__name__: question
-    for question in (echo, prepared, noise, die, kill, leave, fail, sleep, span, environment, where, linger)
+    for question in (echo, prepared, noise, die, kill, leave, fail, sleep, until, span, environment, where, linger)
 }
