@@ -133,8 +133,8 @@ class Case:
 
     @property
     def group(self) -> str:
-        """The cases of a group are judged together; one that compiles is a group of its own."""
-        return self.id if self.program.compiles else self.program.group
+        """The cases of a group are judged together; a program that compiles is a group of its own."""
+        return self.program.name if self.program.compiles else self.program.group
 
     @property
     def may_crash(self) -> bool:

@@ -23,9 +23,10 @@ CASES = cases(_devices(), PACKED)
 
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> Verdicts:
-    """Of the cases that this run selects."""
+    """Of the cases that this run selects; with every pair of a case and a patch before a release."""
     calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    return Verdicts(case for call in calls if isinstance(case := call.params.get("case"), Case))
+    cases = (case for call in calls if isinstance(case := call.params.get("case"), Case))
+    return Verdicts(cases, daily="not release" in request.config.getoption("markexpr"))
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:

@@ -16,7 +16,7 @@ from .catalogue import Case
 from .reach import Entered, here, patches_reached
 from .rule import Trace, fault
 from .runner import Sets, plugin, run, run_layer
-from .share import runs_here
+from .share import one_of_each, runs_here
 
 NONE: frozenset[str] = frozenset()
 
@@ -32,9 +32,13 @@ class Judged:
 
 
 class Verdicts:
-    """The verdicts on ``cases``, each found when one of its group is asked for."""
+    """The verdicts on ``cases``, each found when one of its group is asked for.
 
-    def __init__(self, cases: Iterable[Case]) -> None:
+    ``daily``: with one patch alone, a program runs on one kind of 4-bit layer and on one of INT8 that the patch reaches.
+    """
+
+    def __init__(self, cases: Iterable[Case], daily: bool = False) -> None:
+        self._daily = daily
         self._groups: dict[str, list[Case]] = {}
         self._judged: dict[str, Judged] = {}
         for case in cases:
@@ -45,7 +49,7 @@ class Verdicts:
             gc.collect()
             gc.freeze()  # what is alive is kept out of the walks by which patches look for damage: they take the time
             with _silent():
-                self._judged |= _judge(self._groups[case.group])
+                self._judged |= _judge(self._groups[case.group], self._daily)
         return self._judged[case.id]
 
 
@@ -59,7 +63,7 @@ def _silent() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _judge(cases: Sequence[Case]) -> dict[str, Judged]:
+def _judge(cases: Sequence[Case], daily: bool) -> dict[str, Judged]:
     with plugin(NONE):
         found = [_unpatched(case) for case in cases]
     judged = {case.id: Judged(trace, _reached(case, entered)) for case, (trace, entered) in zip(cases, found)}
@@ -67,6 +71,8 @@ def _judge(cases: Sequence[Case]) -> dict[str, Judged]:
     for ids in (everything, *(frozenset({one}) for one in here())):
         alone = ids != everything
         chosen = [case for case in cases if not alone or all(_alone(case, judged[case.id], one) for one in ids)]
+        if alone and daily:
+            chosen = one_of_each(chosen, *ids)
         if not chosen:
             continue
         name = f"{next(iter(ids))} alone" if alone else "all patches"

@@ -1,12 +1,14 @@
 """The Trainer as users launch it: ``accelerate launch`` with a config file, compiled, checkpointed, resumed.
 
 tests/programs/train.py trains, evaluates on the way, saves, merges and loads again; each run is a process of its own
-that the entry point of bitsandbytes repairs. The first is launched so, the others are forks (:mod:`.forks`).
+that the entry point of bitsandbytes repairs. They are forks (:mod:`.forks`), the first with the command and the variables
+that ``accelerate launch`` starts it with; before a release it is started so.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,18 +38,21 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def launch(repaired, model, tmp_path_factory):
-    """Run the worker, launched or forked; its answers, and the folder it wrote to."""
+    """Run the worker in a fork, for ``accelerate launch`` or by it if so; its answers, and the folder it wrote to."""
 
-    def run(bits: str, *former: Path, launched: bool = False, **environ: str) -> tuple[dict, Path]:
+    def run(bits: str, *former: Path, launched: str = "", **environ: str) -> tuple[dict, Path]:
         out = tmp_path_factory.mktemp("run")
         env = {**repaired, **environ}
         worker = [str(ROOT / "tests" / "programs" / "train.py"), str(out), str(model), bits, *map(str, former)]
-        if launched:
-            config = out / "accelerate.yaml"
-            config.write_text(CONFIG)
+        config = out / "accelerate.yaml"
+        config.write_text(CONFIG)
+        if launched == "by accelerate":
             command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
             done = subprocess.run(command + worker, capture_output=True, text=True, env=env, timeout=280)
         else:
+            if launched:
+                worker, more = as_accelerate_would("--config_file", str(config), *worker)
+                env |= more
             (done,) = forks.run(forks.Program(worker, env), timeout=280)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
         return json.loads((out / "answer.json").read_text()), out
@@ -55,10 +60,26 @@ def launch(repaired, model, tmp_path_factory):
     return run
 
 
+def as_accelerate_would(*arguments: str) -> tuple[list[str], dict[str, str]]:
+    """What ``accelerate launch`` starts, less the interpreter, and the variables that it sets."""
+    from accelerate.commands import launch
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os, "environ", os.environ.copy())
+        options, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(arguments))
+        (_, *command), env = launch.prepare_simple_launcher_cmd_env(options)
+    return command, {name: value for name, value in env.items() if os.environ.get(name) != value}
+
+
 @pytest.fixture(scope="module")
 def whole(launch) -> tuple[dict, Path]:
     """Six steps without interruption, of a 4-bit model and of an INT8 model after it."""
-    return launch("48", launched=True)
+    return launch("48", launched="as by accelerate")
+
+
+@pytest.mark.release("the same with the command and the variables of the launcher, in a fork")
+def test_accelerate_launches_it(whole, launch):
+    assert launch("48", launched="by accelerate")[0] == whole[0]
 
 
 @pytest.fixture(scope="module")
