@@ -40,10 +40,10 @@ print(patches.report(), len(names))
     assert int(out.split()[-1]) > 100
 
 
-def test_patches_go_in_and_out(fresh):
+def test_patches_go_in_and_out(forked):
     """The packages are imported before, for on this system they may need what is taken away."""
     pytest.importorskip("bitsandbytes", reason="there is nothing to repair without the stack")
-    out = fresh(
+    out = forked(
         HIDE
         + """
 import bitsandbytes, peft, transformers

@@ -61,11 +61,13 @@ def test_the_module_in_whose_place_it_lies_can_be_imported(fresh, toy, tmp_path,
     assert KeepingCompiler(place)._read() == {}
 
 
-def test_a_second_process_reads_no_source(fresh, tmp_path):
+def test_a_second_process_reads_no_source(forked, tmp_path):
     """The plugin as users have it, on a package that it repairs."""
     if importlib.util.find_spec("torch") is None:
         pytest.skip("what the patches are for cannot be imported without torch")
     code = """
+        import sys
+        sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False  # a fork reads no variables
         import patches, accelerate.hooks, accelerate.utils.modeling
         from patches.engine import locate
         done = patches.apply().with_status(patches.Status.APPLIED)
@@ -73,7 +75,7 @@ def test_a_second_process_reads_no_source(fresh, tmp_path):
         print([change.diff.count(chr(10)) for result in done for change in result.changes])
         patches.revert()
     """
-    first, second = (fresh(code, **writes_below(tmp_path)).splitlines() for _ in range(2))
+    first, second = (forked(code, str(tmp_path)).splitlines() for _ in range(2))
     applied, read = map(int, first[0].split())
     assert applied and read, "nothing was kept yet"
     assert second[0] == f"{applied} 0" and first[1] == second[1]

@@ -121,10 +121,11 @@ def test_the_smallest_models():
     assert patches.inspect(lazy).facts.layers[0].bytes == 0, "a parameter without a shape has no size yet"
 
 
-def test_how_long_it_takes_for_300_layers(capsys):
-    """Printed, not asserted: ``-s`` shows it."""
+@pytest.mark.parametrize("layers", [20, pytest.param(300, marks=pytest.mark.release("twenty layers"))])
+def test_each_layer_of_a_large_model_is_counted(capsys, layers):
+    """How long it takes is printed, not asserted: ``-s`` shows it."""
     with torch.device("meta"):
-        model = llama(300)
+        model = llama(layers)
     for name, module in list(model.model.named_modules()):
         if type(module) is torch.nn.Linear:
             layer = bnb.nn.Linear4bit(
@@ -136,5 +137,7 @@ def test_how_long_it_takes_for_300_layers(capsys):
     found = patches.inspect(model)
     clock, processor = time.perf_counter() - clock, time.process_time() - processor
     with capsys.disabled():
-        print(f"\n300 layers, {len(walk.modules(model))} modules: {clock:.2f} s, {processor:.2f} s of the processor")
-    assert sum(line.count for line in found.facts.layers) == 300 * 9 + 3
+        print(
+            f"\n{layers} layers, {len(walk.modules(model))} modules: {clock:.2f} s, {processor:.2f} s of the processor"
+        )
+    assert sum(line.count for line in found.facts.layers) == layers * 9 + 3

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickletools
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -146,7 +144,7 @@ def names(file: Path) -> set[str]:
     return {text.partition(".")[0].partition(" ")[0] for text in texts}
 
 
-def test_what_is_saved_names_nothing_of_ours_and_loads_without_us(tmp_path):
+def test_what_is_saved_names_nothing_of_ours_and_loads_without_us(forked, tmp_path):
     files = []
     for number, (name, make) in enumerate(MADE.items()):
         file = tmp_path / f"{number}.pt"
@@ -167,8 +165,7 @@ def test_what_is_saved_names_nothing_of_ours_and_loads_without_us(tmp_path):
             assert names(file).isdisjoint({"patches", "bnb_patches"}), name
             files.append(str(file))
     assert len(files) > len(MADE) / 2
-    done = subprocess.run([sys.executable, "-c", LOAD, *files], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    forked(LOAD, *files)
 
 
 def test_the_hook_saved_with_what_it_names_is_torchs_own():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from bitsandbytes.nn import EmbeddingNF4, Linear4bit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import patches
 from patches.engine import gate
+from tests import forks
 
 ID = "torch-fsdp-casts-codes"
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(9))
@@ -136,7 +138,9 @@ def train(rank: int, ranks: int, folder: str, policy: torch.dtype | None) -> Non
 @needs_float_storage
 def test_training_an_adapter_on_two_ranks(tmp_path):
     alone = losses(WithAdapter())
-    mp.spawn(train, (2, str(tmp_path), torch.bfloat16), nprocs=2)
+    source = f"import sys, torch; from {__name__} import train; train(int(sys.argv[1]), 2, sys.argv[2], torch.bfloat16)"
+    ranks = [forks.Program(["-c", source, str(rank), str(tmp_path)], dict(os.environ)) for rank in range(2)]
+    assert [(done.returncode, done.stderr[-2000:]) for done in forks.run(*ranks, timeout=240) if done.returncode] == []
     for rank in range(2):
         together = torch.load(tmp_path / str(rank))
         assert together == pytest.approx(alone, rel=0.01)
