@@ -17,7 +17,7 @@ from tests.device import build
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("device", "moves", "offload", "memory", "faults")
-MODELS = ("models", "adapters", "settled", "experts")
+MODELS = ("models", "adapters", "settled", "experts", "loading", "loading_maps", "loading_memory", "bytes")
 SUITE = (
     "accelerate", "bitsandbytes/both/test_bias_written_in_forward.py",
     *(f"bitsandbytes/four_bit/test_params4bit_{name}.py" for name in ("chunk", "copies", "meta", "pickle")),
@@ -36,9 +36,7 @@ def cases(*names: str) -> tuple[str, ...]:
 
 
 GROUPS = {
-    "cuda-layers": ("cuda", *cases(*LAYERS)),
-    "cuda-models": ("cuda", *cases(*MODELS)),
-    "cuda-loading": ("cuda", *cases("loading", "loading_maps", "loading_memory", "bytes")),
+    "cuda": ("cuda", *cases(*LAYERS, *MODELS)),
     "cuda-suite": (
         "cuda",
         "-k",
@@ -50,8 +48,8 @@ GROUPS = {
 }
 """The form of the device, and the arguments of pytest. Models ask for "cuda" by name nearly everywhere."""
 AT_A_RELEASE = {
-    "sim-layers": "the same cases as cuda-layers",
-    "cuda-suite": "these tests on the CPU, and the cases of cuda-layers and cuda-models on the device",
+    "sim-layers": "the same cases as cuda",
+    "cuda-suite": "these tests on the CPU, and the cases of cuda on the device",
 }
 
 
@@ -69,6 +67,7 @@ def test_every_case_is_in_a_group():
     assert files == {name for group in GROUPS.values() for name in group if "cases_" in name}
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "group",
     [
@@ -84,7 +83,7 @@ def test_on_the_simulated_device(group, pytestconfig):
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environ[simulated.VARIABLE] = kind
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=1200)
     if done.returncode:
         run = f"{simulated.VARIABLE}={kind} {' '.join(command)}"
         pytest.fail(f"{run}\n{done.stdout[-20000:]}\n{done.stderr}", pytrace=False)
