@@ -10,7 +10,9 @@ import torch
 import transformers as t
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
+from patches.repairs.helpers.experts import int8
 from patches.repairs.helpers.experts.found import converters, experts_in, matrices_of
+from patches.repairs.helpers.reproducers import mixtures
 
 BASE = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -114,3 +116,15 @@ def gap(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> floa
     """The largest relative difference; 0 if they are equal to the bit."""
     assert set(expected) == set(got)
     return max(float((expected[k] - got[k]).norm() / expected[k].norm()) for k in expected)
+
+
+def pack_int8(folder):
+    """``mixtures.pack`` in INT8, as transformers 4 wrote it."""
+
+    def packed(name, weight):
+        codes, scales = int8.quantized(weight)
+        layer, form = name.removesuffix("weight"), torch.tensor(0, dtype=torch.uint8)
+        values = int8.dequantized(codes, scales, weight.dtype)
+        return {name: codes, f"{layer}SCB": scales, f"{layer}weight_format": form}, values
+
+    return mixtures.repacked(folder, packed, {"quant_method": "bitsandbytes", "load_in_8bit": True})

@@ -19,8 +19,7 @@ import patches  # noqa: E402
 from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts8bit  # noqa: E402
-from patches.repairs.helpers.reproducers.mixtures import pack_int8  # noqa: E402
-from tests.experts.models import IDS, gap, loaded, saved, step  # noqa: E402
+from tests.experts.models import IDS, gap, loaded, pack_int8, saved, step  # noqa: E402
 
 pytestmark = pytest.mark.one_in(2)
 

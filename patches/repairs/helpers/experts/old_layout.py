@@ -47,14 +47,15 @@ def read(model: Module, config: Any, adapter: str, state: dict[str, Tensor]) -> 
     pairs = list(_pairs(model, adapter, state))
     old = [pair for pair in pairs if pair.fits(state, old=True)]
     new = [pair for pair in pairs if pair.fits(state, old=False)]
-    only_old, only_new = ([p for p in some if p not in others] for some, others in ((old, new), (new, old)))
+    only_old = [pair for pair in old if pair not in new]
+    only_new = [pair for pair in new if pair not in old]
     if only_old and only_new:
         raise ValueError(
             f"adapter {adapter!r} has {only_old[0].keys[0]} in the layout of peft before 0.19 and {only_new[0].keys[0]} "
             "in the layout of later releases. No release of peft writes both, so the file joins two adapters. Nothing was "
             "loaded"
         )
-    if not old or only_new or not only_old and not _is_old(config):
+    if not old or only_new or not (only_old or _is_old(config)):
         return state
     if not only_old:  # square matrices: both layouts have the same shapes
         LOGGER.warning(

@@ -42,30 +42,15 @@ def pack(folder: Path, double: bool = False, config: dict[str, Any] = NF4) -> di
         statistics = {f"{name}.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
         return {name: codes, **statistics}, dequantize_4bit(codes, state)
 
-    return _pack(folder, packed, {**config, "bnb_4bit_use_double_quant": double})
+    return repacked(folder, packed, {**config, "bnb_4bit_use_double_quant": double})
 
 
-def pack_int8(folder: Path) -> dict[str, torch.Tensor]:
-    """The same in INT8."""
-    import torch
-
-    from ..experts.int8 import dequantized, quantized
-
-    def packed(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        codes, scales = quantized(weight)
-        layer, form = name.removesuffix("weight"), torch.tensor(0, dtype=torch.uint8)
-        return {name: codes, f"{layer}SCB": scales, f"{layer}weight_format": form}, dequantized(
-            codes, scales, weight.dtype
-        )
-
-    return _pack(folder, packed, {"quant_method": "bitsandbytes", "load_in_8bit": True})
-
-
-def _pack(
+def repacked(
     folder: Path,
     packed: Callable[[str, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]],
     config: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
+    """``pack`` with any quantization: ``packed`` gives the entries of a weight and what they stand for."""
     from safetensors.torch import load_file, save_file
 
     file, values = folder / "model.safetensors", {}
