@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import subprocess
 import sys
@@ -102,7 +103,8 @@ def print_changes() -> None:
 
 
 def quiet() -> None:
-    """Leave the screen to the figures: no loading bars, no notes on names that peft still uses."""
+    """Leave the screen to the figures: no loading bars, no notes on names that peft still uses or kernels to install."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
