@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from benchmarks import present  # noqa: E402
+from benchmarks import merges, present  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.run import ratio  # noqa: E402
 
@@ -44,6 +44,16 @@ def test_ratios_are_taken_within_a_round():
     assert ratio({"a": HALF, "b": EAGER}, "a", "b") == 0.5
     assert ratio({"a": HALF, "b": EAGER}, "a", "b", "cpu_s") == 0.1
     assert ratio({"a": HALF, "b": {"error": "crashed"}}, "a", "b") is None
+
+
+def test_merges_that_end_differently_are_not_compared():
+    def ways(unpatched: str, patched: str) -> dict:
+        return {"unpatched": {"seconds": [0.1], "error": unpatched}, "patched": {"seconds": [0.2], "error": patched}}
+
+    table = merges.table({"same": ways("", ""), "refused": ways("", "NotImplementedError")})
+    same, refused = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:])
+    assert same == ["same", "100.0", "200.0", "2.00", "merged", "merged"]
+    assert refused == ["refused", "100.0", "200.0", "", "merged", "NotImplementedError"]
 
 
 def test_what_failed_is_in_the_table_and_not_in_the_plot(tmp_path: Path):
