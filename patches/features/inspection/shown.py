@@ -90,7 +90,7 @@ def _layers(line: Layers) -> table.Row:
         line.compute if line.storage == line.compute else f"computes in {line.compute}{_DTYPE.get(line.compute, '')}",
         _places(line.devices, line.count),
         _places({f"offloaded to {where}": count for where, count in line.offloaded.items()}, line.count),
-        f"statistics {line.statistics}" if line.statistics else "",
+        f"scales {line.statistics}" if line.statistics else "",
         f"{line.tied} tied" if line.tied else "",
     ]
     return _row("layer", line.kind, line.count, line.bytes, facts)

@@ -112,7 +112,7 @@ def test_a_merge_into_codes_is_an_error_that_changes_nothing(name, bits):
         with pytest.raises(NotImplementedError if bits == 8 else RuntimeError) as raised:
             model.merge_adapter()
         if bits == 8:
-            assert "holds INT8 codes" in str(raised.value) and "dequantize()" in str(raised.value)
+            assert "holds packed INT8 weights" in str(raised.value) and "dequantize()" in str(raised.value)
         assert torch.equal(model(X), before)
 
 

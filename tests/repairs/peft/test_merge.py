@@ -131,7 +131,7 @@ def test_a_merge_into_codes_is_an_error_that_changes_nothing(name, bits, unload)
         with pytest.raises(NotImplementedError if bits == 8 else RuntimeError) as raised:
             model.merge_and_unload() if unload else model.merge_adapter()
         if bits == 8:
-            assert "holds INT8 codes" in str(raised.value) and "dequantize()" in str(raised.value)
+            assert "holds packed INT8 weights" in str(raised.value) and "dequantize()" in str(raised.value)
         assert torch.equal(model(X), before)
 
 
@@ -182,6 +182,8 @@ def test_lora_of_a_model_that_does_not_say_it_is_quantized_is_refused(safe, dora
     with patches.applied("peft-merge-into-codes", *(["peft-dora-replaces-weight"] if dora else [])):
         model = peft.get_peft_model(base, config).eval()
         before = model(X)
-        with pytest.raises(NotImplementedError, match=r"0.base_layer' holds INT8 codes, .*'lora'.*is_loaded_in_8bit"):
+        with pytest.raises(
+            NotImplementedError, match=r"0.base_layer' holds packed INT8 weights, .*'lora'.*is_loaded_in_8bit"
+        ):
             model.merge_adapter(safe_merge=safe)
         assert torch.equal(model(X), before)

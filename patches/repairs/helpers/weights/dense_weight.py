@@ -65,7 +65,7 @@ def dtype_of(layer: Any) -> torch.dtype:
 
 
 def is_codes(layer: Any) -> bool:
-    """Whether the weight of ``layer`` is INT8 codes."""
+    """Whether the weight of ``layer`` is packed INT8 weights."""
     import torch
     from bitsandbytes.nn import Int8Params
 
@@ -73,7 +73,7 @@ def is_codes(layer: Any) -> bool:
 
 
 def is_plain_codes(layer: Any, weight: Tensor) -> bool:
-    """Whether ``weight`` is INT8 codes of ``layer`` in a plain parameter, as FSDP2 gathers them."""
+    """Whether ``weight`` is packed INT8 weights of ``layer`` in a plain parameter, as FSDP2 gathers them."""
     import torch
 
     if weight.dtype != torch.int8:
@@ -92,7 +92,7 @@ def of_plain_codes(layer: Any, weight: Tensor) -> Tensor:
 
 
 def weight_or_dense(layer: Any, weight: Tensor) -> Tensor:
-    """``weight``, dequantized if it is INT8 codes of ``layer`` in a plain parameter."""
+    """``weight``, dequantized if it is packed INT8 weights of ``layer`` in a plain parameter."""
     return of_plain_codes(layer, weight) if is_plain_codes(layer, weight) else weight
 
 
@@ -116,7 +116,7 @@ def unless_codes(layer: Any, tuner: Any) -> Any:
     if not hasattr(layer, "weight"):
         return layer
     if is_codes(layer) or is_plain_codes(layer, layer.weight):
-        _refuse(layer, "INT8 codes", tuner)
+        _refuse(layer, "packed INT8 weights", tuner)
     if four_bit_state.is_packed(layer.weight) or _is_sharded(layer):
         _refuse(layer, "packed 4-bit weights", tuner)
     return layer
@@ -148,11 +148,11 @@ def refuse_no_merge(method: str) -> Rewrite:
 
 def _refuse(layer: Any, what: str, tuner: Any) -> NoReturn:
     name = type(tuner).__module__.partition("peft.tuners.")[2].partition(".")[0]
-    own = "set is_loaded_in_8bit or is_loaded_in_4bit = True on the model before the adapter is added, or " * (
-        name == "lora"
+    which = f"the tuner {name!r}" if name else "a tuner"
+    said = (
+        f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds {what}, and {which} of peft merges into unquantized "
+        "weights only. Call dequantize() on the base model, load the adapter onto that, and merge there"
     )
-    raise NotImplementedError(
-        f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds {what}, and {f'the tuner {name!r}' if name else 'a tuner'} "
-        f"of peft merges into unquantized weights only: {own}call dequantize() on the base model before the adapter is added, "
-        "load the adapter onto that, and merge there"
-    )
+    if name == "lora":
+        said += ". Or set is_loaded_in_8bit (or is_loaded_in_4bit) = True on the model before the adapter is added"
+    raise NotImplementedError(said)
