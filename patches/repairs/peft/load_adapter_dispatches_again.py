@@ -8,19 +8,21 @@ If the device map of a model names the CPU or the disk, ``PeftModel.from_pretrai
 - What was in CPU memory is moved to the device if it has room at the moment. The user's device map is lost.
 - Or the adapters are offloaded too, and nothing is trained.
 - A folder that accelerate wrote (``dispatch_model``, ``disk_offload``) has no ``safetensors_file``: ``KeyError``.
+- ``AutoPeftModel.from_pretrained(..., device_map=...)`` loads the base model by that map and dispatches it again by the same
+  map, whose names the model under the adapter no longer has: ``KeyError``, or a weight on meta without a value.
 - ``load_adapter`` alone, which the Trainer calls to resume and to load the best model, dispatches a model that still
   has its hooks.
 
 All releases.
 
 With the repair the model stays dispatched as it is, and the adapters go where their layers run
-(``peft-adapters-on-meta``). If you pass a ``device_map`` or ``max_memory``, the model is dispatched with it, as
-before. So is a model without hooks.
+(``peft-adapters-on-meta``). If you pass a ``device_map`` or ``max_memory`` to ``PeftModel.from_pretrained`` or
+``load_adapter``, the model is dispatched with it, as before. So is a model without hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
@@ -33,6 +35,17 @@ if TYPE_CHECKING:
 def stays(model: Module, asked: Mapping[str, Any]) -> bool:
     """Whether ``model`` is offloaded and nobody asks for another way."""
     return not {"device_map", "max_memory"} & asked.keys() and offloaded.offloaded(model)
+
+
+def on_base(from_pretrained: Callable[..., Any], base_model: Module) -> Callable[..., Any]:
+    """``PeftModel.from_pretrained`` for ``AutoPeftModel``, by whose map ``base_model`` was loaded."""
+    if not offloaded.offloaded(base_model):
+        return from_pretrained
+
+    def without_map(*args: Any, device_map: Any = None, max_memory: Any = None, **options: Any) -> Any:
+        return from_pretrained(*args, **options)
+
+    return without_map
 
 
 def defect() -> Finding:
@@ -86,6 +99,12 @@ PATCH = Patch(
             find='getattr(self, "hf_device_map", None) is not None',
             replace='getattr(self, "hf_device_map", None) is not None and not _patches_stays(self, kwargs)',
             names=_NAMES,
+        ),
+        Rewrite(
+            "peft.auto:_BaseAutoPeftModel.from_pretrained",
+            find="cls._target_peft_class.from_pretrained",
+            replace="_patches_on_base(cls._target_peft_class.from_pretrained, base_model)",
+            names={"_patches_on_base": on_base},
         ),
         Rewrite(
             "peft.mixed_model:PeftMixedModel.from_pretrained",

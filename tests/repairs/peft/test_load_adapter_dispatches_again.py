@@ -13,7 +13,7 @@ import torch
 import patches
 from patches.engine.gate import satisfied
 from patches.repairs.helpers.offload import offloaded as helper
-from tests.repairs.peft.offloading import KINDS, assert_same, logits, lora, offloaded, step, ways, whole
+from tests.repairs.peft.offloading import KINDS, assert_same, logits, lora, offloaded, quantization, step, ways, whole
 
 pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -68,6 +68,21 @@ def test_load_adapter(kind, way, adapter, base, device):
         assert_same(step(got), step(expected))
         for model in (got, expected):
             model.set_adapter("second")
+        assert torch.equal(logits(got), logits(expected))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_base_and_adapter_in_one_call(kind, base, tmp_path):
+    """``AutoPeftModel`` gives its device map to the base model alone."""
+    with patches.applied():
+        lora(whole(base, "plain"), target_modules=["q_proj", "down_proj"]).save_pretrained(tmp_path)
+        load = peft.AutoPeftModelForCausalLM.from_pretrained
+        disk = {"": "cpu", "model.layers.1": "disk"}
+        got, expected = (
+            load(tmp_path, device_map=places, offload_folder=tmp_path / "off", **quantization(kind))
+            for places in (disk, {"": "cpu"})
+        )
+        assert got.get_base_model().model.layers[1].mlp.up_proj.weight.is_meta
         assert torch.equal(logits(got), logits(expected))
 
 
