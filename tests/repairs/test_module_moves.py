@@ -29,6 +29,16 @@ def test_a_subclass_goes_to_meta_and_back(layer, cls):
         assert type(made.weight) is cls and not made.weight.is_meta and made.weight.tag == "mine"
 
 
+def test_scales_that_alone_are_on_meta_have_no_values_after_a_move():
+    made = Embedding8bit(64, 64).to("cpu")
+    made.weight.SCB = made.weight.SCB.to("meta")
+    with patches.applied(EIGHT):
+        made.to("cpu")
+        assert made.weight.SCB.is_meta
+        with pytest.raises(RuntimeError, match="meta"):
+            made(torch.tensor([1]))
+
+
 def move(model):
     model.to("meta")
 

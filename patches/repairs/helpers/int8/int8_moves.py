@@ -53,9 +53,12 @@ def follow(layer: Any, weight: Any, address: int) -> None:
             holder.CB = codes.to(weight.device)
     for holder in holders:
         scale = getattr(holder, "SCB", None)
-        if scale is not None and scale.device != weight.device:
-            lost = int8_scales.is_lost(scale)
-            holder.SCB = torch.empty_like(scale, device=weight.device) if lost else scale.to(weight.device)
+        if scale is None or scale.device == weight.device:
+            continue
+        if not int8_scales.is_lost(scale):
+            holder.SCB = scale.to(weight.device)
+        elif not address:  # the weight was on meta as well: load_state_dict fills both
+            holder.SCB = torch.empty_like(scale, device=weight.device)
     if state is not None:
         int8_settled.settle_again(layer)  # the weight may be another object by now
 
