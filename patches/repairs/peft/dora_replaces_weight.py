@@ -9,7 +9,8 @@ silently becomes 127, as soon as the adapter is added. Affects DoRA on INT8 mode
 affected.
 
 The repair does not replace a weight that is already on its device. The parameter of a 4-bit layer stays the same
-object too.
+object too. Before its first forward an INT8 weight lists its packed weights twice, as data and as ``CB``. If a program
+has replaced the data alone, the new parameter had both from there, so the weight that stays gets them from there, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.int8 import int8_scales
 
 
 def defect() -> Finding:
@@ -54,7 +56,10 @@ PATCH = Patch(
             replace="""
                 if module.weight.device != device:
                     module.weight = module.weight.to(device)
+                else:
+                    _patches_codes_of_data(module.weight)
             """,
+            names={"_patches_codes_of_data": int8_scales.take_codes_of_data},
         ),
     ),
     defect=defect,

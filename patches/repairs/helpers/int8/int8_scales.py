@@ -74,6 +74,17 @@ def put(weight: Any, codes: Tensor | None, scale: Tensor | None) -> None:
     weight.CB, weight.SCB = codes, scale
 
 
+def take_codes_of_data(weight: Any) -> None:
+    """Let a weight that has not settled list the packed weights that it holds, as ``weight.to(weight.device)`` would."""
+    import torch
+
+    if torch.compiler.is_compiling() or not is_int8(weight) or weight.is_meta:
+        return
+    codes = vars(weight).get("CB")
+    if codes is not None and codes.data_ptr() != weight.data_ptr():
+        weight.CB = weight.data
+
+
 def is_lost(scale: Tensor | None) -> bool:
     """Whether ``scale`` holds no values: absent, or on the meta device."""
     return scale is None or scale.device.type == "meta"
