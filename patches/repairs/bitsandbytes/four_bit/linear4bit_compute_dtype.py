@@ -16,6 +16,9 @@ float32, also with the repair, because that loses nothing. If it was bfloat16, t
 float32, bfloat16 inputs in bfloat16, and others in the ``compute_dtype``. The first eager forward stores the dtype of
 its input on the layer for this.
 
+0.50 has no kernel for float64 and computes garbage, silently. A float64 input of a layer without ``compute_dtype`` is computed
+in float32 there if no gradient is asked for, as it was after a first float32 input. 0.49 raises an error.
+
 A layer that stored a dtype before ``apply()`` keeps it, because nothing shows whether the user set it.
 """
 
@@ -70,6 +73,14 @@ def _dtype_of_product(layer: Linear4bit, x: torch.Tensor) -> torch.dtype:
     return given
 
 
+def _asks_gradients(layer: Linear4bit, x: torch.Tensor) -> bool:
+    """Whether the weight is dequantized for the product, which knows every dtype."""
+    import torch
+
+    bias = layer.bias
+    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+
+
 def defect() -> Finding:
     import torch
     from bitsandbytes.nn import Linear4bit
@@ -112,6 +123,17 @@ PATCH = Patch(
             replace="x.to(_patches_dtype_of_product(self, x))",
             names={"_patches_dtype_of_product": _dtype_of_product},
             when="bitsandbytes<0.47",
+        ),
+        Rewrite(
+            FORWARD,
+            find="bias = self.bias",
+            replace="""
+                bias = self.bias
+                if x.dtype == torch.float64 and self.compute_dtype is None and not _patches_asks_gradients(self, x):
+                    x = x.float()
+            """,
+            names={"_patches_asks_gradients": _asks_gradients},
+            when="bitsandbytes>=0.50",
         ),
         # the bias follows the input, not the attribute that it was cast to
         Rewrite(

@@ -42,6 +42,14 @@ def same(one, two):
     return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, two))
 
 
+@pytest.mark.skipif(not satisfied("bitsandbytes>=0.50"), reason="0.49 refuses float64, older releases compute in it")
+def test_float64_without_a_gradient_is_computed_in_float32():
+    made, x = layer(), torch.randn(3, 64)
+    with patches.applied(ID), torch.no_grad():
+        expected, got = made(x), made(x.double())
+    assert got.dtype is torch.float64 and torch.equal(got.float(), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("compute", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("training", [True, False])
