@@ -165,7 +165,8 @@ def _quantized(base: Any) -> list[Tensor] | None:
         state = four_bit_state.of(weight)
         found = None if state is None else list(_statistics(state))
     elif isinstance(weight, Int8Params) and weight.dtype == torch.int8:
-        scale = int8_scales.find_scale(base)
+        read = int8_scales.current(weight, base.state)  # by the merge
+        scale = int8_scales.find_scale(base) if int8_scales.is_lost(read) else read
         found = None if scale is None else [scale]
     else:
         return None
@@ -190,9 +191,13 @@ def _is_what_was_merged(layer: Module, base: Module) -> bool:
 
 
 def _contents(base: Any, with_bias: bool) -> list[int] | None:
-    """A digest of each tensor of ``base`` that a merge changes."""
+    """A digest of each tensor of ``base`` that a merge changes, and how many values share a scale."""
     tensors = _quantized(base)
-    return None if tensors is None else [digest(t) for t in (*tensors, *([base.bias] if with_bias else ()))]
+    if tensors is None:
+        return None
+    state = four_bit_state.of(base.weight)
+    blocks = [] if state is None else [state.blocksize]
+    return [*blocks, *(digest(t) for t in (*tensors, *([base.bias] if with_bias else ())))]
 
 
 def digest(tensor: Tensor) -> int:
