@@ -29,10 +29,11 @@ ALWAYS = (
     "tests/test_contract.py",
     "tests/test_sources.py",
     "tests/harm/test_catalogue.py",
+    "tests/harm/matrix/test_matrix.py",
     "tests/programs/test_stack.py",
 )
-"""What every release runs: each reproducer of a defect of bitsandbytes, each rewrite, a third of the catalogue of harm, and
-one natural flow.
+"""What every release runs: each reproducer of a defect of bitsandbytes, each rewrite, a third of the catalogue of harm, the
+slice of the matrix with one layer of each family, and one natural flow.
 
 The catalogue on a processor with AVX512-BF16 (``tests/harm/test_packed.py``) is run on the newest. On an older one the
 reproducers are run on such a processor, and the tests of the patches whose source differs there.

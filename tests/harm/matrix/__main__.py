@@ -17,7 +17,9 @@ from .judge import ERROR, RIGHT, WRONG, Trace  # noqa: E402
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harm.matrix", description=__doc__)
-    parser.add_argument("--slice", action="store_true", help="only what make test runs")
+    parser.add_argument(
+        "--slice", action="store_true", help="each change with each layer and each reader once, as make test"
+    )
     parser.add_argument("--walks", type=int, default=2000, help="how many random walks (2000)")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the walks")
     parser.add_argument("--only", default="", help="only trials whose name contains this")
@@ -28,7 +30,10 @@ def main() -> int:
     asked = parser.parse_args()
     chosen = [trials.Trial.parse(name) for name in asked.trial]
     if not chosen:
-        whole = (*trials.named(), *(trials.fixed_slice() if asked.slice else trials.product())[:: asked.every])
+        whole = (
+            *trials.named(),
+            *((*trials.fixed_slice(), *trials.compiling()) if asked.slice else trials.product())[:: asked.every],
+        )
         chosen = [t for t in (*whole, *trials.walks(asked.seed, asked.walks)) if asked.only in str(t)]
     print(f"{len(chosen)} trials, walks of seed {asked.seed}", flush=True)
     running.prepare()

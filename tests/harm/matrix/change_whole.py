@@ -224,10 +224,10 @@ def bias_in_place(s: Subject) -> None:
     s.bias = s.bias * 3  # type: ignore[operator]
 
 
-@change("int8", "4bit")
+@change("int8")
 def shape_attributes(s: Subject) -> None:
     """Half of the rows, as pruning does."""
-    only(s.kind.family == "int8" and not s.adapter and s.bias is None)
+    only(not s.adapter and s.bias is None)
     layer = s.layer
     place = owner(s)
     layer.weight.data = layer.weight.data[: ROWS // 2].contiguous()

@@ -17,6 +17,10 @@ BY_NAME = {
         "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, "
         "an error hides it: a pickled or copied weight is no Params4bit, and a cast destroys packed weights"
     ),
+    r"^(nf4|fp4).*stored-.*cast_.* absmax_cut ": (
+        "bitsandbytes' kernels read beyond the end of an absmax that was cut, with the plugin and without; as is, a cast that "
+        "destroys the packed weights hides it"
+    ),
     r"^(nf4|fp4)-stored.*evaluated \+ (.* \+ )?weight_plain_codes": (
         "packed weights of another layer are read with the layer's own statistics, with the plugin and without; as is, the "
         "assertion of the repacking on AVX512-BF16 comes first"
@@ -29,8 +33,12 @@ BY_NAME = {
         "packed weights laid in one row raise an error in training; as is, an evaluation on AVX512-BF16 lays them anew, and "
         "the gradient of the input is wrong, silently"
     ),
-    r"^int8.*weight_fresh .*tied ": (
-        "as is, a head that is tied to a weight which a forward quantized quantizes its codes again, which no trial looks at"
+    r"^(nf4|fp4).*: (.* )?(on_cpu|on_cpu_ran|on_disk) .*(saved_by_torch|state_dict\w*)$": (
+        "the weight of an offloaded layer is read as a tensor on meta, as with nn.Linear: that is no number"
+    ),
+    r"^(nf4|fp4).* codebook_none ": (
+        "bitsandbytes' kernels ignore the code book, with the plugin and without; as is, DoRA replaces the weight in each forward, "
+        "which is an error without a code book"
     ),
     r"^(stable|embedding).* moved_to_meta | moved_to_meta .*(dequantize_by_peft|state_dict|saved_by_torch)": (
         "a weight on meta is read as a tensor on meta, as with nn.Embedding and nn.Linear: that is no number"
@@ -53,9 +61,9 @@ BY_NAME = {
         "bitsandbytes quantizes floats in a Linear8bitLt when it is moved, also under a forward of the user's; as is, a pickled "
         "weight is no Int8Params, because it has lost its class"
     ),
-    r"^(nf4|fp4).* absmax_on_meta .*(forward|prompt_tuning)": (
-        "bitsandbytes 0.49 computes NaN with an absmax on meta, with the plugin and without; as is, a batch of several rows "
-        "raises an error after an evaluation, which is repaired"
+    r"^(nf4|fp4).* absmax_on_meta .*(forward|prompt_tuning|save_whole|pickle_whole|deepcopy)": (
+        "bitsandbytes 0.49 and 0.50 compute NaN with an absmax on meta, with the plugin and without; as is, several rows after an "
+        "evaluation (0.49), and DoRA, which replaces the weight in each forward, raise an error first"
     ),
     r"^int8.*loads_partly": (
         "bitsandbytes-int8-codes-without-scales refuses codes that come in one load_state_dict(strict=False) and their "

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -17,10 +18,9 @@ from typing import Any
 import torch
 
 from .readers import READERS
-from .judge import ERROR, SPOILT, WRONG, Outcome, Trace, fault, run
+from .judge import ERROR, RIGHT, SPOILT, WRONG, Outcome, Trace, fault, run
 from .trials import Trial
 
-BATCH = 400
 SECONDS = 60
 """More than any trial takes; one that waits is an error."""
 _OURS = ("patches", "bnb_patches")
@@ -70,12 +70,11 @@ def _in_forks(trials: Iterable[Trial], begin: Callable[[], None]) -> Found:
     """The traces; a trial that ends its process is an error, and the rest runs in another."""
     left, found = list(dict.fromkeys(trials)), Found()
     while left:
-        batch = left[:BATCH] if len(left) < 2 * BATCH else left
-        told, finished = _fork(batch, begin)
-        for trial, trace in zip(batch, told):
+        told, finished = _fork(left, begin)
+        for trial, trace in zip(left, told):
             found[trial] = trace
-        if len(told) < len(batch) and not finished:
-            found[batch[len(told)]] = (Outcome(ERROR, "the process ended"),)
+        if len(told) < len(left) and not finished:
+            found[left[len(told)]] = (Outcome(ERROR, "the process ended"),)
             left = left[len(told) + 1 :]
         else:
             left = left[len(told) :]
@@ -110,6 +109,7 @@ def _fork(trials: Sequence[Trial], begin: Callable[[], None]) -> tuple[list[Trac
 
 def _serve(trials: Sequence[Trial], begin: Callable[[], None], send: int) -> None:
     torch.set_num_threads(1)
+    tempfile.tempdir = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), None)  # no disk to wait for
     logging.disable()
     warnings.simplefilter("ignore")
     begin()
@@ -142,6 +142,13 @@ def _late(*_: Any) -> None:
 # -- who did it ----------------------------------------------------------------------------------
 
 
+def judged(trials: Iterable[Trial], ids: Collection[str] = ()) -> tuple[Found, Found]:
+    """As is and patched. What shows nothing but right results patched cannot be worse, and is not run as is."""
+    after = patched(trials, ids)
+    doubtful = [trial for trial, trace in after.items() if any(outcome.what != RIGHT for outcome in trace or ())]
+    return as_is(doubtful), after
+
+
 def worse(before: Found, after: Found) -> dict[Trial, str]:
     """Why each trial is worse; not one whose layer computes the same wrong numbers as is.
 
@@ -168,7 +175,8 @@ def _until_error(trial: Trial, trace: Trace) -> list[Trial]:
     if step not in trial.steps[:-1]:
         return []
     steps = trial.steps[: trial.steps.index(step) + 1]
-    return [Trial(trial.kind, (*steps, end)) for end in ("forward", "forward_eval")]
+    ends = ("forward_tied",) if step == "tied" else ("forward", "forward_eval")
+    return [Trial(trial.kind, (*steps, end)) for end in ends]
 
 
 def _up_to_readers(trial: Trial) -> list[Trial]:
@@ -183,13 +191,11 @@ def _without_error(trial: Trial, trace: Any) -> list[Trial]:
     if step not in trial.steps:
         return []
     at = trial.steps.index(step)
-    short = (*trial.steps[:at], *trial.steps[at + 1 :])
-    if at < len(trial.steps) - 1:
-        return [
-            Trial(trial.kind, short),
-            *(Trial(trial.kind, (*short[:-1], end)) for end in ("forward", "forward_eval")),
-        ]
-    return [Trial(trial.kind, (*short, end)) for end in ("forward", "forward_eval", "state_dict")]
+    until, after = trial.steps[:at], trial.steps[at + 1 :]
+    found = [(*until, *after), *((*until, *after[:-1], end) for end in ("forward", "forward_eval"))] if after else []
+    if step in READERS:
+        found += [(*until, end) for end in ("forward", "forward_eval", "state_dict")]
+    return [Trial(trial.kind, steps) for steps in found]
 
 
 def _shows(why: str, trace: Trace) -> bool:

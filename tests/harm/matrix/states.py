@@ -135,7 +135,7 @@ def adapted(s: Subject, dora: bool) -> None:
     only(not s.adapter and not s.kind.embeds and not s.tied and s.call is None)
     s.root.is_loaded_in_8bit = s.kind.family == "int8"
     s.root.is_loaded_in_4bit = s.kind.family == "4bit"
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["layer"], init_lora_weights=False, use_dora=dora)
     s.root = get_peft_model(s.root, config)
     s.path = "base_model.model.layer.base_layer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,6 +58,13 @@ class Kind:
 
 def random(seed: int) -> torch.Tensor:
     """Float weights with rows of different size, as in trained models; each seed with other scales."""
+    with torch.inference_mode(False):  # the kept one is of no mode
+        kept = _random(seed)
+    return kept.clone()
+
+
+@functools.cache
+def _random(seed: int) -> torch.Tensor:
     weight = torch.randn(
         ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float32
     )
@@ -285,6 +293,8 @@ def four_bits(data: torch.Tensor, code: Any, shape: Any, blocksize: int, scales:
 def saved_weight(saved: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """What the tensors of a file stand for; ``name`` is the key of the weight."""
     data = saved[name].detach().as_subclass(torch.Tensor)
+    if data.is_meta:
+        return data
     packed = [key for key in saved if key.startswith(f"{name}.quant_state.")]
     if packed:
         said = json.loads(bytes(saved[packed[0]].tolist()))

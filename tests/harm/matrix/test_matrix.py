@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import product
 
 import pytest
 
-from . import decided, running, trials
+from tests.releases import is_newest
+
+from . import cover, decided, running, trials
 from .changes import CHANGES
-from .readers import READERS
 from .subject import KINDS
 
-WALKS = 250
+LAYERS = tuple(KINDS) if is_newest() else cover.LAYERS
+"""What the slice is about every day; before a release every layer on each release."""
+WALKS = 60 if is_newest() else 20
 SEED = int(os.environ.get("PATCHES_MATRIX_SEED", 0)) or int(time.time()) % 1_000_000
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials run in forks of one process")
@@ -23,54 +27,76 @@ def imported() -> None:
     running.prepare()
 
 
-def worse(before: running.Found, after: running.Found) -> dict[trials.Trial, str]:
-    """The trials that are worse, less those that are so on purpose."""
-    return {trial: why for trial, why in running.worse(before, after).items() if not decided.reason(trial, why)}
-
-
-def told(bad: dict[trials.Trial, str], before: running.Found) -> list[str]:
-    """What is worse and not known to be, shrunk where it is a walk, with the patches that do it alone."""
-    bad = {trial: why for trial, why in bad.items() if trial not in trials.still_worse()}
-    first = dict(list(bad.items())[:3])
-    alone = running.culprits(list(first), before) if first else {}
+def told(before: running.Found, after: running.Found) -> str:
+    """What is worse and not decided, shrunk where it is a walk, with the patches that do it alone."""
+    found = running.worse(before, {trial: after[trial] for trial in before})
+    bad = {trial: why for trial, why in found.items() if not decided.reason(trial, why)}
+    first = [*bad][:3]
+    alone = running.culprits(first, before) if first else {}
     lines = [f"{trial}\n    {why}\n    alone: {', '.join(alone.get(trial, [])) or '?'}" for trial, why in bad.items()]
     lines += [f"shrunk: {running.shrunk(trial)}" for trial in first if len(trial.steps) > 3]
-    return lines
+    return "\n".join(lines)
 
 
-@pytest.mark.release("two minutes as is and two patched; test_sees.py runs every day, on what was found before")
-def test_nothing_in_the_fixed_slice_gets_worse() -> None:
-    chosen = trials.fixed_slice()
-    before = running.as_is(chosen)
-    found = worse(before, running.patched(chosen))
-    repaired = set(trials.still_worse()) - found.keys()
-    assert not repaired, f"no longer worse: take them off {trials.STILL_WORSE.name}"
-    bad = told(found, before)
-    assert not bad, "worse with the plugin (python -m tests.harm.matrix 'TRIAL' shows one):\n" + "\n".join(bad)
+def not_reached(after: running.Found) -> list[tuple[str, str]]:
+    """The pairs of which each trial turned out to make no sense."""
+    reached = {pair for trial, trace in after.items() if trace is not None for pair in pairs(trial)}
+    return sorted({pair for trial in after for pair in pairs(trial)} - reached)
 
 
-@pytest.mark.release("a walk may meet what nobody has seen yet; test_sees.py runs every day")
+def pairs(trial: trials.Trial) -> set[tuple[str, str]]:
+    """Of a trial of :mod:`.cover`: its layer and its change, its change and its readers."""
+    _, change, *readers = trial.steps
+    return {(trial.kind, change), *((change, reader) for reader in readers)}
+
+
+def test_nothing_in_the_slice_gets_worse() -> None:
+    before, after = running.judged(trials.fixed_slice(LAYERS))
+    bad = told(before, after)
+    assert not bad, f"worse with the plugin (python -m tests.harm.matrix 'TRIAL' shows one):\n{bad}"
+    covering = {trials.Trial(kind, steps) for kind, steps in cover.cover(LAYERS)}
+    missed = not_reached({trial: trace for trial, trace in after.items() if trial in covering})
+    assert not missed, "no trial of these has sense (cover.makes_sense)"
+
+
 def test_nothing_in_random_walks_gets_worse() -> None:
+    walked(WALKS)
+
+
+@pytest.mark.release("the slice of every day, with fewer layers on older releases")
+def test_nothing_in_the_whole_slice_gets_worse() -> None:
+    whole = dict.fromkeys((*trials.fixed_slice(), *trials.compiling()))
+    bad = told(*running.judged(trial for trial in whole if trial not in set(trials.fixed_slice(LAYERS))))
+    assert not bad, bad
+
+
+@pytest.mark.release("a few walks every day")
+def test_nothing_in_more_walks_gets_worse() -> None:
+    walked(250)
+
+
+def walked(count: int) -> None:
     print(f"PATCHES_MATRIX_SEED={SEED}")
-    chosen = trials.walks(SEED, WALKS)
-    before = running.as_is(chosen)
-    bad = told(worse(before, running.patched(chosen)), before)
-    assert not bad, f"PATCHES_MATRIX_SEED={SEED}: worse with the plugin:\n" + "\n".join(bad)
+    bad = told(*running.judged(trials.walks(SEED, count)))
+    assert not bad, f"PATCHES_MATRIX_SEED={SEED}: worse with the plugin:\n{bad}"
 
 
-def test_the_slice_covers_each_change_with_each_layer_and_each_reader() -> None:
-    covered = {(trial.kind, step) for trial in trials.fixed_slice() for step in trial.steps[1:-1]}
-    read = {(step, trial.steps[-1]) for trial in trials.fixed_slice() for step in trial.steps[1:-1]}
-    special = ("forward_tied", "brought_back")  # of the states tied and offloaded
-    for change in CHANGES:
-        assert {kind for kind in KINDS if trials.meant(kind, change)} <= {k for k, c in covered if c == change}
-        quick = {name for name, reader in READERS.items() if not reader.slow and name not in special}
-        assert quick <= {reader for c, reader in read if c == change}
+@pytest.mark.parametrize("layers", [tuple(KINDS), cover.LAYERS], ids=["every", "one_of_each_family"])
+def test_the_slice_covers_each_change_with_each_layer_and_each_reader(layers: tuple[str, ...]) -> None:
+    """But for changes and readers that never go together, such as an optimizer's steps and packed weights."""
+    covered = {pair for kind, steps in cover.cover(layers) for pair in pairs(trials.Trial(kind, steps))}
+    assert {(kind, change) for kind, change in product(layers, CHANGES) if cover.meant(kind, change)} <= covered
+    assert {KINDS[kind].family for kind in layers} == {kind.family for kind in KINDS.values()}
+    left = {*product(CHANGES, cover.QUICK)} - covered
+    for change, reader in left:
+        kinds = [kind for kind in cover.LAYERS if cover.meant(kind, change)]
+        assert not any(cover.makes_sense(kind, state, change, reader) for kind, state in product(kinds, cover.DAILY))
+    assert len(left) <= 640, "a rule of cover.makes_sense that says too much leaves out what could run"
 
 
 def test_the_product_is_large_and_holds_what_was_found_once() -> None:
     assert len(trials.product()) >= 10_000
-    assert set(trials.named()) <= set(trials.fixed_slice())
+    assert set(trials.named()) <= set(trials.fixed_slice(LAYERS))
     for trial in trials.named():
         assert trials.Trial.parse(str(trial)) == trial
         assert trial.kind in KINDS

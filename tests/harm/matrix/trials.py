@@ -9,12 +9,13 @@ from functools import cache
 from itertools import product as every
 from pathlib import Path
 
+from . import cover
 from .changes import CHANGES
 from .readers import READERS
 from .states import STATES
 from .subject import CORE, KINDS
 
-FOUND, STILL_WORSE = (Path(__file__).with_name(name) for name in ("found.txt", "still_worse.txt"))
+FOUND = Path(__file__).with_name("found.txt")
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,6 @@ class Trial:
     def parse(cls, text: str) -> Trial:
         kind, _, steps = text.partition(": ")
         return cls(kind, tuple(steps.split(" + ")))
-
-
-def meant(kind: str, change: str) -> bool:
-    return KINDS[kind].family in CHANGES[change].families
 
 
 SLOW_STATES = ("compiled",)
@@ -56,7 +53,7 @@ def product() -> tuple[Trial, ...]:
     states = [state for state in STATES if state not in SLOW_STATES]
     quick = [name for name, reader in READERS.items() if not reader.slow]
     for at, kind in enumerate(KINDS):
-        changes = [change for change in CHANGES if meant(kind, change)]
+        changes = [change for change in CHANGES if cover.meant(kind, change)]
         for number, change in enumerate(changes):
             if kind not in CORE:
                 for turn in range(6):
@@ -86,39 +83,26 @@ def _add(found: dict[Trial, None], kind: str, state: str, change: str, reader: s
 @cache
 def named() -> tuple[Trial, ...]:
     """What was found wrong once."""
-    return _read(FOUND)
-
-
-@cache
-def still_worse() -> tuple[Trial, ...]:
-    """What is worse with the plugin and not repaired yet."""
-    return _read(STILL_WORSE)
-
-
-def _read(path: Path) -> tuple[Trial, ...]:
-    lines = path.read_text().splitlines()
+    lines = FOUND.read_text().splitlines()
     return tuple(Trial.parse(line) for line in lines if line and not line.startswith("#"))
 
 
 @cache
-def fixed_slice() -> tuple[Trial, ...]:
-    """What was found once, and each kind with each change, each change with each reader that is not slow."""
-    found: dict[Trial, None] = dict.fromkeys(named())
-    states = [state for state in STATES if state not in SLOW_STATES]
-    quick = [name for name, reader in READERS.items() if not reader.slow]
-    for number, change in enumerate(CHANGES):
-        kinds = [kind for kind in KINDS if meant(kind, change)]
-        for turn in range(max(len(kinds), len(quick))):
-            kind, reader = kinds[turn % len(kinds)], quick[(turn + number) % len(quick)]
-            _add(found, kind, states[(turn * 3 + number) % len(states)], change, reader)
-            if reader == "brought_back":  # which goes without a change
-                _add(found, kind, "ran", change, "forward")
-    for kind, state in every(CORE, STATES):
-        _add(found, kind, state, "nothing", "forward")
-    for kind, reader in every(("int8", "nf4"), READERS):
-        if READERS[reader].slow:
-            _add(found, kind, "ran", "nothing", reader)
+def fixed_slice(layers: tuple[str, ...] = tuple(KINDS)) -> tuple[Trial, ...]:
+    """What was found once; each of ``layers`` with each change, each change with each reader; each state."""
+    found = dict.fromkeys(named())
+    found |= {Trial(kind, steps): None for kind, steps in cover.cover(layers)}
+    found |= {Trial(kind, (state, "nothing", "forward")): None for kind, state in every(CORE, cover.DAILY)}
     return tuple(found)
+
+
+def compiling() -> tuple[Trial, ...]:
+    """What compiles, or writes a whole model, on what nothing was changed about."""
+    slow = [name for name, reader in READERS.items() if reader.slow]
+    return (
+        *(Trial(kind, ("compiled", "nothing", "forward")) for kind in CORE),
+        *(Trial(kind, ("ran", "nothing", reader)) for kind, reader in every(("int8", "nf4"), slow)),
+    )
 
 
 def walks(seed: int, count: int) -> tuple[Trial, ...]:
@@ -133,7 +117,7 @@ def walks(seed: int, count: int) -> tuple[Trial, ...]:
     found = []
     for _ in range(count):
         kind = draw.choice(kinds)
-        changes = [change for change in CHANGES if meant(kind, change)]
+        changes = [change for change in CHANGES if cover.meant(kind, change)]
         pools = draw.choices((changes, states, between), (5, 2, 2), k=draw.randint(2, 5))
         steps = [draw.choice(pool) for pool in pools]
         found.append(Trial(kind, (*steps, draw.choice(last))))
