@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from safetensors.torch import load_file, save_file
 
 from .states import only
-from .subject import Subject, saved_weight
+from .subject import Subject, four_bits, nested_scales
 
 from .reading import Shown, looks, reader, shown
 
@@ -28,6 +29,24 @@ def _state(s: Subject) -> dict[str, torch.Tensor]:
 
 def _stands_for(s: Subject, saved: dict[str, torch.Tensor]) -> Shown:
     return saved_weight(saved, "weight"), s.weight, max(s.slack, 1e-3 if s.kind.bits == 4 else 1e-5)
+
+
+def saved_weight(saved: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What the tensors of a file stand for; ``name`` is the key of the weight."""
+    data = saved[name].detach().as_subclass(torch.Tensor)
+    if data.is_meta:
+        return data
+    packed = [key for key in saved if key.startswith(f"{name}.quant_state.")]
+    if packed:
+        said = json.loads(bytes(saved[packed[0]].tolist()))
+        absmax = saved[f"{name}.absmax"]
+        if f"{name}.nested_absmax" in saved:
+            absmax = nested_scales(absmax, saved[f"{name}.nested_quant_map"], saved[f"{name}.nested_absmax"],
+                                   said["nested_blocksize"], said["nested_offset"])  # fmt: skip
+        return four_bits(data, saved[f"{name}.quant_map"], said["shape"], said["blocksize"], absmax.float())
+    if data.dtype == torch.int8:
+        return data.float() * saved[name.removesuffix("weight") + "SCB"].float().reshape(-1, 1) / 127
+    return data.float()
 
 
 @reader(whole=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -288,21 +287,3 @@ def four_bits(data: torch.Tensor, code: Any, shape: Any, blocksize: int, scales:
     indices = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)[:count]
     weight = code.float()[indices] * scales.repeat_interleave(blocksize)[:count]
     return weight.reshape(tuple(shape))
-
-
-def saved_weight(saved: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """What the tensors of a file stand for; ``name`` is the key of the weight."""
-    data = saved[name].detach().as_subclass(torch.Tensor)
-    if data.is_meta:
-        return data
-    packed = [key for key in saved if key.startswith(f"{name}.quant_state.")]
-    if packed:
-        said = json.loads(bytes(saved[packed[0]].tolist()))
-        absmax = saved[f"{name}.absmax"]
-        if f"{name}.nested_absmax" in saved:
-            absmax = nested_scales(absmax, saved[f"{name}.nested_quant_map"], saved[f"{name}.nested_absmax"],
-                                   said["nested_blocksize"], said["nested_offset"])  # fmt: skip
-        return four_bits(data, saved[f"{name}.quant_map"], said["shape"], said["blocksize"], absmax.float())
-    if data.dtype == torch.int8:
-        return data.float() * saved[name.removesuffix("weight") + "SCB"].float().reshape(-1, 1) / 127
-    return data.float()

@@ -107,30 +107,6 @@ def test_a_merge_is_what_it_was(kind, adapter, device):
 
 
 @torch.no_grad()
-def test_scales_that_were_replaced_before_the_first_forward_are_put_back(device):
-    """DoRA reads the weight when it is added, and gives the state its scales: a program finds and replaces them there."""
-    model = adapted("int8", "dora", device)
-    bases = [layer.get_base_layer() for layer in layers(model)]
-    for base in bases:
-        base.state.SCB = base.state.SCB * 2
-    doubled = [base.state.SCB for base in bases]
-    model.merge_adapter()
-    model.unmerge_adapter()
-    assert all(torch.equal(base.weight.SCB, scale) for base, scale in zip(bases, doubled))
-
-
-@torch.no_grad()
-def test_a_block_size_that_was_set_after_the_merge_makes_another_weight(device):
-    model = adapted("nf4", "lora", device)
-    own = bits(model)
-    model.merge_adapter()
-    for layer in layers(model):
-        layer.get_base_layer().weight.quant_state.blocksize *= 2
-    model.unmerge_adapter()
-    assert not same(bits(model), own), "what was before the merge is no answer"
-
-
-@torch.no_grad()
 def test_one_packed_copy_in_memory_until_the_unmerge(kind, device):
     model = adapted(kind, "lora", device)
     packed = sum(layer.base_layer.weight.untyped_storage().nbytes() for layer in layers(model))
