@@ -161,7 +161,7 @@ def inspect(model: Any, optimizer: Any = None) -> Inspection:
     model:
         Any ``torch.nn.Module``: of transformers, wrapped by peft, dispatched by accelerate, compiled, or plain.
     optimizer:
-        Its ``torch.optim.Optimizer``. After ``zero_grad()`` it alone knows which parameters got no gradient.
+        Its ``torch.optim.Optimizer``. After ``zero_grad()`` only the optimizer knows which parameters got no gradient.
 
     Raises
     ------
@@ -232,7 +232,7 @@ def compile_options(
     dynamic: bool | None = None,
     sample_packing: bool = False,
 ) -> CompileOptions:
-    """Inductor options for ``torch.compile``, checked against the installed torch; it is imported.
+    """Inductor options for ``torch.compile``, checked against the installed torch, which the call imports.
 
     Three ways to use what is returned::
 
@@ -245,18 +245,18 @@ def compile_options(
 
     The `with` covers the ``torch.compile`` calls made in it by the thread that entered it; what they return
     keeps the options, also for what is compiled later and in another thread. At its end ``torch.compile`` is
-    as before. Meanwhile ``patches.report().features`` shows it, and ``patches.revert()`` takes it out.
+    as before. Meanwhile ``patches.report().features`` shows it, and ``patches.revert()`` ends it.
 
     Parameters
     ----------
     options:
         Any of :data:`patches.features.compile_options.ALLOWED`, by name.
     mode:
-        A mode of ``torch.compile``, which refuses it beside options: its own options are merged, below these.
+        A mode of ``torch.compile``, which refuses a mode beside options. The options of the mode are added; ``options`` wins.
     dynamic:
-        As in ``torch.compile``, and passed on to it if given; a `with` leaves it to the calls in it.
+        As in ``torch.compile``, to which it is passed. It has no effect on a `with`: each call inside passes its own.
     sample_packing:
-        Say so if batches are packed: it warns about ``triton.cudagraphs``, as dynamic shapes do.
+        True if batches are packed and their shapes vary: ``triton.cudagraphs`` gives a warning, as with dynamic shapes.
 
     Raises
     ------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+
+import pytest
 
 import patches
 from tests.test_docs import ROOT, sources
@@ -33,3 +36,12 @@ def test_the_commands_and_their_options_are_promised():
     assert set(re.findall(r"^## python -m patches (\w+)$", helped, re.M)) == promised("commands")
     (line,) = (line for line in sources()["stability.md"].splitlines() if line.startswith("| options of commands"))
     assert set(re.findall(r"(--\w+)", line)) | {"--help"} == set(re.findall(r"(--\w+)\b", helped))
+
+
+@pytest.mark.parametrize("name", sorted(promised("functions of `patches`")))
+def test_every_argument_and_error_of_a_public_function_is_documented(name):
+    function = getattr(patches, name)
+    said = str(inspect.getdoc(function))
+    named = [each for each in inspect.signature(function).parameters if each != "ids"]
+    assert not [each for each in named if not re.search(rf"^{each}:$", said, re.M)]
+    assert "\nRaises\n------\n" in said or "An unknown id is a ``KeyError``" in said

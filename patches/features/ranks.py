@@ -24,9 +24,14 @@ class RanksDiffer(RuntimeError):
 def check_ranks(group: ProcessGroup | None = None) -> Report:
     """Compare package versions and patch states of all ranks; call it before training starts.
 
-    A collective operation, over any backend: every rank of ``group`` (default: all) must call it. Call
-    it after the imports of the training script, so that no patch is still waiting for one. A process on
-    its own (``WORLD_SIZE`` unset or 1) has nothing to compare with and passes.
+    A collective operation, over any backend: every rank of ``group`` must call it. Call it after the imports of the
+    training script, so that no patch is still waiting for one. A process on its own (``WORLD_SIZE`` unset or 1) has
+    nothing to compare with and passes.
+
+    Parameters
+    ----------
+    group:
+        The ``torch.distributed.ProcessGroup`` to compare; by default all ranks.
 
     Returns
     -------
