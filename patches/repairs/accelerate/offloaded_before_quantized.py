@@ -34,9 +34,10 @@ def _moved(module: Module, name: str, old: Tensor, device: int | str | torch.dev
     """``old.to(device)``, or the parameter ``name`` of ``module`` on meta and not quantized."""
     import torch
 
-    kept = _kept_weights(module, name, old) if torch.device(device).type == "meta" else None
+    to_meta = torch.device(device).type == "meta"
+    kept = _kept_weights(module, name, old) if to_meta else None
     if kept is None:
-        return old.to(device, **how)
+        return old if to_meta and old.is_meta else old.to(device, **how)  # not a copy of what is there already
     # accelerate hands the attributes of the old parameter to the new one.
     module._parameters[name] = like(old, old.data, quant_state=None, bnb_quantized=False)
     return torch.empty_like(kept, device="meta")

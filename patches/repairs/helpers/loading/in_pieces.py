@@ -22,6 +22,13 @@ OF_INT8 = 2**18
 """The same for INT8, which takes less memory and time for each value."""
 
 
+def creating(quantizer: Any, weight: Tensor) -> Callable[..., Any]:
+    """``create_quantized_param`` of transformers 4, which makes the weight that a model has of ``weight``."""
+    create: Callable[..., Any] = quantizer.create_quantized_param
+    size = OF_INT8 if quantizer.quantization_config.load_in_8bit else OF_4_BITS
+    return create if quantizer.pre_quantized or weight.numel() < 2 * size else calling(create)
+
+
 def calling(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, in which a large weight that is quantized on a CPU is quantized in pieces."""
 
@@ -53,11 +60,31 @@ def _inside(operations: list[Any]) -> Iterator[None]:
     """In which large weights that ``operations`` convert on a CPU are quantized in pieces; reading stays without a mode."""
     try:
         for operation in operations:
-            operation.convert = calling(operation.convert)
+            operation.convert = _of_large(operation)
         yield
     finally:
         for operation in operations:
             vars(operation).pop("convert", None)
+
+
+def _of_large(operation: Any) -> Callable[..., Any]:
+    """``operation.convert``, in the mode if a weight is large: there every operation of torch takes more time."""
+    convert: Callable[..., Any] = operation.convert
+    name = type(operation).__name__
+    if name.endswith("Deserialize"):  # packed already
+        return convert
+    least = 2 * (OF_INT8 if name == "Bnb8bitQuantize" else OF_4_BITS)
+
+    @functools.wraps(convert)
+    def converted(tensors: Any, *args: Any, **options: Any) -> Any:
+        large = any(_values(value) >= least for value in tensors.values())
+        return (calling(convert) if large else convert)(tensors, *args, **options)
+
+    return converted
+
+
+def _values(tensors: Any) -> int:
+    return sum(map(_values, tensors)) if isinstance(tensors, (list, tuple)) else int(tensors.numel())
 
 
 @functools.cache

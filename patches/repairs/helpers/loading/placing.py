@@ -15,6 +15,7 @@ from ..experts.found import is_one, is_quantized
 from ..int8 import int8_scales
 from ..offload import offload_maps
 from ..process import freed
+from ..weights.parameters import like
 from . import divided, experts_on_disk, packed_files, places, said, several_names
 from .places import Places
 from .quantizers import quantizes
@@ -26,18 +27,19 @@ if TYPE_CHECKING:
 
 def device_of(get_device: Callable[..., Any], device_map: Any, name: str, model: Any, quantizer: Any) -> Any:
     """Where the tensor of the checkpoint for ``name`` is read to."""
-    if isinstance(device_map, Places) and (
-        quantizer.param_needs_quantization(model, name) or _are_experts_to_quantize(model, name, quantizer)
-    ):
-        if places.is_offloaded(device_map, name.rpartition(".")[0]):
-            return device_map.computes_at(name)
+    if isinstance(device_map, Places) and places.is_offloaded(device_map, name.rpartition(".")[0]):
+        at = device_map.computes_at(name)
+        if at == "cpu":  # so it is for what is not quantized, too
+            return at
+        if quantizer.param_needs_quantization(model, name) or _are_experts_to_quantize(model, name, quantizer):
+            return at
     return get_device(device_map, name, valid_torch_device=True)
 
 
 def _are_experts_to_quantize(model: Any, name: str, quantizer: Any) -> bool:
     if quantizer.pre_quantized or not asked_for.now():
         return False
-    parameter = model.get_submodule(name.rpartition(".")[0])._parameters.get(name.rpartition(".")[2])
+    parameter = places.owner(model, name)._parameters.get(name.rpartition(".")[2])
     return parameter is not None and is_one(model, name, parameter)
 
 
@@ -105,7 +107,7 @@ def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
 
     def set_param_for_module(model: Any, name: str, weight: Any, *also: Any) -> None:
         path, _, own = name.rpartition(".")
-        leaves = on_disk(device_map, name) and own in model.get_submodule(path)._parameters
+        leaves = on_disk(device_map, name) and own in places.owner(model, name)._parameters
         if is_packed(weight) and not leaves and places.is_offloaded(device_map, path):
             weight = on_the_cpu(weight)
         upstream(model, name, weight, *also)
@@ -147,9 +149,25 @@ def leave(device_map: Places, model: Module, name: str, weight: Any) -> None:
     scales = int8_scales.of(weight)
     if scales is not None:
         device_map.scales[device_map.root + _scales_of(name)] = scales.detach().to("cpu")
-    _unmark(weight)
-    set_module_tensor_to_device(model, name, "meta")
-    vars(model.get_parameter(name))["_is_hf_initialized"] = True
+    module, own = places.owner(model, name), name.rpartition(".")[2]
+    old: Any = module._parameters[own]
+    if type(old).__name__ in ("Params4bit", "Int8Params"):
+        module._parameters[own] = _on_meta(old)
+    else:
+        _unmark(old)
+        set_module_tensor_to_device(module, own, "meta")
+    vars(module._parameters[own])["_is_hf_initialized"] = True
+
+
+def _on_meta(packed: Any) -> Any:
+    """``packed`` there, as accelerate moves it, in one step: it makes several parameters on the way."""
+    import torch
+
+    empty = torch.empty_strided(packed.shape, packed.stride(), dtype=packed.dtype, device="meta")
+    held: dict[str, Any] = {key: value.to("meta") for key, value in vars(packed).items() if torch.is_tensor(value)}
+    if "module" in vars(packed):
+        held["module"] = None  # that would quantize it
+    return like(packed, empty, **held)
 
 
 def _unmark(weight: Tensor) -> None:

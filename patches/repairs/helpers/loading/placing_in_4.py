@@ -87,9 +87,9 @@ def placed(
     if also:  # up to 4.56, where it raises an error for a checkpoint without statistics
         quantizer.check_quantized_param(model, tensor, name, *also[:1])
     where = device_map.computes_at(weight) if offloaded else device_map.at(weight)
-    in_pieces.calling(quantizer.create_quantized_param)(model, tensor, name, where, *also)
-    made = model.get_parameter(weight)
-    if offloaded and not made.is_meta and placing.is_packed(made):
+    in_pieces.creating(quantizer, tensor)(model, tensor, name, where, *also)
+    made = places.owner(model, weight)._parameters["weight"] if offloaded else None
+    if made is not None and not made.is_meta and placing.is_packed(made):
         _send(device_map, model, weight, made, files if quantizer.pre_quantized else None)
         freed.quantized(made)
     return True
@@ -102,10 +102,9 @@ def is_placed(device_map: Any, is_safetensors: bool) -> bool:
 
 def _place(device_map: Places, model: Module, name: str, tensor: Tensor, files: Any, load: Any) -> None:
     """A tensor that is not quantized."""
-    path, _, own = name.rpartition(".")
     at = device_map.at(name)
     load(model, name, tensor.to("cpu" if at == "disk" else at))
-    if at == "disk" and own in model.get_submodule(path)._parameters:
+    if at == "disk" and name.rpartition(".")[2] in places.owner(model, name)._parameters:
         _leave(device_map, model, name, tensor, files)
 
 
@@ -121,8 +120,7 @@ def _send(device_map: Places, model: Module, name: str, weight: Tensor, files: A
     if placing.on_disk(device_map, name):
         _leave(device_map, model, name, weight, files)
     elif weight.device.type != "cpu":
-        path, _, own = name.rpartition(".")
-        model.get_submodule(path)._parameters[own] = weight.to("cpu")  # type: ignore[assignment]
+        places.owner(model, name)._parameters["weight"] = weight.to("cpu")  # type: ignore[assignment]
 
 
 def _leave(device_map: Places, model: Module, name: str, tensor: Tensor, files: Any) -> None:
