@@ -1,6 +1,6 @@
 """What every patch must do, over the whole registry and on the releases that are installed.
 
-Each test runs in fresh processes, because what is tested is the state of a process. ``ONLY=ID`` takes one patch in place
+Each test runs in fresh processes, because what is tested is the state of a process. ``PATCH=ID`` takes one patch in place
 of all.
 """
 
@@ -26,7 +26,7 @@ from tests import processor, releases
 from tests.snapshot import SNAPSHOT
 from tools import drift
 
-ALL = [REGISTRY.patches[i] for i in os.environ.get("ONLY", "").split()] or list(REGISTRY.patches.values())
+ALL = [REGISTRY.patches[i] for i in os.environ.get("PATCH", "").split()] or list(REGISTRY.patches.values())
 HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
 """Those for the installed releases."""
 
@@ -74,7 +74,7 @@ BUT_REVERTED = PHASES[:-1]
 def verified(fresh, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
     """The rows of ``verify`` in a process that runs on the processor ``kind``."""
     if not ids:
-        pytest.skip("ONLY names no patch that this is about")
+        pytest.skip("PATCH names no patch that this is about")
     said = fresh(VERIFY, " ".join(phases), *ids, **{processor.VARIABLE: kind})
     rows = json.loads(said.splitlines()[-1])["rows"]
     wrong = [f"{row['id']}: {row['reason']}{drift.forgotten(row)}" for row in rows if row["verdict"] == "wrong"]

@@ -80,7 +80,7 @@ NEXT = """\
 Next (docs/add.md):
   .venv/bin/python -m patches verify {id}
   say what a user sees: patches/features/symptoms.json, "patches" and "messages"; its keys: patches/features/symptoms.py
-  its contract, in the environment of CONTRIBUTING.md: ONLY={id} .venv/bin/python -m pytest tests/test_contract.py
+  its contract, in the environment of CONTRIBUTING.md: PATCH={id} .venv/bin/python -m pytest tests/test_contract.py
   make figures readme docs test, and a line in CHANGELOG.md"""
 
 
