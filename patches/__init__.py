@@ -34,7 +34,8 @@ def _ours() -> ModuleType:
         spec = PathFinder.find_spec(_NAME, [_ROOT])
         if spec is None or spec.loader is None:
             raise ImportError(
-                f"the installation of bnb-patches is incomplete: {_NAME} is missing in {_ROOT}. Run `pip install --force-reinstall bnb-patches`"
+                f"the installation of bnb-patches is incomplete: {_NAME} is missing in {_ROOT}. "
+                "Run `pip install --force-reinstall bnb-patches`"
             )
         sys.modules[_NAME] = module = importlib.util.module_from_spec(spec)
         try:

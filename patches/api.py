@@ -206,7 +206,8 @@ def quantize_experts(model: Any = None) -> Any:
     ----------
     model:
         A ``PreTrainedModel`` of transformers 5, loaded with ``BitsAndBytesConfig(load_in_4bit=True)`` or
-        ``load_in_8bit=True``. Without it, the call gives a context manager for models that are loaded inside of it, in the same thread.
+        ``load_in_8bit=True``. Without it, the call gives a context manager for models that are loaded inside
+        of it, in the same thread.
 
     Raises
     ------
@@ -252,7 +253,8 @@ def compile_options(
     options:
         Any of :data:`patches.features.compile_options.ALLOWED`, by name.
     mode:
-        A mode of ``torch.compile``, which refuses a mode beside options. The options of the mode are added; ``options`` wins.
+        A mode of ``torch.compile``, which refuses a mode beside options. The options of the mode are added;
+        ``options`` wins.
     dynamic:
         As in ``torch.compile``, to which it is passed. It has no effect on a `with`: each call inside passes its own.
     sample_packing:

@@ -35,8 +35,8 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
         if codes is not None and prefix + "SCB" not in state_dict and not _known(layer, codes, local_metadata):
             lists[-1].append(
                 f"While loading the INT8 weight {prefix + 'weight'!r}: the state dict has no {prefix + 'SCB'!r}, "
-                "its row scales. Load model.state_dict() of a quantized model, which has weight and scales; named_parameters() "
-                "has no scales. (With broadcast_from_rank0, only rank 0 passes a state dict.)"
+                "its row scales. Load model.state_dict() of a quantized model, which has weight and scales; "
+                "named_parameters() has no scales. (With broadcast_from_rank0, torch gives scales to rank 0 only.)"
             )
             return
         if codes is not None and _would_be_cut_off(layer, codes, local_metadata):
@@ -48,8 +48,8 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
         if codes is not None and prefix + "SCB" in state_dict and _not_quantized(layer, codes, local_metadata):
             lists[-1].append(
                 f"While loading the INT8 weight {prefix + 'weight'!r}: Loading a quantized checkpoint into non-quantized "
-                f"{type(layer).__name__} is not supported: its weight is {layer.weight.dtype}. Move the layer to a device first, "
-                "which quantizes it, or call load_state_dict(..., assign=True)"
+                f"{type(layer).__name__} is not supported: its weight is {layer.weight.dtype}. Move the layer to a "
+                "device first, which quantizes it, or call load_state_dict(..., assign=True)"
             )
             return
         load(state_dict, prefix, local_metadata, strict, *lists)

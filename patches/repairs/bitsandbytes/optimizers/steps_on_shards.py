@@ -110,7 +110,8 @@ def local(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float = 0.0) 
     if not all(state is None or _is_sharded(state) for state in states):
         raise ValueError(
             f"An optimizer state of a sharded parameter of shape {tuple(p.shape)} is not sharded. To load the state dict "
-            "of a single process, use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True."
+            "of a single process, use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with "
+            "full_state_dict=True."
         )
     own = p.to_local()
     if not own.is_contiguous():

@@ -98,7 +98,8 @@ def refuse_codes(layer: Any, weight: Tensor) -> None:
     if not quantized or weight.numel() == 0 or weight.is_meta:
         return
     message = (
-        "the weight of {} was replaced by integers up to 127 in floating point: these are packed INT8 weights that were cast, not the values of the weight. "
+        "the weight of {} was replaced by integers up to 127 in floating point: these are packed INT8 weights that "
+        "were cast, not the values of the weight. "
         "Assign the values: packed * SCB[:, None] / 127"
     )
     if torch.compiler.is_compiling():
