@@ -19,8 +19,8 @@ bits to 8 as a step of the optimizer rounds, text of any length. Packed weights 
 those of the model bit for bit. Otherwise every rank raises an error that names the layer, and the packed weights of
 the model stay as they were.
 
-Ranks with and without the plugin make different plans. The first rank, which receives all plans, warns when it saves,
-and raises an error when it loads, because some ranks would not load the quantization states.
+Ranks with and without the plugin make different plans. A rank with the plugin then warns when it saves, and raises an
+error when it loads, because some ranks would not load the quantization states.
 
 What it costs: a look at each name. A tensor that is converted is in memory twice while it is read.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,12 @@ def silent(about: str, patience: timedelta = SHORT) -> list[int]:
     except RuntimeError:  # dist.DistStoreError: time is up
         return [rank for rank in ranks if not store.check([_key(about, rank)])]
     return []
+
+
+def absent(about: str, ranks: Iterable[int]) -> list[int]:
+    """Those of ``ranks`` that have not said anything about that, where all of them have been there."""
+    store = _store()
+    return [rank for rank in ranks if not store.check([_key(about, rank)])]
 
 
 def all_agree(mine: bool, about: str, here: str) -> bool:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ....engine import Rewrite
 from ..optimizers import optimizer_bits
 from ..weights.own_codes import same_bits
+from . import checkpoint_plans
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,6 +164,7 @@ def settle(planner: Any) -> None:
     """Put what was read into stand-ins where it belongs; raises if codes came without what they are read with."""
     import torch
 
+    checkpoint_plans.refuse(planner)
     found: tuple[dict[str, Any], list[Settle]] | None = getattr(planner, _ATTRIBUTE, None)
     if found is None:
         return
