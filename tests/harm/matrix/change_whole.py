@@ -168,18 +168,21 @@ def saved_and_loaded_whole(s: Subject) -> None:
 @change("int8", "4bit")
 def class_of_plain_layer(s: Subject) -> None:
     """Dequantized in place: the class of the weight stays, that of the layer does not."""
+    only(s.weight.isfinite().all())  # it still has a meaning
     s.layer.weight.data = s.weight.clone()
     s.layer.__class__ = nn.Linear
 
 
 @change("int8", "4bit")
 def class_and_parameter_of_plain_layer(s: Subject) -> None:
+    only(s.weight.isfinite().all())
     s.layer.weight = nn.Parameter(s.weight.clone(), requires_grad=False)
     s.layer.__class__ = nn.Linear
 
 
 @change("int8", "4bit")
 def forward_of_its_own(s: Subject) -> None:
+    only(s.weight.isfinite().all())
     layer = s.layer
     layer.weight.data = s.weight.clone()
     layer.forward = lambda x: nn.functional.linear(x, layer.weight.to(x.dtype), layer.bias)

@@ -16,7 +16,7 @@ from .subject import KINDS
 
 LAYERS = tuple(KINDS) if is_newest() else cover.LAYERS
 """What the slice is about every day; before a release every layer on each release."""
-WALKS = 60 if is_newest() else 20
+WALKS = 40 if is_newest() else 15
 SEED = int(os.environ.get("PATCHES_MATRIX_SEED", 0)) or int(time.time()) % 1_000_000
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials run in forks of one process")
