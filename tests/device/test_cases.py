@@ -17,7 +17,9 @@ from tests.device import build
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("device", "moves", "offload", "memory", "faults")
-MODELS = ("models", "adapters", "settled", "experts", "loading", "loading_maps", "loading_memory", "bytes")
+MODELS = (
+    "models", "adapters", "settled", "experts", "loading", "loading_maps", "loading_memory", "loading_models", "bytes",
+)  # fmt: skip
 SUITE = (
     "accelerate", "bitsandbytes/both/test_bias_written_in_forward.py",
     *(f"bitsandbytes/four_bit/test_params4bit_{name}.py" for name in ("chunk", "copies", "meta", "pickle")),
