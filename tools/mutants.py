@@ -7,8 +7,9 @@ A copy of the last commit is changed, one place at a time. Of each patch:
 - each condition in such a function (``if``, ``a if b else c``, a comparison that is assigned) is always true;
 - the body of each ``if`` in it is left out.
 
-The patch's own tests are the files of tests/repairs that name its id or its module, and ``patches verify``. What lives is
-printed, and is either a test that is missing or code that nothing needs. ``--sample 5`` takes five at random, and
+The patch's own tests are the files of tests/repairs that name its id or its module, and ``patches verify``. A patch that
+repairs nothing in the installed releases is left out: ``PYTHONPATH=.bnb/0.49.2`` puts another bitsandbytes in. What lives
+is printed, and is either a test that is missing or code that nothing needs. ``--sample 5`` takes five at random, and
 ``--seed`` says which.
 """
 
@@ -192,13 +193,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="only say what would be changed")
     options = parser.parse_args(argv)
-    from patches.engine import catalog
+    from patches.engine import catalog, gate
+    from patches.engine.report import Status
 
-    files = {patch.id: Path(sys.modules[patch.defect.__module__].__file__ or "") for patch in catalog.patches()}
+    declared = {patch.id: patch for patch in catalog.patches()}
+    files = {id: Path(sys.modules[patch.defect.__module__].__file__ or "") for id, patch in declared.items()}
     if unknown := sorted(set(options.ids) - files.keys()):
         print(f"unknown patches: {', '.join(unknown)}; python -m patches list has their ids", file=sys.stderr)
         return 2
-    found = [mutant for id in options.ids or files for mutant in of_patch(id, files[id])]
+    for id in [id for id, patch in declared.items() if gate.check(patch).status is not Status.AVAILABLE]:
+        if id in options.ids or not options.ids:
+            print(f"left out: {id} repairs nothing in the installed releases", file=sys.stderr)
+        del files[id]
+    chosen = [id for id in options.ids or files if id in files]
+    found = [mutant for id in chosen for mutant in of_patch(id, files[id])]
     if options.sample:
         found = random.Random(options.seed).sample(found, min(options.sample, len(found)))
     alive = 0

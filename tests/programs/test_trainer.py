@@ -79,7 +79,9 @@ def whole(launch) -> tuple[dict, Path]:
 
 @pytest.mark.release("the same with the command and the variables of the launcher, in a fork")
 def test_accelerate_launches_it(whole, launch):
-    assert launch("48", launched="by accelerate")[0] == whole[0]
+    again = launch("48", launched="by accelerate")[0]
+    assert "bitsandbytes-bias-written-in-forward" in again.pop("applied"), "which others depends on what is imported"
+    assert again == {name: answer for name, answer in whole[0].items() if name != "applied"}
 
 
 @pytest.fixture(scope="module")
