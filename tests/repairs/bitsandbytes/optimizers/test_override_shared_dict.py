@@ -163,3 +163,9 @@ def test_what_was_noted_patched_counts_after_revert(manager, patched):
     manager.register_parameters(net.parameters())
     assert found(net, "lr") == [(0.25,), (0.5,), (1.0,)]
     assert manager.pid2config[id(second)] == {"lr": 0.5}
+
+
+def test_an_override_by_its_key_is_kept_in_a_dict_as_before(manager, patched):
+    (parameter,) = Linear(64, 64, bias=False).parameters()
+    manager.override_config(parameter, "lr", 0.5)
+    assert type(manager.pid2config[id(parameter)]) is dict
