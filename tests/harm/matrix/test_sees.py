@@ -1,7 +1,7 @@
 """The matrix sees: a fix is taken out of a helper, and trials get worse that do not with it.
 
 A9, a merge that is an error with the plugin and without, is taken out in ``tests/repairs/peft/test_tied_quantized_head.py``.
-A10 has none: it is the time of a merge, and no number or error becomes another. ``benchmarks/eager`` measures merges.
+A10 has none: it is the time of a merge, and no number or error becomes another. ``benchmarks/merges`` measures it.
 """
 
 from __future__ import annotations
