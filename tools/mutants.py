@@ -49,6 +49,8 @@ def mutants_of(source: str, names: set[str] | None = None) -> Iterator[tuple[str
         edits = _edits(tree)
         if edits is not None and len(edits.elts) > 1:
             for i, edit in enumerate(edits.elts):
+                if not _is_for_here(edit):
+                    continue
                 changed = copy.deepcopy(tree)
                 found = _edits(changed)
                 assert found is not None
@@ -75,6 +77,15 @@ def named_by(tree: ast.Module) -> Iterator[ast.expr]:
                 if made
                 else [value]
             )
+
+
+def _is_for_here(edit: ast.expr) -> bool:
+    """Whether what ``edit`` says in ``when`` holds for the installed releases."""
+    from patches.engine import gate
+
+    said = [keyword.value for keyword in getattr(edit, "keywords", []) if keyword.arg == "when"]
+    texts = [each.value.split(" and ") for each in said if isinstance(each, ast.Constant)]
+    return all(gate.satisfied(needed) for text in texts for needed in text)
 
 
 def _edits(tree: ast.Module) -> ast.Tuple | None:
