@@ -7,10 +7,6 @@ import re
 from .trials import Trial
 
 BY_MESSAGE = {
-    "only supports 16/32-bit floats, but got torch.float64": (
-        "bitsandbytes 0.49 has no kernel for float64 where no gradient is asked for; as is, a layer without a compute dtype goes on "
-        "in that of its first input (docs/limits.md)"
-    ),
     "holds two different packed INT8 weights": (
         "codes were replaced in one of two places after a forward, and nothing tells which is newer (docs/state.md)"
     ),

@@ -16,20 +16,24 @@ float32, also with the repair, because that loses nothing. If it was bfloat16, t
 float32, bfloat16 inputs in bfloat16, and others in the ``compute_dtype``. The first eager forward stores the dtype of
 its input on the layer for this.
 
-0.50 has no kernel for float64 and computes garbage, silently. A float64 input of a layer without ``compute_dtype`` is computed
-in float32 there if no gradient is asked for, as it was after a first float32 input. 0.49 raises an error.
+No release has a kernel for float64. 0.50 computes garbage, silently, and the others raise an error: 0.49 on a CPU, all for one row
+without a gradient. A float64 input that follows a float32 one was computed in float32. So where a kernel would get float64, it
+gets float32: on 0.50 the input of a layer without ``compute_dtype``; before it the one row, and on 0.49 the weight that is
+dequantized.
 
 A layer that stored a dtype before ``apply()`` keeps it, because nothing shows whether the user set it.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
+    from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit
 
 FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
@@ -73,12 +77,28 @@ def _dtype_of_product(layer: Linear4bit, x: torch.Tensor) -> torch.dtype:
     return given
 
 
-def _asks_gradients(layer: Linear4bit, x: torch.Tensor) -> bool:
-    """Whether the weight is dequantized for the product, which knows every dtype."""
+def _product_of_a_row(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor | None, state: QuantState) -> torch.Tensor:
+    """``bitsandbytes.functional.gemv_4bit``, in float32 for float64."""
     import torch
+    from bitsandbytes.functional import gemv_4bit
 
-    bias = layer.bias
-    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if A.dtype != torch.float64:
+        product: torch.Tensor = gemv_4bit(A, B, out, state=state)
+        return product
+    product = gemv_4bit(A.float(), B, state=state).to(A.dtype)
+    return product if out is None else out.copy_(product)
+
+
+def _dequantized(B: torch.Tensor, state: QuantState) -> torch.Tensor:
+    """``bitsandbytes.functional.dequantize_4bit``, in float32 for float64."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit
+
+    if state.dtype == torch.float64:
+        state = copy.copy(state)
+        state.dtype = torch.float32
+    weight: torch.Tensor = dequantize_4bit(B, state)
+    return weight
 
 
 def defect() -> Finding:
@@ -129,11 +149,30 @@ PATCH = Patch(
             find="bias = self.bias",
             replace="""
                 bias = self.bias
-                if x.dtype == torch.float64 and self.compute_dtype is None and not _patches_asks_gradients(self, x):
+                if x.dtype == torch.float64 and self.compute_dtype is None:
                     x = x.float()
             """,
-            names={"_patches_asks_gradients": _asks_gradients},
             when="bitsandbytes>=0.50",
+        ),
+        *(
+            Rewrite(
+                "bitsandbytes.autograd._functions:matmul_4bit",
+                find=f"F.gemv_4bit(A, {weight}, out, state=quant_state)",
+                replace=f"_patches_product_of_a_row(A, {weight}, out, quant_state)",
+                names={"_patches_product_of_a_row": _product_of_a_row},
+                when=when,
+            )
+            for weight, when in (("B.t()", "bitsandbytes<0.50"), ("B", "bitsandbytes>=0.49,<0.50"))
+        ),
+        *(
+            Rewrite(
+                f"bitsandbytes.autograd._functions:MatMul4Bit.{way}",
+                find="F.dequantize_4bit",
+                replace="_patches_dequantized",
+                names={"_patches_dequantized": _dequantized},
+                when="bitsandbytes>=0.49,<0.50",
+            )
+            for way in ("forward", "backward")
         ),
         # the bias follows the input, not the attribute that it was cast to
         Rewrite(

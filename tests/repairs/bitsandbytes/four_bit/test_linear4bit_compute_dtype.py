@@ -42,12 +42,20 @@ def same(one, two):
     return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(one, two))
 
 
-@pytest.mark.skipif(not satisfied("bitsandbytes>=0.50"), reason="0.49 refuses float64, older releases compute in it")
-def test_float64_without_a_gradient_is_computed_in_float32():
-    made, x = layer(), torch.randn(3, 64)
-    with patches.applied(ID), torch.no_grad():
-        expected, got = made(x), made(x.double())
-    assert got.dtype is torch.float64 and torch.equal(got.float(), expected)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
+def test_float64_after_float32_is_right_with_and_without_a_gradient(rows, grad):
+    made, x = layer(bias=False), torch.randn(rows, 64)
+    weight = bnb.functional.dequantize_4bit(made.weight.data, made.weight.quant_state).double()
+    with patches.applied(ID), torch.set_grad_enabled(grad):
+        made(x)
+        wide = x.double().requires_grad_(grad)
+        got = made(wide)
+        if grad:
+            got.sum().backward()
+            torch.testing.assert_close(wide.grad, weight.sum(0).expand(rows, -1), rtol=1e-5, atol=1e-5)
+    assert got.dtype is torch.float64
+    torch.testing.assert_close(got, x.double() @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
