@@ -52,7 +52,7 @@ def test_judged(verdict, answers, expected):
 
 def test_a_defect_that_another_package_keeps_us_from_repairing_is_said_to_be_there():
     row = _judged(patch("a", requires=("packaging", "torch>=99")), PAST, said(True))
-    assert row.verdict == "skipped" and "the defect is there" in row.reason
+    assert row.verdict == "skipped" and "this release has the defect" in row.reason
 
 
 def test_a_host_that_cannot_show_it_is_no_failure_and_no_success():

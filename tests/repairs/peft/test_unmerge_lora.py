@@ -43,5 +43,9 @@ def test_a_block_size_that_was_set_after_the_merge_makes_another_weight(device):
     model.merge_adapter()
     for layer in layers(model):
         layer.get_base_layer().weight.quant_state.blocksize *= 2
+    if device == "cpu" and satisfied("bitsandbytes<0.47"):  # its kernel sees that there are too many scales
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            model.unmerge_adapter()
+        return
     model.unmerge_adapter()
     assert not same(bits(model), own), "what was before the merge is no answer"
