@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -52,6 +53,17 @@ def test_a_patch_imports_the_engine_and_helpers_only(path):
     assert all(name.startswith(("patches.engine", "patches.repairs.helpers")) for name in ours), ours
     early = {name.split(".")[0] for name in imported(path, at_import=True)}
     assert not early & {*LIBRARIES, "torch"}, "imported by whoever imports the plugin"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an archive has no list of what is kept in the repository")
+def test_nothing_that_a_program_left_is_kept_in_the_repository():
+    """An offloaded model leaves folders of weights where it runs; such files were added to the repository once."""
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z"]  # whoever made the checkout
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    kept = {path.partition("/")[0] for path in listed.split("\0") if path}
+    folders = {name for name in kept if (ROOT / name).is_dir()}
+    assert folders == {".ci", ".github", "benchmarks", "bnb_patches", "docs", "examples", "patches", "tests", "tools"}
+    assert ".safetensors" not in {Path(path).suffix for path in listed.split("\0")}
 
 
 def test_there_are_patch_files():
