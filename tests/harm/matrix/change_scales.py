@@ -179,7 +179,7 @@ def codes_replaced(s: Subject) -> None:
 
 @change("int8")
 def codes_of_state_replaced(s: Subject) -> None:
-    only(s.layer.state.CB is not None)
+    only(s.layer.state.CB is not None and not s.layer.weight.is_floating_point())  # beside floats they have no meaning
     s.layer.state.CB = -s.layer.state.CB
     s.becomes(-s.weight, s.slack)
 

@@ -17,9 +17,9 @@ BY_NAME = {
         "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, "
         "an error hides it: a pickled or copied weight is no Params4bit, and a cast destroys packed weights"
     ),
-    r"^(nf4|fp4).*( absmax_cut .*(cast_|loads_into_fresh)|(cast_|loads_into_fresh).* absmax_cut )": (
+    r"^(nf4|fp4).* absmax_cut ": (
         "bitsandbytes' kernels read beyond the end of an absmax that was cut, with the plugin and without; as is, a cast that "
-        "destroys the packed weights, or a state dict that a new layer refuses, ends in an error before"
+        "destroys the packed weights, or a state dict that is not loaded, ends in an error before"
     ),
     r"^(nf4|fp4)-stored.*evaluated \+ (.* \+ )?weight_plain_codes": (
         "packed weights of another layer are read with the layer's own statistics, with the plugin and without; as is, the "
