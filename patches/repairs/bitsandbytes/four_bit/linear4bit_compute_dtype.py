@@ -78,26 +78,21 @@ def _dtype_of_product(layer: Linear4bit, x: torch.Tensor) -> torch.dtype:
 
 
 def _product_of_a_row(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor | None, state: QuantState) -> torch.Tensor:
-    """``bitsandbytes.functional.gemv_4bit``, in float32 for float64."""
-    import torch
+    """``bitsandbytes.functional.gemv_4bit`` of float64, computed in float32."""
     from bitsandbytes.functional import gemv_4bit
 
-    if A.dtype != torch.float64:
-        product: torch.Tensor = gemv_4bit(A, B, out, state=state)
-        return product
-    product = gemv_4bit(A.float(), B, state=state).to(A.dtype)
+    product: torch.Tensor = gemv_4bit(A.float(), B, state=state).to(A.dtype)
     return product if out is None else out.copy_(product)
 
 
 def _dequantized(B: torch.Tensor, state: QuantState) -> torch.Tensor:
-    """``bitsandbytes.functional.dequantize_4bit``, in float32 for float64."""
+    """``bitsandbytes.functional.dequantize_4bit`` of a weight of float64, in float32."""
     import torch
     from bitsandbytes.functional import dequantize_4bit
 
-    if state.dtype == torch.float64:
-        state = copy.copy(state)
-        state.dtype = torch.float32
-    weight: torch.Tensor = dequantize_4bit(B, state)
+    in_float32 = copy.copy(state)
+    in_float32.dtype = torch.float32
+    weight: torch.Tensor = dequantize_4bit(B, in_float32)
     return weight
 
 
@@ -158,7 +153,7 @@ PATCH = Patch(
             Rewrite(
                 "bitsandbytes.autograd._functions:matmul_4bit",
                 find=f"F.gemv_4bit(A, {weight}, out, state=quant_state)",
-                replace=f"_patches_product_of_a_row(A, {weight}, out, quant_state)",
+                replace=f"(F.gemv_4bit if A.dtype != torch.float64 else _patches_product_of_a_row)(A, {weight}, out, state=quant_state)",
                 names={"_patches_product_of_a_row": _product_of_a_row},
                 when=when,
             )
@@ -168,11 +163,11 @@ PATCH = Patch(
             Rewrite(
                 f"bitsandbytes.autograd._functions:MatMul4Bit.{way}",
                 find="F.dequantize_4bit",
-                replace="_patches_dequantized",
+                replace=f"(F.dequantize_4bit if {state}.dtype != torch.float64 else _patches_dequantized)",
                 names={"_patches_dequantized": _dequantized},
                 when="bitsandbytes>=0.49,<0.50",
             )
-            for way in ("forward", "backward")
+            for way, state in (("forward", "quant_state"), ("backward", "ctx.state"))
         ),
         # the bias follows the input, not the attribute that it was cast to
         Rewrite(
