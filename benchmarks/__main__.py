@@ -6,7 +6,6 @@ import argparse
 import fnmatch
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import sys
@@ -24,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = options.device or _device()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     sizes = [options.size] if options.size else ["small"] if device == "cpu" else ["small", "large"]
-    options.output.mkdir(parents=True, exist_ok=True)
     for size in sizes:
         name = device.partition(":")[0] + (f"-{size}" if size != "small" else "")
         for data in _measure(options, chosen, device, size):
@@ -34,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(data: dict[str, Any], stem: Path) -> None:
-    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(present.table(data) + "\n")
+    present.write(stem, data, present.table(data))
     if importlib.util.find_spec("matplotlib") is None:
         print("no plot: pip install 'bnb-patches[bench]'", file=sys.stderr)
     elif data["cases"]:

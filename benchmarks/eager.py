@@ -8,7 +8,6 @@ times are those of the processor, on one thread, for what the patches cost there
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from .cases import CASES, SIZES, Case, Configuration, Job, Size
-from .present import markdown
+from .present import markdown, write
 from .run import Process
 
 ALL = (*CASES, Case("nf4-qv-checkpoint", "4-bit, LoRA on q and v, checkpointing", bits=4, checkpointing=True,
@@ -125,9 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = measure(
         SIZES[options.size], pairs=options.pairs, rounds=options.rounds, tell=lambda text: print(text, file=sys.stderr)
     )
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "eager.json").write_text(json.dumps(data, indent=1) + "\n")
-    (options.output / "eager.md").write_text(table(data) + "\n")
+    write(options.output / "eager", data, table(data))
     print(table(data))
     return 0
 

@@ -10,7 +10,6 @@ writes at the bandwidth of a copy. Five minutes.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import platform
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .present import markdown
+from .present import markdown, write
 
 RANK = 8
 TOP = 4
@@ -51,17 +50,11 @@ def main() -> None:
     data: dict[str, Any] = {"host": _host(), "steps": [], "growth": []}
     for kind in ("eager", "grouped_mm"):
         data["steps"].append(_compared(kind, options.experts, options.rounds))
-        _write(data, options.output)  # after each part, so that an interrupted run has what it did
+        write(options.output / "experts", data, table(data))  # after each part: an interrupted run has what it did
     for count in options.growth:
         data["growth"].append(_grown(count, options.rounds))
-        _write(data, options.output)
+        write(options.output / "experts", data, table(data))
     print(table(data))
-
-
-def _write(data: dict[str, Any], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "experts.json").write_text(json.dumps(data, indent=1) + "\n")
-    (folder / "experts.md").write_text(table(data) + "\n")
 
 
 def table(data: dict[str, Any]) -> str:

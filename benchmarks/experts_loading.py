@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .present import markdown
+from .present import markdown, write
 
 SIZES = dict(vocab_size=256, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 MIXTURE = dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=256, intermediate_size=512)
@@ -58,9 +58,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for way, times in data["times"].items():
                 times.append(_measured(folder, way, "cpu")["seconds"])
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "experts_loading.json").write_text(json.dumps(data, indent=1) + "\n")
-    (options.output / "experts_loading.md").write_text(table(data) + "\n")
+    write(options.output / "experts_loading", data, table(data))
     print(table(data))
     return None
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 import warnings
@@ -17,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from .cost import quiet
-from .present import markdown
+from .present import markdown, write
 
 HIDDEN = 1024
 TARGET = 1.3
@@ -110,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")  # a merge into 8 bits says that it rounds
     quiet()
     data = measure(options.seconds)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "merges.json").write_text(json.dumps(data, indent=1) + "\n")
-    (options.output / "merges.md").write_text(table(data) + "\n")
+    write(options.output / "merges", data, table(data))
     print(table(data))
     return 0
 

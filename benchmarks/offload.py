@@ -11,7 +11,6 @@ wait only for an accelerator, so without one these rows are left out. Three minu
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import platform
@@ -26,7 +25,7 @@ from typing import Any
 
 from patches.repairs.helpers.loading.reading_ahead import Region, regions
 
-from .present import markdown
+from .present import markdown, write
 
 LAYERS, ON_DEVICE = 8, 1
 KINDS = ("16 bits", "4 bits", "INT8")
@@ -61,9 +60,7 @@ def main() -> None:
         data["loading"] = _loading(folder, device, options.rounds)
         for place in ["disk, warm", "disk, cold", *(["cpu"] if device != "cpu" else [])]:
             data["rows"] += _compared(folder, device, place, options.rounds)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "offload.json").write_text(json.dumps(data, indent=1) + "\n")
-    (options.output / "offload.md").write_text(table(data) + "\n")
+    write(options.output / "offload", data, table(data))
     print(table(data))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +23,13 @@ _COLORS = {
     "patched eager": "#8fb8de",
     "patched compiled": "#2f6db3",
 }
+
+
+def write(stem: Path, data: dict[str, Any], table: str) -> None:
+    """Put what was measured and its ``table`` into the files ``<stem>.json`` and ``<stem>.md``."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(table + "\n")
 
 
 def table(data: dict[str, Any]) -> str:
