@@ -9,20 +9,15 @@ The ranks say that they are accelerators before accelerate looks, as in fsdp2_tr
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import os
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb  # with this import the entry point runs
 import torch
-import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from fsdp2_trainer import STATE_DICTS, load
+from fsdp2_trainer import load, main
 from peft import LoraConfig, get_peft_model
 
 IDS = torch.stack([(torch.arange(12) * (i + 3)) % 128 for i in range(2)])
@@ -62,14 +57,14 @@ def steps(accelerator: Accelerator, model: Any, optimizer: Any) -> list[float]:
     return losses
 
 
-def run(kind: str, model: Path, state_dict: str, out: Path, former: Path | None) -> dict[str, Any]:
-    accelerator, sharded, optimizer = prepared(kind, model, state_dict, seed=4 if former else 3)
-    if former:
-        accelerator.load_state(str(former))
+def run(kind: str, options: argparse.Namespace, at: Path, state_dict: str) -> dict[str, Any]:
+    accelerator, sharded, optimizer = prepared(kind, options.model, state_dict, seed=4 if options.resume else 3)
+    if options.resume:
+        accelerator.load_state(str(options.resume / at))
     else:
         steps(accelerator, sharded, optimizer)
-        out.mkdir(parents=True, exist_ok=True)
-        accelerator.save_state(str(out))
+        (options.out / at).mkdir(parents=True, exist_ok=True)
+        accelerator.save_state(str(options.out / at))
     return {
         "losses": steps(accelerator, sharded, optimizer),
         "ranks": accelerator.num_processes,
@@ -80,26 +75,5 @@ def run(kind: str, model: Path, state_dict: str, out: Path, former: Path | None)
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("kinds", nargs="+")
-    parser.add_argument("--resume", type=Path)
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    logging.disable(logging.WARNING)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    answer: dict[str, dict[str, Any]] = {kind: {} for kind in options.kinds}
-    for kind, state_dict in product(options.kinds, STATE_DICTS):
-        at = Path(kind) / state_dict
-        former = options.resume / at if options.resume else None
-        answer[kind][state_dict] = run(kind, options.model, state_dict, options.out / at, former)
-    (options.out / f"{os.environ['RANK']}.json").write_text(json.dumps(answer))
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -16,6 +16,7 @@ import argparse
 import json
 import logging
 import os
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,14 @@ def run(kind: str, model: Path, out: Path, state_dict: str) -> dict[str, Any]:
     return answer
 
 
-def main() -> None:
+def trained_or_resumed(kind: str, options: argparse.Namespace, at: Path, state_dict: str) -> dict[str, Any]:
+    if not options.resume:
+        return run(kind, options.model, options.out / at, state_dict)
+    return {"losses": losses(train(kind, options.model, options.out / at, state_dict, options.resume / at))}
+
+
+def main(answer: Callable[[str, argparse.Namespace, Path, str], dict[str, Any]] = trained_or_resumed) -> None:
+    """Write what ``answer`` says of each kind and each kind of state dict, which it writes to ``options.out / at``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("model", type=Path)
@@ -113,15 +121,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    answer: dict[str, dict[str, Any]] = {kind: {} for kind in options.kinds}
+    answers: dict[str, dict[str, Any]] = {kind: {} for kind in options.kinds}
     for kind, state_dict in product(options.kinds, STATE_DICTS):
-        at = Path(kind) / state_dict
-        if options.resume:
-            trainer = train(kind, options.model, options.out / at, state_dict, options.resume / at)
-            answer[kind][state_dict] = {"losses": losses(trainer)}
-        else:
-            answer[kind][state_dict] = run(kind, options.model, options.out / at, state_dict)
-    (options.out / f"{os.environ['RANK']}.json").write_text(json.dumps(answer))
+        answers[kind][state_dict] = answer(kind, options, Path(kind) / state_dict, state_dict)
+    (options.out / f"{os.environ['RANK']}.json").write_text(json.dumps(answers))
     torch.distributed.destroy_process_group()
 
 
