@@ -109,7 +109,7 @@ def _fork(trials: Sequence[Trial], begin: Callable[[], None]) -> tuple[list[Trac
 
 def _serve(trials: Sequence[Trial], begin: Callable[[], None], send: int) -> None:
     torch.set_num_threads(1)
-    tempfile.tempdir = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), None)  # no disk to wait for
+    tempfile.tempdir = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # no disk to wait for
     logging.disable()
     warnings.simplefilter("ignore")
     begin()
