@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from patches.engine.gate import satisfied
 from patches.repairs.helpers.reproducers.tiny_models import in_dtype
 from tests.device import watch
 from tests.device.models import (
@@ -97,6 +98,35 @@ def test_what_transformers_keeps_in_float32_counts(share, device, tmp_path):
     model, held = held_by(lambda: get("auto", max_memory={0: limit, "cpu": 10**9}))
     assert set(model.hf_device_map.values()) == {0, "cpu"}
     assert 0.8 * limit <= held <= limit
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("untied", [True, False])
+def test_a_head_that_only_the_checkpoint_unties_counts(untied, file, device, tmp_path):
+    """As T5 v1.1 has: transformers 5 declares every T5 as tied, and ties what the checkpoint has with equal values."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    if not satisfied("transformers>=5"):
+        pytest.skip("transformers 4 ties what the configuration says, whatever the checkpoint has")
+    sizes = dict(vocab_size=512, d_model=64, d_kv=32, d_ff=256, num_layers=4, num_heads=2)
+    made = T5ForConditionalGeneration(T5Config(**sizes)).bfloat16()
+    made.save_pretrained(tmp_path / "plain")
+    state = {name: value.clone() for name, value in made.state_dict().items()}
+    if untied:
+        state["lm_head.weight"] += 1
+    (tmp_path / "plain" / "model.safetensors").unlink()
+    (save_file if "safetensors" in file else torch.save)(state, tmp_path / "plain" / file)
+
+    def get(places, **also):
+        how = {"quantization_config": quantization("nf4"), **in_dtype(torch.bfloat16), **also}
+        return T5ForConditionalGeneration.from_pretrained(tmp_path / "plain", device_map=places, **how)
+
+    whole, size = held_by(lambda: get({"": device}))
+    assert (whole.lm_head.weight is not whole.shared.weight) == untied
+    for share in (0.75, 0.97):
+        model, held = held_by(lambda: get("auto", max_memory={0: int(share * size), "cpu": 10**9}))  # noqa: B023
+        assert 0.8 * share * size <= held <= int(share * size)
+        del model
 
 
 def test_what_holds_more_than_allowed_does_not_fit(big, device):

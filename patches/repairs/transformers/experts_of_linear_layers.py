@@ -20,7 +20,7 @@ from typing import Any
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
 from ..helpers.experts.found import is_quantized
-from ..helpers.loading import quantizers
+from ..helpers.loading import quantizers, untied
 
 
 def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str]) -> list[Any]:
@@ -30,15 +30,6 @@ def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str
     from ..helpers.experts import asked_for, reading
 
     return reading.converters(mapping, model, load_config, state, asked_for.now())
-
-
-def noted(quantizer: Any, files: Iterable[str] | None, state: Any) -> Any:
-    """``quantizer``, which knows then how many bytes experts of the checkpoint take."""
-    if quantizer is None:
-        return None
-    from ..helpers.experts import sizes
-
-    return sizes.noted(quantizer, files, state)
 
 
 def element_size(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
@@ -124,16 +115,7 @@ PATCH = Patch(
             replace="_patches_mapped(load_config.weight_mapping or [], model, load_config, state_dict)",
             names={"_patches_mapped": mapped},
         ),
-        Rewrite(
-            "transformers.modeling_utils:PreTrainedModel.from_pretrained",
-            find="_get_device_map(model, device_map, max_memory, hf_quantizer)",
-            replace="""
-                _get_device_map(
-                    model, device_map, max_memory, _patches_noted(hf_quantizer, checkpoint_files, state_dict)
-                )
-            """,
-            names={"_patches_noted": noted},
-        ),
+        untied.MAPPING,
         Rewrite(
             "transformers.quantizers.base:HfQuantizer.param_element_size",
             find="param.element_size()",

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import checkpoint_keys, in_pieces, places, placing, placing_in_4, sizes
+from ..helpers.loading import checkpoint_keys, in_pieces, places, placing, placing_in_4, sizes, untied
 from ..helpers.loading.quantizers import BEFORE_LOADING, in_both
 
 
@@ -98,6 +98,7 @@ def _from_5() -> tuple[Rewrite, ...]:
             when,
         ),
         *_common(maps, "infer_auto_device_map", disk, hooks, when),
+        untied.MAPPING,
         _edit(
             _LOADING,
             "get_device(device_map, renamed_key, valid_torch_device=True)",

@@ -50,6 +50,24 @@ def names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> 
             yield from _in_pickle(file)
 
 
+def tensors(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None, wanted: set[str]) -> dict[str, Any]:
+    """The tensors ``wanted``, which stay in the files: they are mapped, not copied."""
+    if state_dict is not None:
+        return {name: state_dict[name] for name in wanted}
+    found: dict[str, Any] = {}
+    for file in map(str, files or ()):
+        if file.endswith(".safetensors"):
+            with opened(file) as handle:
+                found.update((name, handle.get_tensor(name)) for name in wanted.intersection(handle.keys()))
+        elif file.endswith((".bin", ".pt", ".pth")):
+            import torch
+
+            mapped = zipfile.is_zipfile(file)  # a file of torch before 1.6 is none
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            found.update((name, state[name]) for name in wanted.intersection(state))
+    return found
+
+
 def whole(files: list[str]) -> str:
     """The first of ``files``, if all of them are whole: safetensors say how long they are, an archive ends with its index."""
     for file in files:

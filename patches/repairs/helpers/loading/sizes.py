@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from . import places
+from . import places, untied
 from .quantizers import quantizes
 
 
@@ -98,6 +98,8 @@ def tensor_sizes(model: Any, quantizer: Any, special_dtypes: Any = None) -> Size
                 sizes[name] = parameter.numel() * dtypes[name].itemsize, 0
             else:
                 sizes[name] = _bytes(quantizer, model, name, parameter), 0
+    for name in untied.more(model):  # with the weight that it is declared as tied to, because both go to one place
+        sizes[name] = sizes[name][0] + _bytes(quantizer, model, name, model.get_parameter(name)), sizes[name][1]
     sizes.update({name: (0, buffer.nbytes) for name, buffer in model.named_buffers()})
     return sizes
 
