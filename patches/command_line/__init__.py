@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m patches", description="What the plugin repairs, what it has changed, and whether that holds."
+        prog="python -m patches", description="Show what the plugin repairs and what it changes here, and check it."
     )
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for name, run, text in (

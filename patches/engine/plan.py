@@ -16,8 +16,8 @@ from .state import Duty, Installed, Outcome, State
 from .transaction import Stale, Step
 
 NOT_FORGOTTEN = (
-    "functions that torch.compile has compiled still run the old code: it could not be discarded while a thread runs "
-    "compiled code. Call patches.report() or torch.compiler.reset() between two steps"
+    "functions that torch.compile has compiled still run the old code: a thread is running compiled code, which cannot "
+    "be discarded meanwhile. Call patches.report() or torch.compiler.reset() between two steps"
 )
 
 

@@ -63,9 +63,9 @@ def left_behind(state: State) -> Iterator[str]:
     codes = [code for code in in_use(state) if frames.named_in([code], names)]
     who = ", ".join(frames.holders(codes)) or "a frame, a generator or a tool that keeps it"
     yield (
-        f"{who} still runs code of reverted patches, so the helpers of that code stay: "
-        f"{', '.join(sorted(s.name for s in idle))}. Once that code has ended, patches.report(), apply() or revert() "
-        "removes them"
+        f"{who} still runs code of reverted patches, so the names that this code uses stay: "
+        f"{', '.join(sorted(s.name for s in idle))}. Once the code has ended, patches.report(), apply() or revert() "
+        "removes these names"
     )
 
 

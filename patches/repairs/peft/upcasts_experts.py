@@ -55,10 +55,10 @@ def told(model: torch.nn.Module) -> Any:
     grown = sum(tensor.nbytes for tensor in left.tensors.values() if tensor.element_size() == 2) if left else 0
     if left is not None and grown:
         LOGGER.warning(
-            "prepare_model_for_kbit_training casts the experts, which are not quantized (%s), to float32: %s become %s. To "
-            "keep their dtype, cast them back (%s: p.data = "
-            "p.data.to(torch.bfloat16)) and train under autocast (bf16=True): without it, experts_implementation "
-            "'eager' and 'batched_mm' fail, and 'grouped_mm' computes in bfloat16.",
+            "prepare_model_for_kbit_training casts the experts to float32, because they are not quantized (%s): %s become %s. "
+            "To keep their dtype, cast them back afterwards (%s: p.data = p.data.to(torch.bfloat16)) and train under autocast "
+            "(bf16=True). Without autocast, experts_implementation 'eager' and 'batched_mm' fail, and 'grouped_mm' computes "
+            "in bfloat16.",
             left, readable(grown), readable(2 * grown), _EACH if left.dimensions == 3 else _EACH_OF_TWO_DIMENSIONS,
         )  # fmt: skip
     return model.parameters()

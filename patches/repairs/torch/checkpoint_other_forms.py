@@ -81,7 +81,7 @@ def _packed(layer: Linear4bit) -> Tensor:
 
 PATCH = Patch(
     id="torch-checkpoint-other-forms",
-    summary="DCP loads 8-bit optimizer states into 32-bit ones unconverted, and rejects a quantization state of another length",
+    summary="DCP loads 8-bit optimizer states into 32-bit ones unconverted, and rejects 4-bit checkpoints with a size mismatch",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",

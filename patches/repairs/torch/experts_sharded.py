@@ -1,8 +1,8 @@
-"""FSDP2 shards quantized experts in floating point: eight times the memory on each rank.
+"""FSDP2 shards quantized experts in floating point: in bf16 3.5 times the memory on each rank.
 
 ``fully_shard`` makes a padded copy of a rank's part of each parameter, and also keeps it flat. For experts that
 ``patches.quantize_experts`` has quantized, both are ordinary floating-point tensors: the plugin's tensor computes them
-and logs that. Qwen3-30B-A3B then takes 58 GB over all ranks, and each layer 1.2 GB while it is gathered.
+and logs that. Qwen3-30B-A3B then needs 58 GB over all ranks, and each layer 1.2 GB while it is gathered.
 
 With the patch a rank holds the packed weights and scales of its experts, FSDP2 gathers these, and a layer computes
 with a quantized parameter. Outputs and gradients equal those of one process. If the number of experts is not a
@@ -59,7 +59,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="torch-experts-sharded",
-    summary="FSDP2 shards quantized experts in floating point: eight times the memory on each rank",
+    summary="FSDP2 shards quantized experts in floating point: in bf16 3.5 times the memory on each rank",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",),
     requires=("torch>=2.7", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",

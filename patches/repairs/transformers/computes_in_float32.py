@@ -6,8 +6,8 @@ GPU, and casts the result back. This affects ``load_in_4bit=True`` alone, as in 
 saved from such a model. Outputs are right, but slow. bitsandbytes has a warning for this case, but it is never shown
 through transformers, which passes the default as if the user had chosen it. All releases.
 
-The patch changes no number. Once a process it warns which dtype the model computes in, what that costs, and what to
-write. It does not warn if a compute dtype was given, also float32.
+The patch changes no number. Once a process, a warning names the dtype that the model computes in, says why that is
+slow, and what to write. It does not warn if a compute dtype was given, also float32.
 
 What it costs: a comparison while loading.
 """

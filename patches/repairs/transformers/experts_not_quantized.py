@@ -42,8 +42,8 @@ def tell(model: PreTrainedModel) -> None:
     if left.dimensions == 2:  # DBRX
         remedy = " Nothing quantizes experts in parameters of two dimensions: they stay as they are."
     LOGGER.warning(
-        "%.0f %% of the parameters of this %s are not quantized, %s of its %s: bitsandbytes quantizes linear layers "
-        "only, and the experts are %s-D parameters in %s (%s).%s",
+        "%.0f %% of the parameters of this %s are not quantized (%s of its %s), because bitsandbytes quantizes linear "
+        "layers only, and the experts are %s-D parameters in %s (%s).%s",
         100 * left.share, type(model).__name__, readable(left.bytes), readable(left.bytes_in_all), left.dimensions,
         left.dtypes, left, remedy,
     )  # fmt: skip

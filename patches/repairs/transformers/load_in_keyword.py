@@ -43,7 +43,7 @@ def quantization_config(kwargs: dict[str, Any]) -> Any:
     if on not in _told:
         _told.add(on)
         LOGGER.warning(
-            "from_pretrained(%s) is deprecated, and transformers 5 alone does not accept it. "
+            "from_pretrained(%s) is deprecated: transformers 5 accepts it with bnb-patches only. "
             "Write quantization_config=BitsAndBytesConfig(%s).",
             on,
             on,

@@ -1,4 +1,4 @@
-"""torch.compile splits the train step at TRL's fused head, and runs peft's frames in eager.
+"""torch.compile splits the train step at TRL's fused head, and peft's forward runs in eager.
 
 Since 1.16 SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer compute log-probabilities in one autograd
 function, ``ChunkedLogProbFunction``, which projects hidden states tile by tile into a part of one buffer. Dynamo
@@ -73,7 +73,7 @@ def _own_tile(method: str) -> Rewrite:
 
 PATCH = Patch(
     id="trl-fused-head-tiles",
-    summary="torch.compile splits the train step at TRL's fused head, and runs peft's frames in eager",
+    summary="torch.compile splits the train step at TRL's fused head, and peft's forward runs in eager",
     links=("https://github.com/huggingface/trl/blob/main/trl/kernels/chunked_logprob.py",),
     requires=("trl>=1.16", "torch>=2.8"),
     tested_up_to="1.16.0",

@@ -83,7 +83,7 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="bitsandbytes-params4bit-attributes",
-    summary="get_model_state_dict (FSDP, DCP) fails on 4-bit models; source builds break fullgraph compilation",
+    summary="get_model_state_dict (FSDP, DCP) fails on 4-bit models; bitsandbytes built from git before 0.50 breaks fullgraph",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1866",

@@ -35,14 +35,15 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
         if codes is not None and prefix + "SCB" not in state_dict and not _known(layer, codes, local_metadata):
             lists[-1].append(
                 f"While loading the INT8 weight {prefix + 'weight'!r}: the state dict has no {prefix + 'SCB'!r}, "
-                "its row scales. Load model.state_dict() of a quantized model, which has weight and scales; "
-                "named_parameters() has no scales. (With broadcast_from_rank0, torch gives scales to rank 0 only.)"
+                "its row scales. Load the model.state_dict() of a quantized model, which has weights and scales; "
+                "named_parameters() has no scales. If you load with broadcast_from_rank0=True, torch gives the scales to "
+                "rank 0 only: load the same state dict on every rank instead"
             )
             return
         if codes is not None and _would_be_cut_off(layer, codes, local_metadata):
             lists[-1].append(
                 f"While loading the INT8 weight {prefix + 'weight'!r}: the layer is quantized, and the state dict has "
-                f"{codes.dtype}, expected packed INT8. Load it before the layer is quantized (moved to a device)"
+                f"{codes.dtype}, expected packed INT8. Load it before the layer is moved to a device, which quantizes it"
             )
             return
         if codes is not None and prefix + "SCB" in state_dict and _not_quantized(layer, codes, local_metadata):

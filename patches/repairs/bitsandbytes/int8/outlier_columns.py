@@ -3,8 +3,8 @@
 transformers loads INT8 models with ``llm_int8_threshold=6.0``. ``MatMul8bitLt`` then looks for activation columns
 above the threshold. Their number depends on the data, so Dynamo cannot give ``int8_vectorwise_quant`` and
 ``int8_mixed_scaled_mm`` a shape and breaks the graph. A model of 3 layers becomes 35 graphs. With gradient
-checkpointing no decoder layer compiles, and compiled training is slower than eager. Affects training on a GPU, and
-eval on every device. ``capture_dynamic_output_shape_ops`` does not help: with checkpointing it makes Dynamo fail. All
+checkpointing no decoder layer compiles, and a compiled step needs more time than an eager one. Affects training on a
+GPU, and eval on every device. ``capture_dynamic_output_shape_ops`` does not help: with checkpointing it makes Dynamo fail. All
 releases.
 
 While compiling, the repair makes the layer one operator, ``bnb_patches::int8_linear_…``, whose output shape does not

@@ -1,6 +1,6 @@
 """With ``has_fp16_weights=True``, an INT8 layer goes on computing with the packed weights of an older weight.
 
-Forward quantizes the weight again unless ``weight.grad`` exists, which it takes as a sign that gradients are
+Forward quantizes the weight again unless ``weight.grad`` exists: it assumes that gradients are then being
 accumulated. ``zero_grad(set_to_none=False)`` leaves zeros there, so every later step computes with the packed weights
 of the first one. An eval forward uses those of the last training forward, from before the optimizer's step. Both are
 silent. All releases; before 0.48 such a layer can be trained only on an accelerator.

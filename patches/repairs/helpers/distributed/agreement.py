@@ -57,11 +57,13 @@ def all_agree(mine: bool, about: str, here: str) -> bool:
         if time.monotonic() - began > PATIENCE.seconds:
             absent = [rank for rank in missing if not store.check([_key(here, rank)])]
             why = (
-                "run without bnb-patches: call patches.check_ranks() on every rank" if absent else "have ended, or hang"
+                "run without bnb-patches: call patches.check_ranks() on every rank"
+                if absent
+                else "have ended or hang: see their logs"
             )
             raise RuntimeError(
-                f"Ranks {absent or missing} did not answer within {PATIENCE.seconds} s whether their packed weights fit "
-                f"the quantization state. They {why}."
+                "Rank 0 sent packed weights without their quantization state. Each rank must say whether they equal its "
+                f"own, and ranks {absent or missing} did not within {PATIENCE.seconds} s. They {why}."
             )
         time.sleep(_PAUSE)
 

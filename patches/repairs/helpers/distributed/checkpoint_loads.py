@@ -176,10 +176,10 @@ def settle(planner: Any) -> None:
     if foreign:
         others = f" and {len(foreign) - 1} more differ" if len(foreign) > 1 else " differs"
         raise RuntimeError(
-            f"The checkpoint has packed 4-bit weights without their quantization state (absmax ...), and {foreign[0]!r}{others} "
-            "from the weight of this model, so the quantization state of this model does not fit. No packed weight of the "
-            "model was changed. The checkpoint was saved sharded without bnb-patches: "
-            "load it into a model that was quantized from the same base weights, and save it again."
+            "The checkpoint has packed 4-bit weights without their quantization state (absmax ...), because it was saved "
+            f"sharded without bnb-patches. {foreign[0]!r}{others} from the weight of this model, so the quantization state "
+            "of this model cannot stand in for the missing one. No packed weight of the model was changed. Load the "
+            "checkpoint into a model that was quantized from the same base weights, and save it again."
         )
 
 

@@ -39,13 +39,13 @@ def matrices_of(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
     counts = {"absmax": len(statistics.get("absmax", ())), "quant_map": len(statistics.get("quant_map", ()))}
     for name, count in {**counts, "quant_state": maps}.items():
         if count != len(packed):
-            raise ValueError(f"{source}: {len(packed)} experts are packed, but {count} have {name}")
+            raise ValueError(
+                f"{source}: {len(packed)} experts are packed, but {count} have {name}. Download or save the checkpoint again."
+            )
     kinds = [name for name in statistics if name.startswith("quant_state")]
     nested = {len(statistics[name]) for name in statistics if name.startswith("nested")}
     if len(kinds) > 1 or nested - {len(packed)}:
-        raise ValueError(
-            f"{source}: the experts of one parameter are quantized in different ways: {sorted(statistics)}"
-        )
+        raise ValueError(_different(source, statistics))
     result = list(weights)
     for position, expert in enumerate(packed):
         entries = {f"weight.{name}": values[position] for name, values in statistics.items()}
@@ -56,11 +56,11 @@ def matrices_of(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
 def _int8_matrices(source: str, weights: list[Any], statistics: dict[str, list[Any]], packed: list[int]) -> list[Any]:
     scales = statistics.get(SCALES, [])
     if len(scales) != len(packed):
-        raise ValueError(f"{source}: {len(packed)} experts are packed, but {len(scales)} have SCB")
-    if statistics.keys() - set(INT8):
         raise ValueError(
-            f"{source}: the experts of one parameter are quantized in different ways: {sorted(statistics)}"
+            f"{source}: {len(packed)} experts are packed, but {len(scales)} have SCB. Download or save the checkpoint again."
         )
+    if statistics.keys() - set(INT8):
+        raise ValueError(_different(source, statistics))
     if any(int(form) for form in statistics.get("weight_format", ())):
         raise ValueError(
             f"{source}: INT8 weights in a GPU layout (weight_format), which only bitsandbytes before 0.37 wrote: quantize the "
@@ -70,6 +70,13 @@ def _int8_matrices(source: str, weights: list[Any], statistics: dict[str, list[A
     for position, expert in enumerate(packed):
         result[expert] = (weights[expert], scales[position].float())
     return result
+
+
+def _different(source: str, statistics: dict[str, list[Any]]) -> str:
+    return (
+        f"{source}: the experts of one parameter are quantized in different ways: the checkpoint has "
+        f"{', '.join(sorted(statistics))}. Quantize the original model again."
+    )
 
 
 def _is_packed(weight: Any, target: Any) -> bool:

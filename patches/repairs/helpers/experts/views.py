@@ -225,8 +225,9 @@ def requires_grad_(experts: QuantizedExperts, requires_grad: bool = True) -> Any
 
 def numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"quantized experts of shape {tuple(experts.shape)} have no numpy array, so they cannot be offloaded to the "
-        "disk. Keep them on an accelerator or the CPU; experts.dequantize().numpy() gives their values."
+        f"quantized experts of shape {tuple(experts.shape)} have no numpy array, so disk_offload and dispatch_model cannot "
+        "write them to the disk. from_pretrained(..., device_map=..., offload_folder=...) can. "
+        "experts.dequantize().numpy() gives their values."
     )
 
 

@@ -57,7 +57,8 @@ def read_for(weight: Quantized, group: Tensors, assign: bool) -> tuple[torch.Ten
 
     if set(group) == {""} and group[""].shape == weight.shape:
         raise ValueError(
-            "the layer is quantized, and the weight in the state dict is not. Load it before the layer is quantized"
+            "the layer is quantized, and the weight in the state dict is not. Load that weight before the layer is moved to "
+            "a device, which quantizes it"
         )
     packed = [key for key in group if key.startswith("quant_state.")]
     needed = {"", "absmax", "quant_map", *(packed or ["quant_state.bitsandbytes__" + weight.quant_type])}

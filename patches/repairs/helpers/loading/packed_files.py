@@ -39,7 +39,7 @@ class Folder:
             raise type(error)(
                 error.errno,
                 f"offload_folder={inside!r} cannot be written to ({error.strerror}). Give from_pretrained an "
-                "offload_folder on a disk that can hold the layers of the device_map that are on the disk",
+                "offload_folder that can be written to and has room for the layers that the device_map sends to the disk",
                 inside,
             ) from error
         self.remove = weakref.finalize(self, _remove, self.path, os.getpid(), left_behind.hold(self.path))
@@ -76,14 +76,13 @@ class Folder:
             if not os.path.isdir(self.path):
                 raise FileNotFoundError(
                     errno.ENOENT,
-                    f"{name!r} could not be written to {self.path}, which was deleted while the model was loaded. Nothing of "
-                    "this model is left there. Load the model again, and do not change or remove the folder while the "
-                    "model is in use.",
+                    f"{name!r} could not be written to {self.path}, because that folder was deleted while the model was "
+                    "loaded. Load the model again, and do not change or remove the folder while the model is in use.",
                 ) from error
             raise OSError(
                 f"The {readable(tensor.nbytes)} of {name!r} could not be written to offload_folder={self.inside!r}, "
-                f"which has {readable(_free(self.inside))} free: {error}. Nothing of this model is left there. Make "
-                "room, give another offload_folder, or keep more layers on a device or the CPU."
+                f"which has {readable(_free(self.inside))} free: {error}. What was written of this model is "
+                "removed. Make room, give another offload_folder, or keep more layers on a device or the CPU."
             ) from error
 
 
@@ -134,7 +133,7 @@ class Index(dict[str, Entry]):
         if now != known:
             raise RuntimeError(
                 f"{name!r} is on the disk in {file}, {whose}, and the file was rewritten since, perhaps with other "
-                f"values. {do}: save to another folder."
+                f"values. {do}. Save models to another folder."
             )
 
 

@@ -67,10 +67,10 @@ def open_folder(device_map: Places, model: Any, quantizer: Any, inside: Any, in_
     ]
     if written:
         raise ValueError(
-            f"The device_map sends {len(written)} weights to the disk ({written[0]!r} is the first), and they have to be "
+            f"The device_map sends {len(written)} weights to the disk ({written[0]!r} is the first). They have to be "
             f"written there, because they are {'copied' if quantizer.pre_quantized else 'quantized'} while the model is "
-            "loaded. Name a folder for them: from_pretrained(..., offload_folder=...), on a disk that can hold them. "
-            "The files are removed with the model."
+            "loaded. Name a folder that has room for them: from_pretrained(..., offload_folder=...). The files are removed "
+            "with the model."
         )
     return None
 
@@ -181,8 +181,8 @@ def written(device_map: Places, name: str, weight: Tensor) -> packed_files.Entry
 
     if device_map.folder is None:
         raise ValueError(
-            f"The device_map sends {name!r} to the disk, and it has to be written there, because the checkpoint has it in "
-            "another form. Name a folder: from_pretrained(..., offload_folder=...)."
+            f"The device_map sends {name!r} to the disk. It has to be written there, because it differs from what the "
+            "checkpoint holds. Name a folder for it: from_pretrained(..., offload_folder=...)."
         )
     if is_quantized(weight):
         return experts_on_disk.write(device_map.folder, device_map.root + name, weight)

@@ -37,7 +37,7 @@ def skips(name: str, path: str) -> bool:
     except re.error as error:
         raise ValueError(
             f"llm_int8_skip_modules contains {name!r}, which is not a regular expression: {error}. Give the path of a "
-            "module, or a part of it between dots."
+            'module, such as "model.layers.0.mlp", or some of its components, such as "layers.0.mlp" or "mlp".'
         ) from None
 
 
@@ -52,7 +52,7 @@ def checked(names: Any) -> list[str]:
         if not isinstance(name, str) or not name.strip("."):
             raise ValueError(
                 f"llm_int8_skip_modules contains {name!r}, which names no module. Remove it, or give the path of a "
-                'module or a part of it between dots, such as "vision_tower" or "layers.0.mlp".'
+                'module, such as "model.layers.0.mlp", or some of its components, such as "layers.0.mlp" or "mlp".'
             )
     return list(names)
 

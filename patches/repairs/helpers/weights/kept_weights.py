@@ -74,7 +74,8 @@ def refuse(tensors: Sequence[Tensor], versions: Sequence[int]) -> NoReturn:
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{written.dtype} {list(written.shape)}], part of a quantized weight, is at version {written._version}; "
-        f"expected version {expected} instead. It was written to after the forward that used it"
+        f"expected version {expected} instead. It was written to after the forward that used it: "
+        "write to it before the forward or after backward"
     )
 
 
