@@ -253,8 +253,8 @@ def compile_options(
     options:
         Any of :data:`patches.features.compile_options.ALLOWED`, by name.
     mode:
-        A mode of ``torch.compile``, which refuses a mode beside options. The options of the mode are added;
-        ``options`` wins.
+        A mode of ``torch.compile``, which accepts no mode beside options. This call adds the options of the mode;
+        where both set the same option, ``options`` counts.
     dynamic:
         As in ``torch.compile``, to which it is passed. It has no effect on a `with`: each call inside passes its own.
     sample_packing:
