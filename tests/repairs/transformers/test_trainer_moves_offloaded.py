@@ -77,6 +77,16 @@ def test_trainable_parameters_that_are_offloaded_are_refused(base, device):
             accelerate.Accelerator(cpu=device == "cpu").prepare_model(model)
 
 
+def test_a_model_that_is_not_offloaded_is_moved_as_before(tmp_path, device):
+    from transformers import Trainer, TrainingArguments
+
+    model = torch.nn.Linear(4, 4)
+    with patches.applied("transformers-trainer-moves-offloaded"):
+        arguments = TrainingArguments(str(tmp_path), use_cpu=device == "cpu", report_to=[])
+        Trainer(model, arguments, train_dataset=[])._move_model_to_device(model, torch.device("meta"))
+    assert model.weight.is_meta
+
+
 def test_a_map_without_hooks_is_refused(base, device):
     with patches.applied():
         model = lora(whole(base, "nf4", device))
