@@ -8,6 +8,7 @@ import torch
 from accelerate.utils import set_module_tensor_to_device
 
 import patches
+from patches.repairs.accelerate.int8_cpu_round_trip import _needs_accelerator
 
 ID = "accelerate-int8-cpu-round-trip"
 
@@ -41,3 +42,10 @@ def test_a_float_weight_is_quantized_on_the_cpu_where_there_is_nothing_else():
         set_module_tensor_to_device(layer, "weight", "cpu", value=weight)
     expected = bnb.nn.Int8Params(weight.half(), requires_grad=False).to("cpu")
     assert torch.equal(layer.weight.data, expected.data) and torch.equal(layer.weight.SCB, expected.SCB)
+
+
+def test_an_accelerator_is_asked_to_quantize_and_for_nothing_else(monkeypatch):
+    values = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.int8)
+    for there, expected in ((True, [True, False]), (False, [False, False])):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda there=there: there)
+        assert [_needs_accelerator(value) for value in values] == expected
