@@ -75,6 +75,15 @@ def test_an_offloaded_model_gets_its_prompt_where_it_runs(device):
     assert model.prompt_encoder["default"].embedding.weight.device.type == "cpu"
 
 
+def test_a_model_with_its_embedding_in_place_keeps_its_prompt_there():
+    """Another layer of it is offloaded, and computes on another device."""
+    with patches.applied(ID):
+        model = Own("cpu")
+        accelerate.cpu_offload(model.head, execution_device=torch.device("meta"))
+        model = peft.get_peft_model(model, CONFIGS["PromptTuningConfig"]())
+    assert model.prompt_encoder["default"].embedding.weight.device.type == "cpu"
+
+
 @pytest.mark.parametrize("device", ["nowhere", "cpu:x"])
 def test_what_is_no_device_is_an_error_of_torch_as_before(device):
     def error() -> tuple[type, str]:
