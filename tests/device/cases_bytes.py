@@ -7,10 +7,12 @@ import re
 
 import pytest
 import torch
+import transformers
 
 import patches
+from patches.repairs.helpers.reproducers.tiny_models import in_dtype
 from tests.device import watch
-from tests.device.models import QUANTIZED, add_lora, batch, half, load, logits, save_llama
+from tests.device.models import QUANTIZED, add_lora, batch, half, load, logits, quantization, save_llama
 
 pytestmark = pytest.mark.usefixtures("patched", "by_the_name_of_cuda")
 
@@ -81,6 +83,32 @@ def test_tied_weights_are_brought_for_each_module(kind, tied, device, tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     once = forward(model, device)
     assert once == said(model) == 2 * model.lm_head.weight.nbytes
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_an_embedding_that_encoder_and_decoder_share_counts_for_these(name, place, device, tmp_path):
+    """``shared`` itself is never called. In T5 of transformers 4 it is the same module as those that are; else a third one."""
+    sizes = {
+        "T5": dict(d_kv=32, d_ff=64, num_layers=1, num_heads=2),
+        "Bart": dict(
+            **dict.fromkeys(("encoder_layers", "decoder_layers"), 1), max_position_embeddings=64,
+            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64),
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+        ),
+    }[name]  # fmt: skip
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    made = kind(getattr(transformers, f"{name}Config")(vocab_size=64, d_model=64, pad_token_id=1, **sizes))
+    made.bfloat16().save_pretrained(tmp_path / "plain")
+    stays = "encoder.final_layer_norm" if name == "T5" else "model.encoder.layernorm_embedding"
+    how = {"quantization_config": quantization("nf4"), **in_dtype(torch.bfloat16), "offload_folder": tmp_path / "off"}
+    model = kind.from_pretrained(tmp_path / "plain", device_map={"": place, stays: device}, **how)
+    tokens = batch(device)
+    for _ in range(2):  # the first forward leaves each module a parameter of its own
+        once = said(model)
+        with torch.no_grad(), watch.watch() as seen:
+            model(input_ids=tokens, decoder_input_ids=tokens)
+    assert seen.moved("host to device") == once
 
 
 def test_int8_weights_on_the_disk_are_read_once(wide, device, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...repairs.helpers.experts.found import is_two_dimensional
+from ...repairs.helpers.offload import uses
 from ...repairs.helpers.offload.brought import by_a_use
 from .naming import Naming
 from .records import Layers
@@ -47,7 +48,11 @@ def of(modules: Modules, not_these: set[int]) -> list[Layer]:
     """All layers, but what consists of the parameters ``not_these`` alone (by id): adapters."""
     seen: set[int] = set()
     owners = Counter(id(p) for _, module in modules for p in module._parameters.values() if p is not None)
-    return [_layer(name, module, hook, owners, seen) for name, module, hook in _with_hooks(modules, not_these)]
+    found = [_layer(name, module, hook, owners, seen) for name, module, hook in _with_hooks(modules, not_these)]
+    if not any(layer.brings for layer in found):
+        return found
+    used = uses.of(modules[0][1])
+    return [replace(layer, brings=used[id(layer.module)] * layer.brings) for layer in found]
 
 
 def _with_hooks(modules: Modules, not_these: set[int]) -> Iterator[tuple[str, Any, tuple[Any, str] | None]]:

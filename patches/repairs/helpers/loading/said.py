@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ..offload import brought
+from ..offload import brought, uses
 from ..process.messages import LOGGER
 from .experts import readable
 
@@ -33,7 +33,8 @@ def say(model: Module, device_map: Places) -> None:
             held[place] += sum(brought.size(parameter) for parameter in own if id(parameter) not in seen)
             seen.update(map(id, own))
     placed = ", ".join(f"{place} ({count} layers, {readable(held[place])})" for place, count in layers.items())
-    copied = readable(sum(map(brought.by_a_use, model.modules())))
+    used = uses.of(model)
+    copied = readable(sum(used[id(module)] * brought.by_a_use(module) for module in model.modules()))
     _LOADED[model] = (
         f"{type(model).__name__} is quantized and placed on {placed}. Each forward copies {copied} from the CPU or the disk "
         f"to {device_map.main}. patches.inspect(model) shows where each part is"
