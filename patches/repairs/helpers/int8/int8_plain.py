@@ -19,6 +19,8 @@ _SHARDED = "_patches_codes_sharded"
 _QUANTIZED = "_patches_was_quantized"
 _ONCE = "_patches_quantized_once"
 _GIVEN = "_patches_given_with"
+_OF_PLAIN = "_patches_state_of_plain"
+"""The state has codes and scales since a plain tensor took the place of the weight that they were for, which had not run."""
 _LARGEST = 127
 
 
@@ -151,6 +153,7 @@ def replaced(layer: Any, old: Any) -> None:
         vars(state).pop(_QUANTIZED, None)
         note(layer)
         int8_settled.came(layer, weight)
+        _forget_plain(layer, weight)
         return
     if not hasattr(old, "CB") or not int8_scales.is_int8(old):
         return
@@ -167,3 +170,16 @@ def replaced(layer: Any, old: Any) -> None:
         return
     elif torch.equal(codes.to(weight.device), weight):
         state.CB, state.SCB = codes, scale
+        setattr(state, _OF_PLAIN, True)
+
+
+def _forget_plain(layer: Any, weight: Any) -> None:
+    """``weight`` ends the place of a plain tensor in ``layer``: drop what that left in the state, unless it is of the same codes.
+
+    The layer has not run: users find codes and scales in its state as soon as there are some, and would write there.
+    """
+    state = layer.state
+    owned = int8_scales.is_settled(weight) and state.CB is not None and int8_settled.are_equal(weight, state.CB)
+    if vars(state).get(_OF_PLAIN, False) and not owned:
+        del vars(state)[_OF_PLAIN]
+        int8_settled.start_over(layer)

@@ -191,12 +191,12 @@ def settle_again(layer: Any) -> None:
         return
     if own["SCB"] is None or own["SCB"] is state.SCB:
         own["SCB"] = None
-        if weight.data_ptr() != state.CB.data_ptr() and _are_equal(weight, state.CB):
+        if weight.data_ptr() != state.CB.data_ptr() and are_equal(weight, state.CB):
             weight.data = state.CB  # as the next forward does
         settled(layer)
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
+def are_equal(one: Tensor, other: Tensor) -> bool:
     import torch
 
     if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device) or one.is_meta:
@@ -210,7 +210,7 @@ def came(layer: Any, weight: Any) -> None:
     if not int8_scales.is_settled(weight) or state.CB is None:
         return
     if (scale := vars(weight).get("SCB")) is not None:
-        if state.SCB is not None and _are_equal(scale, state.SCB) and _are_equal(weight, state.CB):
+        if state.SCB is not None and are_equal(scale, state.SCB) and are_equal(weight, state.CB):
             vars(weight)["SCB"], weight.data = None, state.CB  # as the next forward does
             settled(layer)
         else:
@@ -241,7 +241,7 @@ def agree(layer: Any) -> None:
         return
     if weight.dtype != state.CB.dtype:
         return
-    if weight.data_ptr() == state.CB.data_ptr() or _are_equal(weight, state.CB):
+    if weight.data_ptr() == state.CB.data_ptr() or are_equal(weight, state.CB):
         if state.SCB is not None:
             vars(weight)["SCB"] = None  # forward uses the state's, and so does whoever reads the weight
             settled(layer)

@@ -250,3 +250,29 @@ def test_cast_codes_in_a_buffer_of_a_layer_that_has_not_run_are_refused():
         layer.register_buffer("weight", codes)
         with pytest.raises(RuntimeError, match="replaced by integers up to 127"):
             layer(torch.randn(4, 64))
+
+
+def test_a_new_weight_after_plain_codes_owns_its_scales():
+    """The state of a layer that has not run has none: who looks there first writes to the weight."""
+    with patches.applied(ID):
+        layer = linear(bias=False)
+        layer.weight = torch.nn.Parameter(layer.weight.data.clone(), requires_grad=False)
+        values = torch.randn(32, 64)
+        layer.weight = bnb.nn.Int8Params(values, requires_grad=False, has_fp16_weights=False)
+        layer.to("cpu")
+        owner = layer.weight if layer.state.SCB is None else layer.state
+        layer.weight.data.copy_(layer.weight.data.flip(0))
+        owner.SCB.copy_(owner.SCB.flip(0))
+        x = torch.randn(4, 64)
+        expected = x @ values.flip(0).t()
+        assert torch.dist(layer(x), expected) < 0.03 * expected.norm()
+
+
+def test_the_same_codes_after_plain_codes_keep_the_scales_of_the_layer():
+    x = torch.randn(4, 64)
+    expected = linear()(x)
+    with patches.applied(ID):
+        layer = linear()
+        layer.weight = torch.nn.Parameter(layer.weight.data.clone(), requires_grad=False)
+        layer.weight = bnb.nn.Int8Params(layer.weight.data.clone(), requires_grad=False)
+        assert torch.equal(layer(x), expected)
