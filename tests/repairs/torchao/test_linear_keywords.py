@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 
 import patches
+from patches.repairs.torchao.linear_keywords import by_position
 
 ID = "torchao-linear-keywords"
 GRADIENT = "torchao-quantized-activations-gradient"
@@ -45,6 +46,12 @@ def test_keywords_give_what_places_give(config, call):
 def test_without_the_patch_the_bias_is_left_out():
     found = layer(CONFIGS[0])
     assert torch.equal(linear(X, found.weight, bias=found.bias), linear(X, found.weight))
+
+
+def test_other_functions_keep_their_keywords():
+    """The third argument of ``layer_norm`` is its weight."""
+    args, kwargs = (X, (64,)), {"weight": X[0], "bias": X[1]}
+    assert by_position(torch.nn.functional.layer_norm, args, kwargs) == (args, kwargs)
 
 
 def test_bad_calls_stay_errors():
