@@ -8,7 +8,7 @@ stay, and offloading saves no memory. The same happens after an out-of-memory er
 device while the caller tries a smaller batch. accelerate up to 1.15, plain and quantized layers.
 
 The repair takes the weights away in this case too, and raises the exception again. Models that were dispatched before
-the patch was applied keep their old forward. Compiled code is not changed, because it checkpoints without exceptions.
+the patch was applied keep their old forward. A compiled model has as many graphs and graph breaks as before.
 """
 
 from __future__ import annotations
@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 
 def _run(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``module._old_forward(*args, **kwargs)``; what was brought for it goes when it raises."""
-    import torch
-
     offloading = [hook for hook in hooks.on(module) if getattr(hook, "offload", False) is True]
     forward: Any = module._old_forward
-    if not offloading or torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
     try:
         return forward(*args, **kwargs)
     except BaseException:

@@ -108,6 +108,23 @@ def test_other_hooks_see_what_they_saw(device):
     assert all_away(offloaded)
 
 
+def test_compiled_there_are_as_many_graphs_and_breaks_as_without_the_patch(device):
+    """One more break for each hooked layer would be one more function to trace and to guard."""
+
+    def counted() -> tuple[int, int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        net = accelerate.cpu_offload(model(), torch.device(device))
+        torch.compile(net, backend="eager")(torch.randn(2, 8, device=device))
+        counters = torch._dynamo.utils.counters
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+    patched = counted()
+    patches.revert(ID)
+    assert patched == counted()
+    assert patched[0] > 0
+
+
 def test_layers_that_are_not_offloaded_keep_their_weights(device):
     net = model().to(device)
     accelerate.dispatch_model(net, {"": device}, force_hooks=True)
