@@ -129,6 +129,22 @@ def test_a_head_that_only_the_checkpoint_unties_counts(untied, file, device, tmp
         del model
 
 
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_quantizing_a_weight_takes_no_more_than_a_layer(share, device, tmp_path):
+    """Of a Llama with grouped queries, whose largest weight is a quarter of a layer: INT8 needs it twice in 16 bits, and packed."""
+    sizes = {"num_key_value_heads": 1, "intermediate_size": 1024}
+    folder = save_llama(tmp_path, layers=8, hidden=256, **sizes)
+    whole, size = held_by(lambda: load(folder, "int8", {"": device}))
+    layer = sum(p.nbytes for p in whole.model.layers[0].parameters())
+    limit = int(share * size)
+    with watch.peak() as peak:
+        _, held = held_by(lambda: load(folder, "int8", "auto", max_memory={0: limit, "cpu": 10**9}))
+    listed = 1024 * len(list(quantized_layers(whole)))  # accelerate asks for a state dict, to check the map
+    kernel = 256 * 1024  # the simulated one makes the packed weight twice
+    assert peak[0] <= limit + layer + listed + kernel
+    assert 0.8 * limit <= held <= limit
+
+
 def test_what_holds_more_than_allowed_does_not_fit(big, device):
     """transformers counts no absmax."""
     _, size = held_by(lambda: load(big, "nf4", {"": device}))

@@ -40,13 +40,12 @@ def save_llama(folder: Path, layers: int = 2, hidden: int = 64, **config: Any) -
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=hidden,
-            intermediate_size=2 * hidden,
             num_hidden_layers=layers,
             num_attention_heads=2,
             max_position_embeddings=64,
             initializer_range=0.06,
             use_cache=False,
-            **config,
+            **{"intermediate_size": 2 * hidden, **config},
         )  # fmt: skip
     )
     for layer in model.model.layers:

@@ -64,7 +64,7 @@ def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Calla
         # All on the CPU: so it is where there is no device, and where the first module alone is too large for it.
         if not places.offloads(device_map) and all(room.place == "cpu" for room in resident):
             return device_map
-        found = _fitted(units, sizes, resident, waiting)
+        found = _fitted(units, sizes, resident, waiting, _beyond_a_layer(model, quantizer, units))
         _follow_tied(found, places.tied(model))
         # What waits computes on the first device that a map names: the one where room was left for its statistics.
         first = next((room.place for room in resident if room.place in found.values()), None)
@@ -122,6 +122,20 @@ def _bytes(quantizer: Any, model: Any, name: str, parameter: Any) -> int:
     return int(parameter.numel() * element_size(model, name, parameter)) if element_size else int(parameter.nbytes)
 
 
+def _beyond_a_layer(model: Any, quantizer: Any, units: list[Unit]) -> int:
+    """By how much quantizing the largest weight takes more than a layer, which a device holds beside what it may hold.
+
+    The weight as it was read, the copy in float16 from which bitsandbytes makes INT8, and the packed weight.
+    """
+    if quantizer.pre_quantized:
+        return 0
+    in_float16 = str(model.dtype) == "torch.float16"
+    copies = model.dtype.itemsize + (2 if quantizer.quantization_config.load_in_8bit and not in_float16 else 0)
+    weights = (weight for name, weight in model.named_parameters() if quantizes(quantizer, model, name))
+    takes = max((copies * weight.numel() + sum(packed(weight)) for weight in weights), default=0)
+    return max(0, takes - max((unit.moves for unit in units if unit.block), default=takes))
+
+
 def packed(weight: Any) -> tuple[int, int]:
     """Bytes of the packed weights of a layer, and of the statistics that stay on its device."""
     numbers = weight.numel()
@@ -175,15 +189,17 @@ def _rooms(max_memory: Any, units: list[Unit]) -> tuple[list[Room], list[Room]]:
     return resident, [*waiting, Room("disk", float("inf"))]
 
 
-def _fitted(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room]) -> Map:
+def _fitted(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room], spare: int = 0) -> Map:
     """A place for each unit.
 
-    First all layers are kept whole. If they do not fit, room is left on the first device for the statistics of what
-    waits: at first for those of all layers, then for those of the layers that waited in the map before.
+    First all layers are kept whole. If they do not fit, ``spare`` bytes are left on each device, and room on the first
+    for the statistics of what waits: at first for those of all layers, then for those of the layers that waited in the
+    map before.
     """
     found, left_behind = _fill(units, sizes, _copies(resident), _copies(waiting), divides=False)
     if resident and set(found.values()).isdisjoint(places.OFFLOADED):
         return found
+    resident = [Room(room.place, room.left - spare) for room in resident]
     for first in range(max(1, len(resident))):  # a device that takes nothing is none where what waits computes
         reserved = sum(unit.stays for unit in units)
         for _ in range(3):
