@@ -172,6 +172,11 @@ def test_remove_parametrizations_gives_the_cast_weight():
         assert torch.equal(model(IDS), expected)
 
 
+def test_what_has_unwrapped_nothing_is_cast_as_before():
+    with patches.applied(ID):
+        assert not hasattr(utils.UnwrapTensorSubclass().float(), "rebuild_stack")
+
+
 def test_a_model_cast_before_the_patch_is_set_right_by_its_next_cast():
     model = unwrapped("4-bit").float()
     assert model.linear.weight.dtype == torch.bfloat16
