@@ -2,7 +2,7 @@
 
 A copy of the last commit is changed, one place at a time. Of each patch:
 
-- each edit is left out (where there are several);
+- each edit for the installed releases is left out (where there are several);
 - each function that the edits name does nothing;
 - each condition in such a function (``if``, ``a if b else c``, a comparison that is assigned) is always true;
 - the body of each ``if`` in it is left out.
@@ -27,7 +27,10 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from patches.engine import Patch
 
 ROOT = Path(__file__).parents[1]
 REPAIRS = "patches/repairs"
@@ -41,21 +44,25 @@ class Mutant(NamedTuple):
     source: str
 
 
+def without_an_edit(source: str, patch: Patch) -> Iterator[tuple[str, str]]:
+    """What is left out, and the source with the edits of ``patch`` for the installed releases but one."""
+    from patches.engine import needs
+
+    here = needs.edits(patch)
+    for edit in here if len(here) > 1 else ():
+        kept = f"(*PATCH.edits[:{(at := patch.edits.index(edit))}], *PATCH.edits[{at + 1}:])"
+        find = " ".join(getattr(edit, "find", "").split())
+        yield (
+            f"{edit.target.rpartition(':')[2]}: without the edit{find and f' of `{find}`'}",
+            f"{source}\nimport dataclasses\nPATCH = dataclasses.replace(PATCH, edits={kept})\n",
+        )
+
+
 def mutants_of(source: str, names: set[str] | None = None) -> Iterator[tuple[str, str]]:
-    """What is changed, and the source with that change: of the edits, and of the functions ``names`` (all that they name)."""
+    """What is changed, and the source with that change, of the functions ``names`` (all that the edits name)."""
     tree = ast.parse(source)
     if names is None:
         names = {node.id for node in named_by(tree) if isinstance(node, ast.Name)}
-        edits = _edits(tree)
-        if edits is not None and len(edits.elts) > 1:
-            for i, edit in enumerate(edits.elts):
-                if not _is_for_here(edit):
-                    continue
-                changed = copy.deepcopy(tree)
-                found = _edits(changed)
-                assert found is not None
-                del found.elts[i]
-                yield f"line {edit.lineno}: without the edit", ast.unparse(changed)
     for i, node in enumerate(ast.walk(tree)):
         if isinstance(node, ast.FunctionDef) and node.name in names and node in tree.body:
             yield from _in_function(tree, i, node)
@@ -77,24 +84,6 @@ def named_by(tree: ast.Module) -> Iterator[ast.expr]:
                 if made
                 else [value]
             )
-
-
-def _is_for_here(edit: ast.expr) -> bool:
-    """Whether what ``edit`` says in ``when`` holds for the installed releases."""
-    from patches.engine import gate
-
-    said = [keyword.value for keyword in getattr(edit, "keywords", []) if keyword.arg == "when"]
-    texts = [each.value.split(" and ") for each in said if isinstance(each, ast.Constant)]
-    return all(gate.satisfied(needed) for text in texts for needed in text)
-
-
-def _edits(tree: ast.Module) -> ast.Tuple | None:
-    found = [
-        k.value
-        for k in ast.walk(tree)
-        if isinstance(k, ast.keyword) and k.arg == "edits" and isinstance(k.value, ast.Tuple)
-    ]
-    return found[0] if len(found) == 1 else None
 
 
 def _in_function(tree: ast.Module, place: int, function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
@@ -122,14 +111,14 @@ def _in_function(tree: ast.Module, place: int, function: ast.FunctionDef) -> Ite
             yield f"line {node.lineno}: `{ast.unparse(node)}` is true", ast.unparse(whole)
 
 
-def of_patch(patch: str, file: Path) -> Iterator[Mutant]:
+def of_patch(patch: Patch, file: Path) -> Iterator[Mutant]:
     """In the file of the patch, and in the helpers that its edits name."""
     source = file.read_text("utf-8")
-    for what, changed in mutants_of(source):
-        yield Mutant(patch, file.relative_to(ROOT).as_posix(), what, changed)
+    for what, changed in (*without_an_edit(source, patch), *mutants_of(source)):
+        yield Mutant(patch.id, file.relative_to(ROOT).as_posix(), what, changed)
     for helper, names in helpers(file, ast.parse(source)).items():
         for what, changed in mutants_of(helper.read_text("utf-8"), names):
-            yield Mutant(patch, helper.relative_to(ROOT).as_posix(), what, changed)
+            yield Mutant(patch.id, helper.relative_to(ROOT).as_posix(), what, changed)
 
 
 def helpers(file: Path, tree: ast.Module) -> dict[Path, set[str]]:
@@ -217,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"left out: {id} repairs nothing in the installed releases", file=sys.stderr)
         del files[id]
     chosen = [id for id in options.ids or files if id in files]
-    found = [mutant for id in chosen for mutant in of_patch(id, files[id])]
+    found = [mutant for id in chosen for mutant in of_patch(declared[id], files[id])]
     if options.sample:
         found = random.Random(options.seed).sample(found, min(options.sample, len(found)))
     alive = 0
