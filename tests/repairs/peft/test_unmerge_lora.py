@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -49,3 +51,20 @@ def test_a_block_size_that_was_set_after_the_merge_makes_another_weight(device):
         return
     model.unmerge_adapter()
     assert not same(bits(model), own), "what was before the merge is no answer"
+
+
+@torch.no_grad()
+def test_a_weight_made_in_inference_mode_that_got_other_data_is_merged_and_put_back(device):
+    """torch refuses a view of such a weight outside of the mode."""
+    model = adapted("nf4", "lora", device)
+    for layer in layers(model):
+        base = layer.get_base_layer()
+        with torch.inference_mode():
+            base.weight = copy.deepcopy(base.weight)
+        base.weight.data = base.weight.data.view(-1).view(torch.bfloat16).view(-1, 1)
+    own = [layer.get_base_layer().weight.data.view(torch.uint8).clone() for layer in layers(model)]  # bfloat16 has NaN
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert all(
+        torch.equal(layer.get_base_layer().weight.data.view(torch.uint8), was) for layer, was in zip(layers(model), own)
+    )

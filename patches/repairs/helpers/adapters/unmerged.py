@@ -172,7 +172,14 @@ def _quantized(base: Any) -> list[Tensor] | None:
         return None
     if found is None or any(t.is_meta for t in (weight, *found)):
         return None
-    return [t.detach().as_subclass(torch.Tensor) for t in (weight, *found)]
+    return [_plain(t) for t in (weight, *found)]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The values of ``tensor``, as a tensor of torch. No view: torch makes none of what was made in inference mode and got other data."""
+    import torch
+
+    return tensor.data.as_subclass(torch.Tensor)
 
 
 def _statistics(state: Any) -> Iterator[Tensor]:
@@ -204,7 +211,7 @@ def digest(tensor: Tensor) -> int:
     """A number that other bits, or the same at other places, do not have but by chance; the same on every device."""
     import torch
 
-    bits = tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
+    bits = _plain(tensor).contiguous().reshape(-1).view(torch.uint8)
     whole = bits.numel() // 4 * 4
     words, rest = bits[:whole].clone() if bits.storage_offset() % 4 else bits[:whole], bits[whole:].to(torch.int32)
     words = torch.cat([words.view(torch.int32), rest]) if rest.numel() else words.view(torch.int32)
