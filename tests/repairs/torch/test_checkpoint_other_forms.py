@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bitsandbytes.nn import Linear4bit
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan, create_default_local_save_plan
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import patches
@@ -198,6 +200,23 @@ def test_which_ranks_lack_the_plugin():
     assert lacking([whole, {"0.weight", "0.bias"}, whole]) == [1]
     assert lacking([whole, {"1.weight"}]) == [], "a rank that has nothing of the layer, as with pipelines"
     assert lacking([{"0.weight"}, {"0.weight"}]) == []
+
+
+def test_the_first_rank_looks_at_all_plans(tmp_path):
+    """With the second of two ranks lacking the plugin; tests/distributed has the ranks themselves."""
+    whole = layer().state_dict()
+    dicts = (whole, {"weight": whole["weight"]})
+    dcp.save(whole, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    saves = [create_default_local_save_plan(part, True) for part in dicts]
+    loads = [create_default_local_load_plan(part, metadata) for part in dicts]
+    expected, planner = dedup_save_plans(saves), dcp.DefaultLoadPlanner()
+    with patches.applied(ID):
+        with pytest.warns(UserWarning, match="rank 1 would not save the quantization state"):
+            assert dedup_save_plans(saves) == expected
+        with pytest.raises(RuntimeError, match="rank 1 would not load the quantization state"):
+            planner.create_global_plan(loads)
+        assert planner.create_global_plan([loads[0]] * 2) == [loads[0]] * 2
 
 
 def test_a_load_without_any_of_this_reads_into_what_it_was_given(tmp_path: Path):
