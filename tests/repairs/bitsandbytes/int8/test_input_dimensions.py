@@ -41,6 +41,24 @@ def test_as_for_rows(shape, threshold):
     torch.testing.assert_close(bias, rows[2])
 
 
+def rows_and_columns(x: torch.Tensor, threshold: float = 0.0) -> tuple[object, ...]:
+    """As ``int8_double_quant``, which no CPU has, of two dimensions alone."""
+    rows, columns = (bnb.functional.int8_vectorwise_quant(part.contiguous()) for part in (x, x.t()))
+    return rows[0], columns[0].t().contiguous(), rows[1], columns[1], None
+
+
+def test_a_weight_that_is_trained_gets_the_gradient_of_rows(monkeypatch):
+    def trained(*shape: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=True).eval()
+        ran(layer, shape)
+        return layer.weight.grad
+
+    monkeypatch.setattr(bnb.functional, "int8_double_quant", rows_and_columns)
+    with patches.applied(ID):
+        assert torch.equal(trained(2, 3, 5, 64), trained(30, 64))
+
+
 @pytest.mark.parametrize("shape", [(3, 64), (2, 3, 64)], ids=str)
 def test_two_and_three_dimensions_are_the_same(shape):
     layer = made()
