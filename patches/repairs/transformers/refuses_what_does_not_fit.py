@@ -13,6 +13,10 @@ own inside ``offload_folder``, which is removed with the model. Packed weights o
 stay in the checkpoint and are read from there. accelerate's hooks bring each layer when it is used. With
 ``llm_int8_enable_fp32_cpu_offload=True``, and with maps without "cpu" and "disk", nothing changes.
 
+If an embedding or a head is offloaded, ``resize_token_embeddings`` raises an error that says what to do. transformers and
+accelerate raise ``Tensor.item() cannot be called on meta tensors`` there, or ``Trying to set a tensor of shape ...`` at the
+next forward, with and without quantization.
+
 What it costs: each use of an offloaded layer copies its packed weights from CPU memory or reads them from the disk.
 """
 
@@ -21,7 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import checkpoint_keys, in_pieces, places, placing, placing_in_4, sizes, untied
+from ..helpers.loading import checkpoint_keys, in_pieces, places, placing, placing_in_4, resizing, sizes, untied
 from ..helpers.loading.quantizers import BEFORE_LOADING, in_both
 
 
@@ -243,6 +247,15 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
     tested_up_to="5.24.0",
     seen_on=("2.13",),
-    edits=(*_from_5(), *_before_5()),
+    edits=(
+        *_from_5(),
+        *_before_5(),
+        Rewrite(
+            f"{_MODEL}:PreTrainedModel.resize_token_embeddings",
+            find="self._resize_token_embeddings",
+            replace="_patches_resizing(self)",
+            names={"_patches_resizing": resizing.resizing},
+        ),
+    ),
     defect=defect,
 )

@@ -248,3 +248,27 @@ def test_freed_memory_is_returned_where_the_cpu_quantizes(monkeypatch, tmp_path)
     assert asked == [0] * 14, "once for each of the layers that it quantized"
     freed.quantized(torch.empty(8, device="meta"))
     assert len(asked) == 14, "what an accelerator quantized was never in this memory"
+
+
+@pytest.mark.parametrize("names, rows", [
+    (["model.embed_tokens"], 24), (["lm_head"], 8), (["model.embed_tokens", "lm_head"], None)
+])  # fmt: skip
+def test_resizing_an_embedding_that_waits_names_it_and_the_remedy(names, rows, tmp_path):
+    """As is, also without quantization: an error about meta tensors, or about shapes in the next forward."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **SIZE)).save_pretrained(tmp_path / "plain")
+
+    def load(places):
+        how = transformers.BitsAndBytesConfig(**HOW["nf4"])
+        return transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path / "plain", quantization_config=how, device_map=places, offload_folder=tmp_path / "off"
+        )
+
+    model = load({"": "cpu", "model.layers.1": "disk", **dict.fromkeys(names, "disk")})
+    with pytest.raises(ValueError, match="cannot change " + ".*".join(f"'{name}'" for name in names)) as caught:
+        model.resize_token_embeddings(rows, pad_to_multiple_of=12 if rows is None else None)
+    assert all(f"'{name}': 0" in str(caught.value) for name in names)
+    model.resize_token_embeddings(16)
+    assert torch.isfinite(outputs(model)).all(), "the error has changed nothing"
+    model = load({"": "cpu", "model.layers.1": "disk"})
+    model.resize_token_embeddings(24)
+    assert outputs(model).shape[-1] == 24

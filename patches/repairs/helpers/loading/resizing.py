@@ -1,0 +1,40 @@
+"""``resize_token_embeddings`` of a model whose embedding or head waits on the CPU or the disk: an error that says what to do.
+
+transformers reads a weight on meta there, or accelerate brings the old one for the resized module at the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..offload import offloaded
+
+
+def resizing(model: Any) -> Callable[..., Any]:
+    """``model._resize_token_embeddings``, unless it changes the size of what is offloaded."""
+    upstream: Callable[..., Any] = model._resize_token_embeddings
+
+    def _resize_token_embeddings(count: Any, multiple: Any = None, *also: Any, **options: Any) -> Any:
+        embeddings = model.get_input_embeddings()
+        has = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+        wanted = has if count is None else count
+        wanted += -wanted % multiple if isinstance(multiple, int) and multiple > 0 else 0
+        if wanted != has:
+            _refuse(model, [embeddings, model.get_output_embeddings()], has, wanted)
+        return upstream(count, multiple, *also, **options)
+
+    return _resize_token_embeddings
+
+
+def _refuse(model: Any, modules: list[Any], has: int, wanted: int) -> None:
+    waiting = [each for each in modules if each is not None and each.weight.is_meta and offloaded.hook_of(each)]
+    names = [name for name, module in model.named_modules() if any(module is each for each in waiting)]
+    if names:
+        on_the_device = ", ".join(f"{name!r}: 0" for name in names)
+        raise ValueError(
+            f"resize_token_embeddings cannot change {' and '.join(map(repr, names))} from {has} to {wanted} rows, because "
+            f"the device map offloads {'them' if len(names) > 1 else 'it'} to the CPU or the disk. Load the model with "
+            f"device_map={{..., {on_the_device}}}. If the device has no room for that, load the model without "
+            "quantization on the CPU, resize it, save it with save_pretrained, and load what was saved."
+        )
