@@ -75,7 +75,8 @@ def agree(layer: Any) -> None:
     if isinstance(weight, Int8Params):
         int8_settled.agree(layer)
     elif int8_scales.is_int8(weight) and not weight.is_meta and int8_settled.pair(layer) is not None:
-        scale(layer, weight)
+        if int8_scales.of(weight) is None:  # a pickle of a weight without its class keeps its scales
+            scale(layer, weight)
 
 
 def scale_to_save(layer: Any) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import bitsandbytes as bnb
 import pytest
 import torch
@@ -276,3 +278,15 @@ def test_the_same_codes_after_plain_codes_keep_the_scales_of_the_layer():
         layer.weight = torch.nn.Parameter(layer.weight.data.clone(), requires_grad=False)
         layer.weight = bnb.nn.Int8Params(layer.weight.data.clone(), requires_grad=False)
         assert torch.equal(layer(x), expected)
+
+
+def test_a_pickled_weight_that_lost_its_class_is_saved_as_it_was_written_to():
+    """Without the patch for pickles, it is a ``Parameter`` that keeps its scales."""
+    with patches.applied(ID):
+        layer = linear(bias=False)
+        layer.weight = pickle.loads(pickle.dumps(layer.weight))
+        assert not isinstance(layer.weight, bnb.nn.Int8Params)
+        layer.weight.data.neg_()
+        saved = layer.state_dict()
+    assert torch.equal(saved["weight"], -linear(bias=False).weight)
+    assert torch.equal(saved["SCB"], layer.weight.SCB)
