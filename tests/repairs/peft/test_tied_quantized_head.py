@@ -103,6 +103,20 @@ def test_a_merge_into_a_layer_that_is_left_out_of_the_quantization_is_refused(bi
     is_refused(adapted("lora", bits, tied=False))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_layer_that_keeps_its_weight_in_floating_point_is_merged_unless_it_is_tied(tied):
+    """peft takes it for an ``nn.Linear``."""
+    base = Model(16, tied)
+    weight, base.head = base.head.weight, bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=True)
+    base.head.weight = weight
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["head"], init_lora_weights=False)).eval()
+    if tied:
+        is_refused(model)
+        return
+    expected = weight.detach() + model.base_model.model.head.get_delta_weight("default")
+    assert torch.allclose(model.merge_and_unload().head.weight, expected)
+
+
 def is_refused(model: peft.PeftModel) -> None:
     """Merging raises an error that names the layer, and changes nothing."""
     expected = model(IDS)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..four_bit import four_bit_state
 from ..int8 import int8_plain, int8_scales
+from ..process import live_objects
 from ..weights import in_place
 
 if TYPE_CHECKING:
@@ -46,12 +47,20 @@ def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
 
 def unless_never_quantized(base: Any) -> None:
     """Raise if ``base`` is a quantized layer by its class alone: what merges into it would look for scales, or untie it."""
-    if in_place.was_never_quantized(base):
+    if in_place.was_never_quantized(base) and not _trains_floats_of_its_own(base):
         raise ValueError(
             f"{type(base).__name__} {int8_scales.name_of(base)!r} has a weight that is not quantized ({base.weight.dtype}, "
             "tied to an embedding or left out of the quantization), so nothing was merged into it. Name the layer in "
             "llm_int8_skip_modules, load the model and the adapter again, then merge; or keep the adapter unmerged"
         )
+
+
+def _trains_floats_of_its_own(base: Any) -> bool:
+    """Whether ``base`` keeps its weight in floating point, and no other module has it: peft merges as into ``nn.Linear``."""
+    if not getattr(vars(base).get("state"), "has_fp16_weights", False):
+        return False
+    found = live_objects.holders(base.weight, depth=1)  # none after gc.freeze()
+    return bool(found) and all(holder is base for holder in found)
 
 
 def _refuse_sharded(base: Any) -> None:
