@@ -13,7 +13,8 @@ BY_MESSAGE = {
 }
 
 BY_NAME = {
-    r"^(nf4|fp4).*(pickled|copied_shallowly|cast_).* codebook_replaced .*": (
+    r"^(nf4|fp4).*(pickled|copied_shallowly|cast_).* codebook_replaced |"
+    r"^(nf4|fp4)-(nested-)?stored.* (cast_.* codebook_(cut|flipped) |codebook_(cut|flipped) .*cast_)": (
         "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, "
         "an error hides it: a pickled or copied weight is no Params4bit, and a cast destroys packed weights"
     ),
@@ -53,9 +54,41 @@ BY_NAME = {
     r"^int8.*weight_plain_own_codes.* codes_replaced": (
         "codes were replaced in one of two places after a forward, and nothing tells which is newer (docs/state.md)"
     ),
-    r"^(nf4|fp4).*(pickled|saved_whole).*_(swapping|overwriting) ": (
-        "torch refuses to swap or overwrite a Params4bit, with the plugin and without; as is, a pickled weight is none, because "
-        "it has lost its class"
+    r"^(int8|nf4|fp4).*(pickled|saved_whole).*_(swapping|overwriting) ": (
+        "torch refuses to swap or overwrite an Int8Params or a Params4bit, with the plugin and without; as is, a pickled weight "
+        "is none, because it has lost its class"
+    ),
+    r"^own-.*(pickled|saved_whole|saved_and_loaded_whole).* moved_to_meta_and_back ": (
+        "torch refuses to move an Int8Params or a Params4bit in a user's module to meta, with the plugin and without; as is, a "
+        "pickled weight is none, because it has lost its class"
+    ),
+    r"^(nf4|fp4).* absmax_none .*loads_without_statistics_not_strictly ": (
+        "bitsandbytes-linear4bit-load-state-dict refuses packed weights that come without their statistics, because with the old "
+        "ones the layer computes wrong numbers silently; here it has none, and the program replaces all of them afterwards"
+    ),
+    r"^(nf4|fp4).* forward_of_its_own .*copied .*loads": (
+        "the forward that a user gave a layer reads the weight of that layer also in a copy; as is, packed weights are not loaded "
+        "over a weight that was dequantized in place, which is an error"
+    ),
+    r"^(nf4|fp4).* loads_another_storage .*pruned ": (
+        "pruning multiplies packed weights that are stored in floating point by its mask, which changes those that look like NaN, "
+        "with the plugin and without; as is, packed weights of another storage are not loaded, which is an error"
+    ),
+    r"^int8.* scales_on_meta .*dequantize_by_transformers": (
+        "bitsandbytes dequantizes into uninitialized memory with row scales on meta, with the plugin and without: what that holds "
+        "is chance, at times the right values"
+    ),
+    r"^int8.* scales_(half|bf16) .*from_meta .*weight_data_float ": (
+        "values written into weight.data before the first forward, which reads weight.CB (docs/state.md), with the plugin and "
+        "without; as is, bitsandbytes 0.46 loads no layer that was made on meta"
+    ),
+    r"^int8.* scales_(half|bf16) .*moved.* loads": (
+        "the kernels of bitsandbytes 0.46 take no row scales in half precision, with the plugin and without; as is, a move "
+        "quantizes the packed weights once more, with new scales, and the state dict is loaded over these"
+    ),
+    r"^(nf4|fp4).* class_(and_parameter_)?of_plain_layer .*weight_(made_in_inference_mode|of_another).* safetensors": (
+        "a packed weight in an nn.Linear is saved as it is, with the plugin and without; as is, a forward on AVX512-BF16 has "
+        "repacked the weight before, and nothing is right from there on"
     ),
     r"^int8.*(pickled|saved_whole).* forward_of_its_own .*(to_cpu|half|bfloat16)$": (
         "bitsandbytes quantizes floats in a Linear8bitLt when it is moved, also under a forward of the user's; as is, a pickled "
