@@ -26,8 +26,9 @@ def test_fails_both_ways():
 """
 
 
-def upstream(folder):
-    return subprocess.run([sys.executable, "-m", "tools.upstream", str(folder)], capture_output=True, text=True)
+def upstream(folder, *arguments):
+    command = [sys.executable, "-m", "tools.upstream", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_a_difference_is_found_and_one_that_is_expected_explained(tmp_path):
@@ -40,6 +41,9 @@ def test_a_difference_is_found_and_one_that_is_expected_explained(tmp_path):
     assert "unpatched  1 failure, 3 passed\npatched    3 failure, 1 passed\n" in done.stdout
     assert "test_fails_with_the_plugin\n    unpatched  passed\n    patched    failure" in done.stdout
     assert done.stdout.count("expected: it") == 1 and "test_fails_both_ways" not in done.stdout
+    assert "\n1 in both runs: failure: AssertionError: assert not '" in done.stdout
+    some = upstream(folder, "--every", "2", "-k", "not same")  # the first and the third of three
+    assert "unpatched  1 failure, 1 passed\npatched    2 failure\n" in some.stdout, some.stdout + some.stderr
 
 
 def test_what_is_no_folder_of_tests_is_refused(tmp_path):
