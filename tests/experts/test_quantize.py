@@ -187,7 +187,7 @@ def test_on_the_cpu_between_calls(qwen3):
 
 def test_the_disk_is_refused(qwen3, tmp_path):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    with pytest.raises(NotImplementedError, match="they cannot be offloaded to the disk"):
+    with pytest.raises(NotImplementedError, match="disk_offload and dispatch_model cannot write them to the disk"):
         accelerate.disk_offload(patches.quantize_experts(loaded(qwen3)), tmp_path, torch.device("cpu"))
 
 
