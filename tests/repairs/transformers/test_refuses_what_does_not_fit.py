@@ -87,6 +87,14 @@ def test_what_cannot_be_loaded(places, message, base):
         load(base, "nf4", places)
 
 
+def test_a_map_counts_quantized_sizes(base, tmp_path):
+    """transformers keeps room for the weights before they are quantized: by its map only the embedding fits, a fifth."""
+    room = 42_240
+    model = load(base, "int8", "auto", max_memory={"cpu": room}, offload_folder=tmp_path)
+    assert room / 2 < sum(p.nbytes for p in model.parameters() if not p.is_meta) <= room
+    assert torch.isfinite(logits(model)).all()
+
+
 def test_a_gap_beside_tied_weights(tmp_path):
     """transformers 4 looks for both in the map, and names a module that has no name."""
     folder = save_base(tmp_path / "tied", tie_word_embeddings=True)
