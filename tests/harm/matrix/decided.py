@@ -13,8 +13,8 @@ BY_MESSAGE = {
 }
 
 BY_NAME = {
-    r"^(nf4|fp4).*(pickled|copied_shallowly|cast_).* codebook_replaced |"
-    r"^(nf4|fp4)-(nested-)?stored.* (cast_.* codebook_(cut|flipped) |codebook_(cut|flipped) .*cast_)": (
+    r"^(nf4|fp4).*(pickled|saved_whole|copied_shallowly|cast_).* codebook_(replaced|cut|flipped) |"
+    r"^(nf4|fp4)-(nested-)?stored.* codebook_(cut|flipped) .*cast_": (
         "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, "
         "an error hides it: a pickled or copied weight is no Params4bit, and a cast destroys packed weights"
     ),
@@ -82,7 +82,12 @@ BY_NAME = {
         "values written into weight.data before the first forward, which reads weight.CB (docs/state.md), with the plugin and "
         "without; as is, bitsandbytes 0.46 loads no layer that was made on meta"
     ),
-    r"^int8.* scales_(half|bf16) .*moved.* loads": (
+    r"^int8.* scales_(half|bf16|double) .*loads_floats": (
+        "bitsandbytes-int8-codes-without-scales refuses floating-point values for packed INT8 weights, because bitsandbytes "
+        "truncates them to whole numbers, silently; the kernels of 0.46, which take row scales in float32 alone, raise an error "
+        "in the next forward"
+    ),
+    r"^int8.* scales_(half|bf16|double) .*moved.* loads": (
         "the kernels of bitsandbytes 0.46 take no row scales in half precision, with the plugin and without; as is, a move "
         "quantizes the packed weights once more, with new scales, and the state dict is loaded over these"
     ),
