@@ -58,6 +58,10 @@ BY_NAME = {
         "torch refuses to swap or overwrite an Int8Params or a Params4bit, with the plugin and without; as is, a pickled weight "
         "is none, because it has lost its class"
     ),
+    r"^(nf4|fp4)-(nested-)?stored.* cast_half_(swapping|overwriting) ": (
+        "torch refuses to swap or overwrite a Params4bit, with the plugin and without; as is, a cast destroys packed weights that "
+        "are stored in floating point, and what it makes is swapped"
+    ),
     r"^own-.*(pickled|saved_whole|saved_and_loaded_whole).* moved_to_meta_and_back ": (
         "torch refuses to move an Int8Params or a Params4bit in a user's module to meta, with the plugin and without; as is, a "
         "pickled weight is none, because it has lost its class"
