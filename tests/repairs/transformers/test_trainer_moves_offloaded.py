@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import patches
+from patches.engine.gate import satisfied
 from tests.repairs.peft.offloading import CHECKPOINTING, assert_same, lora, offloaded, whole
 
 pytest.importorskip("bitsandbytes")
@@ -42,6 +43,8 @@ def trained(model: Any, folder: Path, checkpointing: str = "none", resume: bool 
         use_cpu=next(p for p in model.parameters() if p.requires_grad).device.type == "cpu",
         **(options if checkpointing != "none" else {}),
     )  # fmt: skip
+    if checkpointing == "reentrant" and satisfied("transformers<5"):
+        model.enable_input_require_grads()  # the Trainer of transformers 5 does so; without it a whole model has no gradient either
     arguments._n_gpu = min(arguments.n_gpu, 1)  # a whole model would go to both devices by DataParallel
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
