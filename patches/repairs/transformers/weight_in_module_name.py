@@ -21,9 +21,7 @@ def anchored(converters: list[Any]) -> list[Any]:
     for converter in converters:
         operations = getattr(converter, "operations", None) or ()
         if any(type(operation).__name__ in ("Bnb4bitDeserialize", "Bnb8bitDeserialize") for operation in operations):
-            pattern = converter.compiled_sources.pattern
-            if not pattern.startswith("(?<!"):
-                converter.compiled_sources = re.compile(rf"(?<!\w)(?:{pattern})(?!\w)")
+            converter.compiled_sources = re.compile(rf"(?<!\w)(?:{converter.compiled_sources.pattern})(?!\w)")
     return converters
 
 
