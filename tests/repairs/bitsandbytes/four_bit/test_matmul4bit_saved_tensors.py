@@ -10,6 +10,7 @@ from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 
 import patches
+from patches.repairs.bitsandbytes.four_bit.matmul4bit_saved_tensors import recall
 from tests.repairs.bitsandbytes.offloading import offloaded
 
 pytestmark = pytest.mark.one_in(2)
@@ -50,6 +51,14 @@ def test_the_same_bits(dtype, storage, nested, device):
     with patches.applied(ID):
         patched = run(layer, x)
     assert all(map(torch.equal, patched, unpatched))
+
+
+@NESTED
+def test_what_is_as_it_was_is_read_where_it_is(nested, device):
+    """No state is made anew for a backward that reads what its forward read."""
+    with patches.applied(ID):
+        node = make(device, nested)(inputs(device)).grad_fn
+        assert recall(node) is node
 
 
 def operands_of(layer: Linear4bit) -> list[torch.Tensor]:
