@@ -84,7 +84,7 @@ def makes_sense(kind: str, state: str, change: str, *readers: str) -> bool:
 
 
 def _is_read(kind: str, state: str, change: str, reader: str) -> bool:
-    if (change, reader) == ("default_device_meta", "loaded_before_quantized"):
+    if (change, reader) in (("default_device_meta", "loaded_before_quantized"), ("pruned", "loaded_not_strictly")):
         return False
     if reader == "dequantize_by_transformers" and KINDS[kind].bits == 32:
         return False

@@ -54,7 +54,7 @@ BY_NAME = {
     r"^int8.*weight_plain_own_codes.* codes_replaced": (
         "codes were replaced in one of two places after a forward, and nothing tells which is newer (docs/state.md)"
     ),
-    r"^(int8|nf4|fp4).*(pickled|saved_whole).*_(swapping|overwriting) ": (
+    r"^(int8|nf4|fp4).*(pickled|saved_whole|saved_and_loaded_whole).*_(swapping|overwriting) ": (
         "torch refuses to swap or overwrite an Int8Params or a Params4bit, with the plugin and without; as is, a pickled weight "
         "is none, because it has lost its class"
     ),

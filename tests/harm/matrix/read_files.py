@@ -70,6 +70,9 @@ def safetensors(s: Subject) -> Iterator[Shown]:
 
 def _loaded(s: Subject, layer: Any, **options: Any) -> Iterator[Shown]:
     only(not s.adapter and s.call is None and not hasattr(s.layer, "parametrizations"))  # whose keys are others
+    only(
+        options.get("strict", True) or not hasattr(s.layer, "weight_orig")
+    )  # of a pruned layer: nothing would be loaded
     layer.load_state_dict({key: value.clone() for key, value in _state(s).items()}, **options)
     yield from looks(s, layer)
 

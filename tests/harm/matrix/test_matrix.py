@@ -76,7 +76,7 @@ def test_nothing_in_the_whole_slice_gets_worse() -> None:
 
 @pytest.mark.release("a few walks every day, the same each day")
 def test_nothing_in_more_walks_gets_worse() -> None:
-    walked(FRESH, 250)
+    walked(FRESH, 3_000)
 
 
 def walked(seed: int, count: int) -> None:
