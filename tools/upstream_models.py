@@ -60,6 +60,8 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     f"{_HF}/tiny-random-MistralForCausalLM": ("MistralForCausalLM", FEW_HEADS),
     f"{_HF}/tiny-random-Gemma3ForCausalLM": ("Gemma3ForCausalLM", FEW_HEADS),
     f"{_HF}/Mixtral-tiny": ("MixtralForCausalLM", MIXTRAL),
+    f"{_TRL}/tiny-GptOssForCausalLM": ("GptOssForCausalLM", MIXTRAL),
+    f"{_TRL}/tiny-Llama4ForCausalLM": ("Llama4ForCausalLM", {**MIXTRAL, "intermediate_size_mlp": 64}),
     f"{_INTERNAL}/tiny-dummy-qwen2": ("Qwen2ForCausalLM", {**SMALL, "num_key_value_heads": 2}),
     f"{_INTERNAL}/tiny-random-BertModel": ("BertModel", SMALL),
     f"{_INTERNAL}/tiny-random-RobertaModel": ("RobertaModel", SMALL),
