@@ -9,7 +9,7 @@ import bitsandbytes as bnb
 import torch
 from torch import nn
 
-from .doors import ALL, INT8, QUANTIZED, change, fresh_weight
+from .doors import ALL, INT8, QUANTIZED, change, fresh_weight, stored
 from .subject import Subject, random
 
 
@@ -73,6 +73,7 @@ def weight_trainable_float(s: Subject) -> None:
 
 @change(*ALL)
 def weight_data_float(s: Subject) -> None:
+    stored(s)
     s.layer.weight.data = random(4)
     s.becomes(random(4), s.kind.requantized)
 
@@ -97,6 +98,7 @@ def weight_requires_grad(s: Subject) -> None:
 
 @change(*ALL)
 def weight_swapped(s: Subject) -> None:
+    stored(s)
     layer, weight = s.donor()
     torch.utils.swap_tensors(s.layer.weight, layer.weight)
     s.becomes(weight)
@@ -104,6 +106,7 @@ def weight_swapped(s: Subject) -> None:
 
 @change("int8-float")
 def weight_set_data(s: Subject) -> None:
+    stored(s)
     layer, weight = s.donor()
     with torch.no_grad():
         s.layer.weight.copy_(layer.weight)

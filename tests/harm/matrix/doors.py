@@ -53,6 +53,11 @@ def owner(s: Subject) -> Any:
     return state if state is not None and state.SCB is not None else s.layer.weight
 
 
+def stored(s: Subject) -> None:
+    """Only where the weight is what the layer stores: a pruned or parametrized one is another tensor after the next forward."""
+    only(not hasattr(s.layer, "parametrizations") and not hasattr(s.layer, "weight_orig"))
+
+
 def fresh_weight(s: Subject) -> Any:
     """Float weights in the class of the layer's weights."""
     if s.kind.bits == 32:
