@@ -22,6 +22,10 @@ _GIVEN = "_patches_given_with"
 _OF_PLAIN = "_patches_state_of_plain"
 """The state has codes and scales since a plain tensor took the place of the weight that they were for, which had not run."""
 _LARGEST = 127
+_CAST = (
+    "the weight of {} was replaced by integers up to 127 in floating point: these are packed INT8 weights that were cast, not "
+    "the values of the weight. Assign the values: packed * SCB[:, None] / 127"
+)
 
 
 def scale(layer: Any, codes: Tensor) -> Tensor:
@@ -36,7 +40,7 @@ def scale(layer: Any, codes: Tensor) -> Tensor:
             raise int8_scales.lost(layer)
         own, known = pair[0], pair[1]
         if _stands_for_own(layer, codes):
-            return known
+            return _own_scale(codes, known)
         own = own.to(codes.device)
         fits = own.shape == codes.shape and own.dtype == codes.dtype
         if fits and torch.compiler.is_compiling():
@@ -57,6 +61,20 @@ def _stands_for_own(layer: Any, codes: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling() or not isinstance(codes, FakeTensor):
         return False
     return not layer.state.__dict__.get(_QUANTIZED, False)
+
+
+def _own_scale(fake: Any, known: Tensor) -> Tensor:
+    """The row scales of the weight that ``fake`` stands for, if it came with some after its layer had run; else ``known``."""
+    converter = getattr(fake.fake_mode.fake_tensor_converter, "meta_converter", None)
+    fakes, numbers = (
+        getattr(converter, "tensor_memo", {}),
+        getattr(getattr(converter, "describer", None), "lookup_tensor", {}),
+    )
+    for weight, number in numbers.items():
+        if fakes.get(number) is fake:
+            own: Tensor | None = vars(weight).get("SCB")
+            return known if own is None else own
+    return known
 
 
 def _foreign(which: str) -> str:
@@ -100,15 +118,17 @@ def refuse_codes(layer: Any, weight: Tensor) -> None:
     quantized = kept.get(_QUANTIZED, False) or kept.get(_ONCE, False) or int8_settled.pair(layer) is not None
     if not quantized or weight.numel() == 0 or weight.is_meta:
         return
-    message = (
-        "the weight of {} was replaced by integers up to 127 in floating point: these are packed INT8 weights that "
-        "were cast, not the values of the weight. "
-        "Assign the values: packed * SCB[:, None] / 127"
-    )
     if torch.compiler.is_compiling():
-        torch._assert_async(~_are_codes(weight), message.format("an INT8 layer"))
+        torch._assert_async(~_are_codes(weight), _CAST.format("an INT8 layer"))
     elif are_codes(weight):
-        raise RuntimeError(message.format(f"{type(layer).__name__} {int8_scales.name_of(layer)!r}"))
+        raise cast(layer)
+
+
+def cast(layer: Any) -> RuntimeError:
+    """What to raise where the weight of ``layer``, or of one that is not known, holds codes in floating point."""
+    return RuntimeError(
+        _CAST.format("an INT8 layer" if layer is None else f"{type(layer).__name__} {int8_scales.name_of(layer)!r}")
+    )
 
 
 def are_codes(weight: Tensor) -> bool:
