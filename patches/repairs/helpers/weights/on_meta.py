@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def refuse(x: Tensor, weight: Tensor, as_plain: Callable[[], AbstractContextManager[None]]) -> None:
     """Raise if ``weight`` is on meta and ``x`` is not.
 
-    ``as_plain`` is ``torch._C.DisableTorchFunctionSubclass``: Params4bit answers ``is_meta`` in Python, which takes 5 us a
-    call, without it 0.4. It is given, because to import torch in here would take 0.8.
+    ``as_plain`` is ``torch._C.DisableTorchFunction``: Params4bit answers ``is_meta`` in Python, which takes 5 us a call,
+    without it 0.4. Dynamo cannot trace that answer under ``torch.set_default_device``, which is a torch function mode. It is
+    given, because to import torch in here would take 0.8.
     """
     with as_plain():
         on_meta = weight.is_meta
@@ -41,7 +42,7 @@ def _layer_that_runs() -> str:
     return "a layer" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
 
 
-_CALL = "_patches_refuse_meta(A, B, torch._C.DisableTorchFunctionSubclass)"
+_CALL = "_patches_refuse_meta(A, B, torch._C.DisableTorchFunction)"
 _NAMES = {"_patches_refuse_meta": refuse}
 FOUR_BIT = tuple(
     Rewrite(

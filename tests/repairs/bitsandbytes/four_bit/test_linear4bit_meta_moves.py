@@ -74,3 +74,12 @@ def test_other_moves_and_casts_are_as_before():
         results.append(made.state_dict())
     before, after = results
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_layer_compiles_under_a_default_device(device):
+    """Which is a mode of torch functions: Dynamo cannot trace under one how a Params4bit answers whether it is on meta."""
+    made, x = layer().to(device), torch.randn(3, 64, device=device)
+    expected = made(x)
+    torch._dynamo.reset()
+    with patches.applied(ID), torch.device("meta"):
+        assert torch.equal(torch.compile(made, backend="eager", fullgraph=True)(x), expected)
