@@ -76,10 +76,11 @@ def _state_of(weight: Any) -> Any:
 def was_quantized(weight: Any) -> bool:
     """Whether ``weight`` holds or had codes, whatever is in it now: it keeps them or their scales, or has settled."""
     own = vars(weight)
-    return own.get("CB") is not None or own.get("SCB") is not None or _home_of(weight) is not None
+    return own.get("CB") is not None or own.get("SCB") is not None or home_of(weight) is not None
 
 
-def _home_of(weight: Any) -> Any:
+def home_of(weight: Any) -> Any:
+    """The layer in which ``weight`` has settled, while it is there; else None."""
     home = _homes.get(id(weight))
     layer: Any = None if home is None else home.layer()
     return None if layer is None or layer._parameters.get("weight") is not weight else layer
@@ -109,7 +110,7 @@ def is_outside(weight: Any) -> bool:
 
     Slow for one in a layer of torch that has not settled and is not noted: ask only of floats that were quantized.
     """
-    if (layer := _home_of(weight)) is not None:
+    if (layer := home_of(weight)) is not None:
         return is_foreign(layer)
     if (mover := stack.mover_of(weight)) is not None and not is_foreign(mover):
         return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..four_bit import four_bit_state
 from ..int8 import int8_plain, int8_settled
+from ..process import stack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +84,30 @@ def _was_dequantized(weight: Any) -> bool:
 
 
 def plain(weight: Any) -> Any:
-    """``weight``, an ``Int8Params``, as a plain parameter if its module reads numbers; else None: it may be quantized."""
+    """``weight``, an ``Int8Params``, as a plain parameter if its module reads numbers; else None: it may be quantized.
+
+    Raises if it holds codes that were cast, which a layer of bitsandbytes would quantize as if they were numbers.
+    """
     import torch
 
-    if torch.compiler.is_compiling() or not _was_dequantized(weight) or not int8_settled.is_outside(weight):
+    if torch.compiler.is_compiling() or not _was_dequantized(weight):
         return None
-    return torch.nn.Parameter(weight.data, weight.requires_grad)
+    if int8_settled.is_outside(weight):
+        return torch.nn.Parameter(weight.data, weight.requires_grad)
+    home = int8_settled.home_of(weight)
+    layer = stack.mover_of(weight) if home is None else home
+    if _is_cast(weight, layer) and not (layer is not None and int8_settled.has_other_forward(layer)):
+        raise int8_plain.cast(layer)
+    return None
+
+
+def _is_cast(weight: Any, layer: Any) -> bool:
+    """Whether ``weight`` holds the very codes that it was quantized to, in floating point."""
+    import torch
+
+    codes = vars(weight).get("CB")
+    if codes is None:
+        codes = getattr(getattr(layer, "state", None), "CB", None)
+    if codes is None or codes.shape != weight.shape or codes.is_meta:
+        return False
+    return torch.equal(codes.to(weight.device, weight.dtype), weight.detach().as_subclass(torch.Tensor))

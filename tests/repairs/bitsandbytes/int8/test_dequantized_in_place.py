@@ -95,3 +95,24 @@ def test_new_weights_for_modules_of_a_user_need_no_walk_over_all_objects(monkeyp
         for module in modules:
             module.weight.data = torch.randn(48, 64)
         assert all(module.weight.dtype == torch.int8 for module in modules.to("cpu"))
+
+
+@RAN
+@pytest.mark.parametrize("how", ["model", "weight"])
+def test_packed_weights_that_were_cast_are_not_quantized(ran, how):
+    """Without the patch they become 800 times too large, silently."""
+    with patches.applied(ID, HOMES):
+        layer, _ = quantized(ran)
+        layer.weight.data = layer.weight.data.half()
+        cast = layer.weight.data.clone()
+        with pytest.raises(RuntimeError, match="packed INT8 weights that were cast"):
+            layer.to("cpu") if how == "model" else layer.weight.to("cpu")
+        assert torch.equal(layer.weight.data, cast)
+
+
+def test_other_whole_numbers_are_quantized_as_before():
+    with patches.applied(ID, HOMES):
+        layer, _ = quantized(False)
+        layer.weight.data = torch.randint(-100, 100, (48, 64)).float().index_fill_(1, torch.tensor([0]), 127)
+        weight = layer.weight.data.clone()
+        assert torch.allclose(layer.to("cpu")(X), X @ weight.t(), rtol=0.02, atol=30)
