@@ -45,7 +45,7 @@ def test_a_block_size_that_was_set_after_the_merge_makes_another_weight(device):
     model.merge_adapter()
     for layer in layers(model):
         layer.get_base_layer().weight.quant_state.blocksize *= 2
-    if device == "cpu" and satisfied("bitsandbytes<0.47"):  # its kernel sees that there are too many scales
+    if device == "cpu" and satisfied("bitsandbytes<0.49"):  # its kernel sees that there are too many scales
         with pytest.raises(RuntimeError, match="size of tensor"):
             model.unmerge_adapter()
         return
@@ -57,11 +57,12 @@ def test_a_block_size_that_was_set_after_the_merge_makes_another_weight(device):
 def test_a_weight_made_in_inference_mode_that_got_other_data_is_merged_and_put_back(device):
     """torch refuses a view of such a weight outside of the mode."""
     model = adapted("nf4", "lora", device)
+    storage = torch.bfloat16 if satisfied("bitsandbytes>=0.47") else torch.uint8  # no other on a CPU
     for layer in layers(model):
         base = layer.get_base_layer()
         with torch.inference_mode():
             base.weight = copy.deepcopy(base.weight)
-        base.weight.data = base.weight.data.view(-1).view(torch.bfloat16).view(-1, 1)
+        base.weight.data = base.weight.data.view(-1).view(storage).view(-1, 1)
     own = [layer.get_base_layer().weight.data.view(torch.uint8).clone() for layer in layers(model)]  # bfloat16 has NaN
     model.merge_adapter()
     model.unmerge_adapter()
