@@ -26,7 +26,7 @@ BY_NAME = {
         "packed weights of another layer are read with the layer's own statistics, with the plugin and without; as is, the "
         "assertion of the repacking on AVX512-BF16 comes first"
     ),
-    r"^(nf4|fp4).*forward_of_its_own \+ (saved_by_torch|state_dict|safetensors)$": (
+    r"^(nf4|fp4).*forward_of_its_own \+ (saved_by_torch|state_dict\w*|safetensors)$": (
         "statistics are saved beside a weight that was dequantized in place, with the plugin and without; as is, the "
         "assertion of the repacking on AVX512-BF16 comes first"
     ),
@@ -74,9 +74,31 @@ BY_NAME = {
         "the forward that a user gave a layer reads the weight of that layer also in a copy; as is, packed weights are not loaded "
         "over a weight that was dequantized in place, which is an error"
     ),
-    r"^(nf4|fp4).* loads_another_storage .*pruned ": (
+    r"^(nf4|fp4).* (evaluated|loads_another_storage) .*pruned ": (
         "pruning multiplies packed weights that are stored in floating point by its mask, which changes those that look like NaN, "
+        "with the plugin and without; as is, packed weights of another storage are not loaded, which is an error, and the "
+        "assertion of the repacking on AVX512-BF16 comes first"
+    ),
+    r"^(nf4|fp4).* loads_another_storage .*save_pretrained$": (
+        "transformers initializes packed weights that are stored in floating point when a new PreTrainedModel gets their layer, "
         "with the plugin and without; as is, packed weights of another storage are not loaded, which is an error"
+    ),
+    r"^(nf4|fp4).* loads_partly": (
+        "bitsandbytes-linear4bit-load-state-dict refuses statistics that come without their packed weights; as is, they are left "
+        "out, silently, which is right only where the layer has the same statistics already"
+    ),
+    r"^int8.* weight_data_cast .*emptied_and_loaded": (
+        "packed weights are not loaded into a weight in floating point; as is, they are copied there, and the forward computes with "
+        "those that the weight has beside, which is right only where both are the same"
+    ),
+    r"^(nf4|fp4).* statistics_inference .*compile_backward$": (
+        "torch saves no tensor that was made in inference mode for backward, and says so: with the plugin the statistics are saved "
+        "with the weight, for which it is the same error as is; whether a tensor is one, Dynamo cannot ask without a graph break"
+    ),
+    r"^int8.*(pickled|saved_whole).* (weight_data_cast|codes_of_state_replaced) .*(to_cpu|to_dtype|half|bfloat16)$": (
+        "a layer that was not pickled does the same with the plugin and without: bitsandbytes quantizes packed weights that were "
+        "cast when they are moved (with the plugin an error), and knows no scales of a weight that differs from its state; as "
+        "is, a pickled weight is no Int8Params, because it has lost its class"
     ),
     r"^int8.* scales_on_meta .*dequantize_by_transformers": (
         "bitsandbytes dequantizes into uninitialized memory with row scales on meta, with the plugin and without: what that holds "
@@ -103,7 +125,7 @@ BY_NAME = {
         "bitsandbytes quantizes floats in a Linear8bitLt when it is moved, also under a forward of the user's; as is, a pickled "
         "weight is no Int8Params, because it has lost its class"
     ),
-    r"^(nf4|fp4).* absmax_on_meta .*(forward|prompt_tuning|save_whole|pickle_whole|deepcopy)": (
+    r"^(nf4|fp4).* absmax_on_meta .*(forward|prompt_tuning|save_whole|pickle_whole|deepcopy|call_functionally|compile_it|merge)": (
         "bitsandbytes 0.49 and 0.50 compute NaN with an absmax on meta, with the plugin and without; as is, several rows after an "
         "evaluation (0.49), and DoRA, which replaces the weight in each forward, raise an error first"
     ),
