@@ -159,3 +159,22 @@ def test_the_hook_of_the_embedding_is_exported_as_it_is_without_the_patch():
     with patches.applied("transformers-input-grads-hook"):
         assert exported(True) == refused and torch.equal(exported(False), right)
     assert isinstance(refused, str) and peft
+
+
+def int8_layer() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False).to("cpu")
+
+
+def test_a_weight_that_takes_the_place_of_one_that_ran_is_exported_with_its_own_scales():
+    """``register_parameter`` and ``swap_tensors`` go past ``__setattr__``, and export shows the layer a fake weight."""
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        expected = int8_layer().eval()(x)
+    with patches.applied(), torch.no_grad():
+        layer = int8_layer()
+        layer.weight = bnb.nn.Int8Params(torch.randn(32, 64), requires_grad=False, has_fp16_weights=False)
+        layer.to("cpu")(x)
+        layer.register_parameter("weight", int8_layer().weight)
+        program = torch.export.export(layer.eval(), (x,), strict=False)
+        assert torch.equal(program.module()(x), expected)

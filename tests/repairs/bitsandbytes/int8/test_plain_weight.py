@@ -244,20 +244,6 @@ def test_fsdp2_on_one_rank(forked):
     assert "sharded" in out
 
 
-def test_a_weight_that_takes_the_place_of_one_that_ran_is_exported_with_its_own_scales():
-    """``register_parameter`` and ``swap_tensors`` go past ``__setattr__``, and export shows the layer a fake weight."""
-    x = torch.randn(4, 64)
-    with torch.no_grad():
-        expected = linear().eval()(x)
-    with patches.applied(ID), torch.no_grad():
-        layer = linear()
-        layer.weight = bnb.nn.Int8Params(torch.randn(32, 64), requires_grad=False, has_fp16_weights=False)
-        layer.to("cpu")(x)
-        layer.register_parameter("weight", linear().weight)
-        program = torch.export.export(layer.eval(), (x,), strict=False)
-        assert torch.equal(program.module()(x), expected)
-
-
 def test_cast_codes_in_a_buffer_of_a_layer_that_has_not_run_are_refused():
     with patches.applied(ID):
         layer = linear()
