@@ -131,6 +131,18 @@ def cast(layer: Any) -> RuntimeError:
     )
 
 
+def is_cast(weight: Any, layer: Any) -> bool:
+    """Whether ``weight`` holds the very codes that it was quantized to, in floating point."""
+    import torch
+
+    codes = vars(weight).get("CB")
+    if codes is None:
+        codes = getattr(getattr(layer, "state", None), "CB", None)
+    if codes is None or codes.shape != weight.shape or codes.is_meta:
+        return False
+    return torch.equal(codes.to(weight.device, weight.dtype), weight.detach().as_subclass(torch.Tensor))
+
+
 def are_codes(weight: Tensor) -> bool:
     """Whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
     return bool(_are_codes(weight[:1])) and bool(_are_codes(weight))

@@ -96,18 +96,6 @@ def plain(weight: Any) -> Any:
         return torch.nn.Parameter(weight.data, weight.requires_grad)
     home = int8_settled.home_of(weight)
     layer = stack.mover_of(weight) if home is None else home
-    if _is_cast(weight, layer) and not (layer is not None and int8_settled.has_other_forward(layer)):
+    if int8_plain.is_cast(weight, layer) and not (layer is not None and int8_settled.has_other_forward(layer)):
         raise int8_plain.cast(layer)
     return None
-
-
-def _is_cast(weight: Any, layer: Any) -> bool:
-    """Whether ``weight`` holds the very codes that it was quantized to, in floating point."""
-    import torch
-
-    codes = vars(weight).get("CB")
-    if codes is None:
-        codes = getattr(getattr(layer, "state", None), "CB", None)
-    if codes is None or codes.shape != weight.shape or codes.is_meta:
-        return False
-    return torch.equal(codes.to(weight.device, weight.dtype), weight.detach().as_subclass(torch.Tensor))
