@@ -22,13 +22,13 @@ BY_NAME = {
         "bitsandbytes' kernels read beyond the end of an absmax that was cut, with the plugin and without; as is, a cast that "
         "destroys the packed weights, or a state dict that is not loaded, ends in an error before"
     ),
-    r"^(nf4|fp4)-stored.*evaluated \+ (.* \+ )?weight_plain_codes": (
+    r"^(nf4|fp4)-stored.*evaluated \+ (.* \+ )?(weight_plain_codes|call_with_plain)": (
         "packed weights of another layer are read with the layer's own statistics, with the plugin and without; as is, the "
         "assertion of the repacking on AVX512-BF16 comes first"
     ),
-    r"^(nf4|fp4).*forward_of_its_own \+ (saved_by_torch|state_dict\w*|safetensors)$": (
+    r"^(nf4|fp4).*(forward_of_its_own|weight_data_float) \+ (saved_by_torch|state_dict\w*|safetensors)$": (
         "statistics are saved beside a weight that was dequantized in place, with the plugin and without; as is, the "
-        "assertion of the repacking on AVX512-BF16 comes first"
+        "assertion of the repacking on AVX512-BF16 comes first, and before 0.49 a layer from meta loads nothing"
     ),
     r"^(nf4|fp4).*evaluated \+ (.* \+ )?packed_lying": (
         "packed weights laid in one row raise an error in training; as is, an evaluation on AVX512-BF16 lays them anew, and "
@@ -79,10 +79,6 @@ BY_NAME = {
         "with the plugin and without; as is, packed weights of another storage are not loaded, which is an error, and the "
         "assertion of the repacking on AVX512-BF16 comes first"
     ),
-    r"^(nf4|fp4).* loads_another_storage .*save_pretrained$": (
-        "transformers initializes packed weights that are stored in floating point when a new PreTrainedModel gets their layer, "
-        "with the plugin and without; as is, packed weights of another storage are not loaded, which is an error"
-    ),
     r"^(nf4|fp4).* loads_partly": (
         "bitsandbytes-linear4bit-load-state-dict refuses statistics that come without their packed weights; as is, they are left "
         "out, silently, which is right only where the layer has the same statistics already"
@@ -125,7 +121,7 @@ BY_NAME = {
         "bitsandbytes quantizes floats in a Linear8bitLt when it is moved, also under a forward of the user's; as is, a pickled "
         "weight is no Int8Params, because it has lost its class"
     ),
-    r"^(nf4|fp4).* absmax_on_meta .*(forward|prompt_tuning|save_whole|pickle_whole|deepcopy|call_functionally|compile_it|merge)": (
+    r"^(nf4|fp4).* absmax_on_meta .*(forward|prompt_tuning|save_whole|pickle_whole|deepcopy|call_functionally|compile_it|merge|saved_by_torch)": (
         "bitsandbytes 0.49 and 0.50 compute NaN with an absmax on meta, with the plugin and without; as is, several rows after an "
         "evaluation (0.49), and DoRA, which replaces the weight in each forward, raise an error first"
     ),
