@@ -16,25 +16,31 @@ def resizing(model: Any) -> Callable[..., Any]:
     upstream: Callable[..., Any] = model._resize_token_embeddings
 
     def _resize_token_embeddings(count: Any, multiple: Any = None, *also: Any, **options: Any) -> Any:
-        embeddings = model.get_input_embeddings()
-        has = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
-        wanted = has if count is None else count
-        wanted += -wanted % multiple if isinstance(multiple, int) and multiple > 0 else 0
-        if wanted != has:
-            _refuse(model, [embeddings, model.get_output_embeddings()], has, wanted)
+        if waiting := _waiting(model):
+            embeddings = model.get_input_embeddings()
+            has = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+            wanted = has if count is None else count
+            wanted += -wanted % multiple if isinstance(multiple, int) and multiple > 0 else 0
+            if wanted != has:
+                raise _refused(waiting, has, wanted)
         return upstream(count, multiple, *also, **options)
 
     return _resize_token_embeddings
 
 
-def _refuse(model: Any, modules: list[Any], has: int, wanted: int) -> None:
-    waiting = [each for each in modules if each is not None and each.weight.is_meta and offloaded.hook_of(each)]
-    names = [name for name, module in model.named_modules() if any(module is each for each in waiting)]
-    if names:
-        on_the_device = ", ".join(f"{name!r}: 0" for name in names)
-        raise ValueError(
-            f"resize_token_embeddings cannot change {' and '.join(map(repr, names))} from {has} to {wanted} rows, because "
-            f"the device map offloads {'them' if len(names) > 1 else 'it'} to the CPU or the disk. Load the model with "
-            f"device_map={{..., {on_the_device}}}. If the device has no room for that, load the model without "
-            "quantization on the CPU, resize it, save it with save_pretrained, and load what was saved."
-        )
+def _waiting(model: Any) -> list[str]:
+    """The names of the embedding and the head of ``model``, as far as they are offloaded."""
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    waiting = [each for each in modules if getattr(getattr(each, "weight", None), "is_meta", False)]
+    waiting = [each for each in waiting if offloaded.hook_of(each)]
+    return [name for name, module in model.named_modules() if module in waiting] if waiting else []
+
+
+def _refused(names: list[str], has: int, wanted: int) -> ValueError:
+    on_the_device = ", ".join(f"{name!r}: 0" for name in names)
+    return ValueError(
+        f"resize_token_embeddings cannot change {' and '.join(map(repr, names))} from {has} to {wanted} rows, because "
+        f"the device map offloads {'them' if len(names) > 1 else 'it'} to the CPU or the disk. Load the model with "
+        f"device_map={{..., {on_the_device}}}. If the device has no room for that, load the model without "
+        "quantization on the CPU, resize it, save it with save_pretrained, and load what was saved."
+    )
