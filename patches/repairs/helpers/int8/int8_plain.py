@@ -66,10 +66,8 @@ def _stands_for_own(layer: Any, codes: Tensor) -> bool:
 def _own_scale(fake: Any, known: Tensor) -> Tensor:
     """The row scales of the weight that ``fake`` stands for, if it came with some after its layer had run; else ``known``."""
     converter = getattr(fake.fake_mode.fake_tensor_converter, "meta_converter", None)
-    fakes, numbers = (
-        getattr(converter, "tensor_memo", {}),
-        getattr(getattr(converter, "describer", None), "lookup_tensor", {}),
-    )
+    fakes = getattr(converter, "tensor_memo", {})  # of torch's own; without them, as if there were no other weight
+    numbers = getattr(getattr(converter, "describer", None), "lookup_tensor", {})
     for weight, number in numbers.items():
         if fakes.get(number) is fake:
             own: Tensor | None = vars(weight).get("SCB")
@@ -212,7 +210,8 @@ def _forget_plain(layer: Any, weight: Any) -> None:
     The layer has not run: users find codes and scales in its state as soon as there are some, and would write there.
     """
     state = layer.state
-    owned = int8_scales.is_settled(weight) and state.CB is not None and int8_settled.are_equal(weight, state.CB)
-    if vars(state).get(_OF_PLAIN, False) and not owned:
+    if not vars(state).get(_OF_PLAIN, False):  # before the codes are compared: weights are assigned often
+        return
+    if state.CB is None or not int8_scales.is_settled(weight) or not int8_settled.are_equal(weight, state.CB):
         del vars(state)[_OF_PLAIN]
         int8_settled.start_over(layer)
