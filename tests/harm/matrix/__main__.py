@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the walks")
     parser.add_argument("--only", default="", help="only trials whose name contains this")
     parser.add_argument("--every", type=int, default=1, help="only every n-th trial of the product or slice")
+    parser.add_argument("--first", type=int, default=0, help="where --every begins: 0 to N - 1 make the whole (0)")
     parser.add_argument("--alone", action="store_true", help="run what is worse with each patch alone")
     parser.add_argument("--counts", action="store_true", help="print what stays wrong, by step and error")
     parser.add_argument("trial", nargs="*", help="trials by name, with their traces")
@@ -32,7 +33,7 @@ def main() -> int:
     if not chosen:
         whole = (
             *trials.named(),
-            *((*trials.fixed_slice(), *trials.compiling()) if asked.slice else trials.product())[:: asked.every],
+            *((*trials.fixed_slice(), *trials.compiling()) if asked.slice else trials.product())[asked.first :: asked.every],
         )
         chosen = [t for t in (*whole, *trials.walks(asked.seed, asked.walks)) if asked.only in str(t)]
     print(f"{len(chosen)} trials, walks of seed {asked.seed}", flush=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-from .doors import ALL, CHANGES, QUANTIZED, change, fresh_weight
+from .doors import ALL, CHANGES, FLOATS, QUANTIZED, change, fresh_weight
 from .states import only
 from .subject import Subject, plain_weight, random
 
@@ -37,12 +37,18 @@ def loads(name: str, edit: Callable[[dict[str, Any]], dict[str, Any]] = dict, ra
         except Exception as error:
             error._changed = before != s.held()  # type: ignore[attr-defined]
             raise
-        s.becomes(weight, off)
+        s.becomes(weight, off + _rounding(s))
         if s.bias is not None and "bias" in saved:
             s.bias = saved["bias"].float().clone()
 
     body.__name__ = name
     change(*families)(body)
+
+
+def _rounding(s: Subject) -> float:
+    """Of values that are copied into a weight which is in half precision and not packed."""
+    dtype = s.layer.weight.dtype
+    return torch.finfo(dtype).eps if s.kind.family in FLOATS and dtype in (torch.float16, torch.bfloat16) else 0.0
 
 
 def _whole(s: Subject, saved: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import nn
 
-from .doors import FOUR, change
+from .doors import FOUR, change, stored
 from .states import only
 from .subject import Subject
 
@@ -95,6 +95,7 @@ def statistics_from_dict(s: Subject) -> None:
 
 @change(*FOUR)
 def statistics_of_another(s: Subject) -> None:
+    stored(s)
     layer, weight = s.donor()
     s.layer.weight.data.copy_(layer.weight.data)
     s.layer.weight.quant_state = layer.weight.quant_state
@@ -103,6 +104,7 @@ def statistics_of_another(s: Subject) -> None:
 
 @change(*FOUR)
 def statistics_of_another_on_both(s: Subject) -> None:
+    stored(s)
     layer, weight = s.donor()
     s.layer.weight.data = layer.weight.data
     s.layer.weight.quant_state = s.layer.quant_state = layer.weight.quant_state

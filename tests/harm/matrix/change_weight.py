@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .doors import ALL, INT8, QUANTIZED, change, fresh_weight, stored
+from .states import only
 from .subject import Subject, random
 
 
@@ -50,7 +51,9 @@ def weight_pickled(s: Subject) -> None:
 @change(*QUANTIZED)
 def weight_plain_codes(s: Subject) -> None:
     layer, weight = s.donor()
-    s.layer.weight = nn.Parameter(layer.weight.data.clone(), requires_grad=False)
+    codes, own = layer.weight.data.clone(), s.layer.weight.data
+    only(own.is_meta or own.dtype != codes.dtype or not torch.equal(own, codes))  # else weight_plain_own_codes
+    s.layer.weight = nn.Parameter(codes, requires_grad=False)
     s.becomes(weight)
 
 

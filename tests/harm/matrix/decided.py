@@ -113,6 +113,10 @@ BY_NAME = {
         "the kernels of bitsandbytes 0.46 take no row scales in half precision, with the plugin and without; as is, a move "
         "quantizes the packed weights once more, with new scales, and the state dict is loaded over these"
     ),
+    r"^int8.* scales_cut .*(moved|cast_with_device).* loads": (
+        "a state dict is not loaded over row scales of another shape, with the plugin and without; as is, a move in bitsandbytes "
+        "0.46 quantizes the packed weights once more, with new scales, and the state dict is loaded over these"
+    ),
     r"^(nf4|fp4).* class_(and_parameter_)?of_plain_layer .*weight_(made_in_inference_mode|of_another).* safetensors": (
         "a packed weight in an nn.Linear is saved as it is, with the plugin and without; as is, a forward on AVX512-BF16 has "
         "repacked the weight before, and nothing is right from there on"

@@ -16,7 +16,8 @@ from .subject import Subject, random
 INT8 = ("int8", "embedding8", "own8")
 FOUR = ("4bit", "embedding4", "own4")
 QUANTIZED = (*INT8, *FOUR)
-ALL = (*QUANTIZED, "int8-float", "float", "stable")
+FLOATS = ("int8-float", "float", "stable")
+ALL = (*QUANTIZED, *FLOATS)
 
 
 @dataclass(frozen=True)
