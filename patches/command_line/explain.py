@@ -16,9 +16,7 @@ from ..features import symptoms
 HEADINGS = ("What you see", "Why", "What changes", "Cost", "Safe when")
 NO_COST = "Not measured for this patch alone. What all patches cost together is in"
 _COSTS = "What it costs: "
-"""What follows it in a story is about cost, to the end of the paragraph."""
-_COST = re.compile(r"\bcosts?\b|\bslower\b|\bfaster\b|\bas fast\b|\btakes? (?:no|as|more|less|\d)", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"(?<=[.!])\s+")
+"""What follows it in a story is about cost, to the end of the paragraph; nothing else is."""
 _ITEMS = re.compile(r"\n(?=[-*] )")
 
 
@@ -69,13 +67,12 @@ def sentence(summary: str) -> str:
 
 
 def told(text: str) -> tuple[list[str], list[str]]:
-    """The paragraphs of a story, without those that say what the repair costs; and what they say, in sentences."""
+    """The paragraphs of a story, and those that say what the repair costs."""
     why, costs = [], []
     for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
         said, _, cost = paragraph.partition(_COSTS)
         why += [said.strip()] if said.strip() else []
         costs += [f"{cost[0].upper()}{cost[1:]}"] if cost else []
-        costs += [sentence for sentence in _SENTENCE_END.split(" ".join(said.split())) if _COST.search(sentence)]
     return why, costs
 
 

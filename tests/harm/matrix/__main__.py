@@ -33,7 +33,9 @@ def main() -> int:
     if not chosen:
         whole = (
             *trials.named(),
-            *((*trials.fixed_slice(), *trials.compiling()) if asked.slice else trials.product())[asked.first :: asked.every],
+            *((*trials.fixed_slice(), *trials.compiling()) if asked.slice else trials.product())[
+                asked.first :: asked.every
+            ],
         )
         chosen = [t for t in (*whole, *trials.walks(asked.seed, asked.walks)) if asked.only in str(t)]
     print(f"{len(chosen)} trials, walks of seed {asked.seed}", flush=True)
