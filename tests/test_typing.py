@@ -36,10 +36,10 @@ reveal_type(train(2))
 patches.apply(strict="yes")
 patches.revert(1)
 """
-# Reading torch takes half a minute, and says nothing of this package.
+# Reading these takes half a minute, and says nothing of this package.
 SETTINGS = """
 [mypy]
-[mypy-torch.*]
+[mypy-torch.*,torchao.*,transformers.*,peft.*,accelerate.*,bitsandbytes.*,numpy.*]
 follow_imports = skip
 """
 REVEALED = [
