@@ -91,6 +91,14 @@ BY_NAME = {
         "torch saves no tensor that was made in inference mode for backward, and says so: with the plugin the statistics are saved "
         "with the weight, for which it is the same error as is; whether a tensor is one, Dynamo cannot ask without a graph break"
     ),
+    r"^int8.* weight_made_in_inference_mode .*compile_backward$": (
+        "torch saves no tensor that was made in inference mode for backward, and says so: with the plugin the packed weights are "
+        "saved for it, as autograd's rules ask; whether a tensor is one, Dynamo cannot ask without a graph break"
+    ),
+    r"^int8.*(pickled|saved_whole).* scales_on_meta .*compile_": (
+        "bitsandbytes 0.46 computes numbers without meaning with row scales on meta in a compiled graph, with the plugin and "
+        "without; as is, a pickled weight is no Int8Params, and the kernel of its forward raises an error"
+    ),
     r"^int8.*(pickled|saved_whole).* (weight_data_cast|codes_of_state_replaced) .*(to_cpu|to_dtype|half|bfloat16)$": (
         "a layer that was not pickled does the same with the plugin and without: bitsandbytes quantizes packed weights that were "
         "cast when they are moved (with the plugin an error), and knows no scales of a weight that differs from its state; as "
