@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="only every n-th trial of the product or slice")
     parser.add_argument("--first", type=int, default=0, help="where --every begins: 0 to N - 1 make the whole (0)")
     parser.add_argument("--alone", action="store_true", help="run what is worse with each patch alone")
-    parser.add_argument("--counts", action="store_true", help="print what stays wrong, by step and error")
+    parser.add_argument("--counts", action="store_true", help="print what stays wrong, by step")
     parser.add_argument("trial", nargs="*", help="trials by name, with their traces")
     asked = parser.parse_args()
     chosen = [trials.Trial.parse(name) for name in asked.trial]
@@ -41,10 +41,11 @@ def main() -> int:
     print(f"{len(chosen)} trials, walks of seed {asked.seed}", flush=True)
     running.prepare()
     start = time.time()
-    before = running.as_is(chosen)
-    between = time.time()
-    after = running.patched(chosen)
-    print(f"as is {between - start:.0f} s, patched {time.time() - between:.0f} s", flush=True)
+    if asked.counts or asked.trial:
+        before, after = running.as_is(chosen), running.patched(chosen)
+    else:
+        before, after = running.judged(chosen)
+    print(f"{time.time() - start:.0f} s", flush=True)
     print("as is  ", dict(Counter(map(_end, before.values()))))
     print("patched", dict(Counter(map(_end, after.values()))))
     if asked.trial:
