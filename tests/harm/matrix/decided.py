@@ -91,9 +91,13 @@ BY_NAME = {
         "torch saves no tensor that was made in inference mode for backward, and says so: with the plugin the statistics are saved "
         "with the weight, for which it is the same error as is; whether a tensor is one, Dynamo cannot ask without a graph break"
     ),
-    r"^int8.* weight_made_in_inference_mode .*compile_backward$": (
-        "torch saves no tensor that was made in inference mode for backward, and says so: with the plugin the packed weights are "
-        "saved for it, as autograd's rules ask; whether a tensor is one, Dynamo cannot ask without a graph break"
+    r"^int8.* (weight_made_in_inference_mode|scales_inference) .*compile_backward$": (
+        "torch saves no tensor that was made in inference mode for backward, and says so: with the plugin packed weights and scales "
+        "are saved for it, as autograd's rules ask; whether a tensor is one, Dynamo cannot ask without a graph break"
+    ),
+    r"^(nf4|fp4).*computed-None.* default_dtype_double .*merge": (
+        "peft makes adapters in the compute dtype of a layer, or in torch's default dtype where it has none, and float64 is not "
+        "quantized; as is, bitsandbytes 0.46 writes the dtype of the first input into the layer"
     ),
     r"^int8.*(pickled|saved_whole).* scales_on_meta .*compile_": (
         "bitsandbytes 0.46 computes numbers without meaning with row scales on meta in a compiled graph, with the plugin and "

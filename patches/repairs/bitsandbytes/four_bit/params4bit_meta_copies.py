@@ -5,9 +5,9 @@ a ``Params4bit`` make an empty weight on the CPU and then set its data. torch re
 ``Attempted to call variable.set_data(tensor), but variable and tensor have incompatible tensor type``. This affects
 every program that deep-copies such a model: peft for a module to save, averages of weights, the reference model of
 DPO. Plain and INT8 models can be copied. A copy of a 4-bit model that was made under ``torch.device("meta")`` fails in
-the same way. All releases.
+the same way, and so does a copy of any 4-bit model that is made there. All releases.
 
-The repair makes the empty weight on meta if the original is there. As for a plain model, the copy has copies of
+The repair makes the empty weight on meta if the original is there, and only then. As for a plain model, the copy has copies of
 accelerate's hooks and of what they keep in memory, and reads what is on disk from the same files.
 """
 
@@ -26,9 +26,9 @@ def _empty(original: Params4bit) -> Params4bit:
     import torch
 
     cls: Any = type(original)
-    if not original.is_meta:
+    if original.is_meta == torch.empty(0).is_meta:  # where bitsandbytes makes it: on torch's default device
         return cls.__new__(cls)
-    return torch.Tensor._make_subclass(cls, torch.empty(0, device="meta"))
+    return torch.Tensor._make_subclass(cls, torch.empty(0, device=original.device))
 
 
 def defect() -> Finding:

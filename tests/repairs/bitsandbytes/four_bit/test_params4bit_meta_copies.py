@@ -56,3 +56,12 @@ def test_a_weight_with_values_is_copied_as_before(copied, device):
     assert torch.equal(after, before) and after.device == before.device and type(after) is Params4bit
     shares = after.data_ptr() == weight.data_ptr()
     assert shares is (copied is copy.copy)
+
+
+@COPIES
+def test_a_weight_with_values_is_copied_where_new_tensors_are_on_meta(copied, device):
+    weight = make().to(device).weight
+    with patches.applied(ID), torch.device("meta"):
+        after = copied(weight)
+    assert torch.equal(after, weight) and after.device == weight.device and type(after) is Params4bit
+    assert torch.equal(after.quant_state.absmax, weight.quant_state.absmax)
