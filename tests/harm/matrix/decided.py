@@ -97,7 +97,7 @@ BY_NAME = {
     ),
     r"^(nf4|fp4).*computed-None.* default_dtype_double .*merge": (
         "peft makes adapters in the compute dtype of a layer, or in torch's default dtype where it has none, and float64 is not "
-        "quantized; as is, bitsandbytes 0.46 writes the dtype of the first input into the layer"
+        "quantized; as is, the first forward writes the dtype of its input into the layer"
     ),
     r"^int8.*(pickled|saved_whole).* scales_on_meta .*compile_": (
         "bitsandbytes 0.46 computes numbers without meaning with row scales on meta in a compiled graph, with the plugin and "
