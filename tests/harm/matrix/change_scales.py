@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-from .doors import FOUR, INT8, change, owner
+from .doors import FOUR, INT8, change, owner, stored
 from .states import only
 from .subject import ROWS, Subject, random
 
@@ -168,12 +168,14 @@ def state_made_anew(s: Subject) -> None:
 
 @change(*INT8)
 def codes_in_place(s: Subject) -> None:
+    stored(s)
     s.layer.weight.data.neg_()
     s.becomes(-s.weight, s.slack)
 
 
 @change(*INT8)
 def codes_replaced(s: Subject) -> None:
+    stored(s)
     s.layer.weight.data = -s.layer.weight.data
     s.becomes(-s.weight, s.slack)
 

@@ -91,6 +91,7 @@ def weight_codes_as_float(s: Subject) -> None:
 @change("int8")
 def weight_data_cast(s: Subject) -> None:
     """The codes as floating point numbers, in place."""
+    stored(s)
     s.layer.weight.data = s.layer.weight.data.half()
 
 

@@ -14,7 +14,7 @@ BY_MESSAGE = {
 
 BY_NAME = {
     r"^(nf4|fp4).*(pickled|saved_whole|copied_shallowly|cast_).* codebook_(replaced|cut|flipped) |"
-    r"^(nf4|fp4)-(nested-)?stored.* codebook_(cut|flipped) .*cast_": (
+    r"^(nf4|fp4)-(nested-)?stored.* codebook_(replaced|cut|flipped) .*cast_": (
         "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, "
         "an error hides it: a pickled or copied weight is no Params4bit, and a cast destroys packed weights"
     ),
@@ -98,6 +98,14 @@ BY_NAME = {
     r"^(nf4|fp4).*computed-None.* default_dtype_double .*merge": (
         "peft makes adapters in the compute dtype of a layer, or in torch's default dtype where it has none, and float64 is not "
         "quantized; as is, the first forward writes the dtype of its input into the layer"
+    ),
+    r"^(nf4|fp4).* class_of_plain_layer .*weight_copied_shallowly .*(moved|cast_with_device) ": (
+        "a copied weight belongs to no layer, and nothing tells values that were written into it from those that accelerate "
+        "offloaded before they were quantized, which bitsandbytes-params4bit-meta quantizes when they are moved"
+    ),
+    r"^int8.*loads_assigning.* weight_data_cast .*state_dict": (
+        "packed weights that were cast in place are saved as they are, with the plugin and without; as is, the state dict "
+        "before is not loaded, which is an error"
     ),
     r"^int8.*(pickled|saved_whole).* scales_on_meta .*compile_": (
         "bitsandbytes 0.46 computes numbers without meaning with row scales on meta in a compiled graph, with the plugin and "
