@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", minversion="2.10", reason="functional.grouped_mm is one of the readers")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
+from patches.engine import gate  # noqa: E402
 from patches.repairs.helpers.experts.packed import Packed  # noqa: E402
 from tests.harm.matrix import experts  # noqa: E402
 from tests.harm.matrix.judge_experts import worse  # noqa: E402
@@ -37,6 +38,8 @@ def test_a_slice(kind):
 @pytest.mark.parametrize("change", experts.CHANGES)
 @pytest.mark.parametrize("kind", experts.KINDS)
 def test_the_product(kind, change):
+    if kind.startswith("fp4") and not gate.satisfied("bitsandbytes>=0.47"):
+        pytest.skip("0.46 has no FP4 kernel for the CPU")
     assert not worse(kind, change)
 
 
