@@ -9,9 +9,10 @@ meta without an error, and the model computes with what its hooks bring: logits 
 
 The repair replaces the offloaded layers first, one at a time. It brings the weight to its device, dequantizes it like
 that of any other layer, writes it to where the hook reads it (for the disk, a new file) and offloads it again, with
-its hook. If the weights of a layer are brought by a module around it, an error is raised before anything is changed.
+its hook. So the model stays offloaded. If the weights of a layer are brought by a module around it, an error is raised
+before anything is changed.
 
-What it costs: the model stays offloaded, and takes as much memory or disk as plain weights.
+What it costs: the dequantized model takes as much memory or disk as plain weights.
 """
 
 from __future__ import annotations

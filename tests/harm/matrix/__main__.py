@@ -31,13 +31,9 @@ def main() -> int:
     asked = parser.parse_args()
     chosen = [trials.Trial.parse(name) for name in asked.trial]
     if not chosen:
-        whole = (
-            *trials.named(),
-            *((*trials.fixed_slice(), *trials.compiling()) if asked.slice else trials.product())[
-                asked.first :: asked.every
-            ],
-        )
-        chosen = [t for t in (*whole, *trials.walks(asked.seed, asked.walks)) if asked.only in str(t)]
+        whole = (*trials.fixed_slice(), *trials.compiling()) if asked.slice else trials.product()
+        some = (*trials.named(), *whole[asked.first :: asked.every])
+        chosen = [t for t in (*some, *trials.walks(asked.seed, asked.walks)) if asked.only in str(t)]
     print(f"{len(chosen)} trials, walks of seed {asked.seed}", flush=True)
     running.prepare()
     start = time.time()
@@ -46,8 +42,9 @@ def main() -> int:
     else:
         before, after = running.judged(chosen)
     print(f"{time.time() - start:.0f} s", flush=True)
-    print("as is  ", dict(Counter(map(_end, before.values()))))
     print("patched", dict(Counter(map(_end, after.values()))))
+    which = "" if len(before) == len(after) else ", of those that are not right patched"
+    print(f"as is{which}", dict(Counter(map(_end, before.values()))))
     if asked.trial:
         for trial in chosen:
             print(

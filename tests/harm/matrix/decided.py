@@ -92,8 +92,8 @@ BY_NAME = {
         "with the weight, for which it is the same error as is; whether a tensor is one, Dynamo cannot ask without a graph break"
     ),
     r"^int8.* (weight_made_in_inference_mode|scales_inference) .*compile_backward$": (
-        "torch saves no tensor that was made in inference mode for backward, and says so: with the plugin packed weights and scales "
-        "are saved for it, as autograd's rules ask; whether a tensor is one, Dynamo cannot ask without a graph break"
+        "torch saves no tensor that was made in inference mode for backward, and says so (seen on bitsandbytes 0.46): with the "
+        "plugin packed weights and scales are saved for it, as autograd's rules ask; whether a tensor is one, Dynamo cannot ask without a graph break"
     ),
     r"^(nf4|fp4).*computed-None.* default_dtype_double .*merge": (
         "peft makes adapters in the compute dtype of a layer, or in torch's default dtype where it has none, and float64 is not "

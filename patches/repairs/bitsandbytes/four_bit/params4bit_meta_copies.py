@@ -7,8 +7,8 @@ every program that deep-copies such a model: peft for a module to save, averages
 DPO. Plain and INT8 models can be copied. A copy of a 4-bit model that was made under ``torch.device("meta")`` fails in
 the same way, and so does a copy of any 4-bit model that is made there. All releases.
 
-The repair makes the empty weight on meta if the original is there, and only then. As for a plain model, the copy has copies of
-accelerate's hooks and of what they keep in memory, and reads what is on disk from the same files.
+The repair makes the empty weight on meta if the original is there, and only then. As for a plain model, the copy has
+copies of accelerate's hooks and of what they keep in memory, and reads what is on disk from the same files.
 """
 
 from __future__ import annotations
