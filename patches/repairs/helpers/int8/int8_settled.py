@@ -14,8 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import SetAttribute
-from ....engine.gate import satisfied
-from ..process import live_objects, stack
+from ..process import live_objects, stack, tracing
 from ..weights import kept_weights
 from . import int8_scales
 
@@ -158,12 +157,10 @@ def make_scales(original: Any) -> Scales:
 
 @cache
 def _scales() -> Scales:
-    if not satisfied("torch<2.13"):
+    # A graph reads the scales among its inputs, and Dynamo compiles the frames that this takes, too.
+    if tracing.left_alone(Scales.__get__.__code__):
         return Scales()
-    import torch
-
-    # Dynamo of these releases also compiles what a graph reads its inputs with.
-    namespace = {"__doc__": Scales.__doc__, "__get__": torch.compiler.disable(Scales.__get__)}
+    namespace = {"__doc__": Scales.__doc__, "__get__": tracing.never(Scales.__get__)}
     untraced: Scales = type("Scales", (Scales,), namespace)()
     return untraced
 

@@ -46,6 +46,20 @@ def test_scales_that_are_set_on_the_weight_are_those_of_the_layer():
         assert torch.equal(layer(X), 2 * expected) and layer.weight.SCB is layer.state.SCB
 
 
+def test_reading_the_inputs_of_a_graph_is_not_compiled_itself():
+    """`fullgraph=True` cannot see it: Dynamo looks at the frames that read the scales only without it."""
+    from torch._dynamo.utils import counters
+
+    with patches.applied():
+        layer = torch.nn.Sequential(linear())
+        torch.compiler.reset()
+        counters.clear()
+        compiled = torch.compile(layer, backend="aot_eager")
+        assert torch.equal(compiled(X), compiled(X))
+        assert counters["stats"]["unique_graphs"] == 1 and counters["frames"] == {"total": 1, "ok": 1}
+        assert not counters["graph_break"]
+
+
 @pytest.mark.parametrize("then", AFTER)
 def test_rows_that_were_permuted_stay_permuted(then):
     order = torch.arange(64).flip(0)
