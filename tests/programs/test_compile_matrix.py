@@ -242,7 +242,7 @@ def trained(folder: str, kind: str, tmp_path, compile: bool) -> tuple[list[float
     return losses, {k: v.detach().clone() for k, v in model.named_parameters() if v.requires_grad}
 
 
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("nf4-dora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["nf4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("nf4-dora", "int8-0"))])
 def test_trainer(saved, tmp_path, kind):
     losses, weights = trained(saved["llama-1"], kind, tmp_path, compile=False)
     with patches.applied():
