@@ -29,7 +29,9 @@ def taken() -> str:
 def _owners() -> list[str]:
     """The distributions that say that a top-level ``patches`` is theirs."""
     with contextlib.suppress(Exception):  # metadata may be broken in any way
-        # packages_distributions() of Python 3.10 knows only those that have a top_level.txt.
+        if sys.version_info >= (3, 11):
+            return importlib.metadata.packages_distributions().get("patches", [])
+        # There it knows only distributions that have a top_level.txt.
         found = importlib.metadata.distributions()
         return [d.metadata["Name"] for d in found if any(str(file) == "patches/__init__.py" for file in d.files or ())]
     return []

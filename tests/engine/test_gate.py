@@ -89,7 +89,7 @@ def test_an_interrupt_at_any_bytecode_leaves_nothing_that_is_remembered(module):
         at += 1
     if at == 1 and sys.version_info[:2] == (3, 12):
         pytest.skip("the first releases of Python 3.12 tell a tracer of no bytecode")
-    assert at > 10
+    assert at > (20 if sys.version_info[:2] in ((3, 11), (3, 12)) else 10), "the others need fewer bytecodes for it"
 
 
 def test_an_error_leaves_nothing_that_is_remembered(module):
