@@ -158,7 +158,7 @@ def make_scales(original: Any) -> Scales:
 @cache
 def _scales() -> Scales:
     # A graph reads the scales among its inputs, and Dynamo compiles the frames that this takes, too.
-    if tracing.left_alone(Scales.__get__.__code__):
+    if tracing.leave_alone(Scales.__get__.__code__):
         return Scales()
     namespace = {"__doc__": Scales.__doc__, "__get__": tracing.never(Scales.__get__)}
     untraced: Scales = type("Scales", (Scales,), namespace)()

@@ -27,15 +27,18 @@ def never(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function))
 
 
-def left_alone(code: CodeType) -> bool:
-    """Whether Dynamo compiles neither ``code`` nor what it calls from now on. Unlike `never`, this imports no Dynamo."""
+def leave_alone(code: CodeType) -> bool:
+    """Tell Dynamo to compile neither ``code`` nor what it calls, and import no Dynamo for that, as `never` does.
+
+    Returns whether it could be told: only torch 2.13 and later can.
+    """
     if not satisfied("torch>=2.13"):
         return False
-    from torch._C._dynamo import eval_frame
-
     try:
+        from torch._C._dynamo import eval_frame
+
         strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
         eval_frame.set_code_exec_strategy(code, strategy)
-    except (AttributeError, TypeError):  # it is private: a later torch may have another
+    except (ImportError, AttributeError, TypeError):  # it is private: a later torch may have another
         return False
     return True
