@@ -91,6 +91,7 @@ def _from_5() -> tuple[Rewrite, ...]:
     )
     on_disk = "param_device == 'disk' and (target_name not in model_buffers or offload_buffers)"
     left = "_patches_left(device_map, hf_quantizer, target_name, param, mapping, disk_offload_index)"
+    several = "len(set(device_map.values())) > 1"
     asked = "is_env_variable_true('HF_DEACTIVATE_ASYNC_LOAD')"
     ended = "if thread_pool is not None: thread_pool.shutdown(wait=False, cancel_futures=True)"
     return (
@@ -148,6 +149,13 @@ def _from_5() -> tuple[Rewrite, ...]:
             "_patches_not_on_meta(self.state_dict())",
             "transformers==5.2.0",  # it takes all that is on meta, at the address 0, for one tied weight
             not_on_meta=placing.not_on_meta,
+        ),
+        _edit(
+            f"{_MODEL}:PreTrainedModel.from_pretrained",
+            several,
+            f"({several} or _patches_is_planned(device_map))",
+            "transformers>=5,<5.13",  # it hangs no hooks on a model that is on the disk whole
+            is_planned=placing.is_planned,
         ),
         _edit(_LOADING, ended, f"_patches_ended(device_map)\n{ended}", when, ended=placing.ended),
     )

@@ -1,12 +1,12 @@
 """``save_pretrained`` fails for offloaded INT8 models, and for models that were offloaded without a device map.
 
-If a model has a device map, ``save_pretrained`` looks up each parameter on meta in the map of its hook. The row scales
-of an offloaded INT8 layer are neither parameter nor buffer, and the look-up raises ``AttributeError: `q_proj.SCB` is
-neither a parameter, buffer, nor extra state``. ``cpu_offload``, ``disk_offload`` and a layer that was offloaded by
-itself leave no device map, or one that names one device, which transformers 4 treats as none: ``Cannot copy out of
-meta tensor; no data!``. transformers 4.53 to 5.23. Before 5.14 transformers also looks up names of the checkpoint that
-the model does not have (Llava, mixtures of experts): ``has no attribute `language_model```. Tied
-weights that are offloaded are written twice after a forward, because accelerate gives each module a parameter of its own.
+If a model has a device map, ``save_pretrained`` looks up each parameter on meta in the map of its hook. The row scales of an
+offloaded INT8 layer are neither parameter nor buffer, and the look-up raises ``AttributeError: `q_proj.SCB` is neither a
+parameter, buffer, nor extra state``. ``cpu_offload``, ``disk_offload`` and a layer that was offloaded by itself leave no
+device map, or one that names one device, which transformers before 5.15 treats as none: ``Cannot copy out of meta tensor; no
+data!``. transformers 4.53 to 5.24. Before 5.14 transformers also looks up names of the checkpoint that the model does not
+have (Llava, mixtures of experts): ``has no attribute `language_model```. Tied weights that are offloaded are written twice
+after a forward, because accelerate gives each module a parameter of its own.
 
 In these cases the repair builds the state dict module by module. It brings each module from where it is offloaded and
 copies it to CPU memory, which must hold all of them. Models that could be saved before are saved as before, one shard
@@ -77,9 +77,9 @@ def identity(upstream: Callable[..., Any], model: Any, name: str, tensor: Tensor
 
 
 def _is_looked_up(model: Any) -> bool:
-    """Whether transformers itself looks up what is on meta; transformers 4 does where the map has several devices."""
+    """Whether transformers itself looks up what is on meta; before 5.15 it does so only for maps of several devices."""
     places = set(getattr(model, "hf_device_map", {}).values())
-    return bool({"cpu", "disk"} & places) and (len(places) > 1 or satisfied("transformers>=5"))
+    return bool({"cpu", "disk"} & places) and (len(places) > 1 or satisfied("transformers>=5.15"))
 
 
 def _is_renamed(model: Any, away: dict[str, Tensor]) -> bool:

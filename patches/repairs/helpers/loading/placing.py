@@ -247,6 +247,11 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     return result
 
 
+def is_planned(device_map: Any) -> bool:
+    """Whether some layers of a quantized model wait for each use, so that it needs hooks."""
+    return isinstance(device_map, Places)
+
+
 def not_on_meta(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of ``state`` has an address by which tied weights can be told."""
     return {name: tensor for name, tensor in state.items() if not tensor.is_meta}
