@@ -8,8 +8,10 @@ first on the path. ``newest`` builds an environment of its own.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import nox
@@ -36,6 +38,11 @@ BETWEEN_RELEASES = "not slow and not release"
 """What `tests` runs; a test marked ``release`` says at its mark what stands for it every day."""
 OLDER = ("oldest", "transformers 4.57")
 """The stacks of the table that `make test` meets; `make stacks` meets all, each with its own torch."""
+OF_A_STACK = tuple(f"tests/{name}.py" for name in (
+    "stacks/slice_defects", "stacks/slice_harm", "programs/test_stack", "test_sources"
+))  # fmt: skip
+"""With the torch that is installed here."""
+SLOWEST = ("--durations", "30", "--durations-min", "4")
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
 WITHOUT_TORCH = (
@@ -68,18 +75,43 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("bnb", SHORT, ids=SHORT)
-def tests(session: nox.Session, bnb: str) -> None:
-    """The newest release whole but for what is left to `tests_all`; of each older one what its source can change.
+def tests(session: nox.Session) -> None:
+    """The newest release whole but for what is left to `tests_all`. Arguments after ``--`` go to pytest."""
+    for release in SHORT:
+        bitsandbytes(session, release)  # some tests read several
+    for release in (ASKED[0], ASKED[2]):  # the other is a whole stack below
+        release.install()
+    run_suite(session, SHORT[-1], ["-m", BETWEEN_RELEASES, "tests"])
 
-    Arguments after ``--`` go to pytest.
+
+@nox.session(venv_backend="none")
+def older(session: nox.Session) -> None:
+    """What each older release and each older stack can change, two at a time; ``-- 0.46.1 oldest`` takes these alone.
+
+    Each runs in one process. With two workers each, both would import the stack and collect the tests.
     """
     for release in SHORT:
         bitsandbytes(session, release)  # their sources say which release runs what
-    newest = bnb == SHORT[-1]
-    for release in (ASKED[0], ASKED[2]) if newest else ():  # the other is a whole stack below
-        release.install()
-    run_suite(session, bnb, ["-m", BETWEEN_RELEASES, *(["tests"] if newest else files(bnb))])
+    suites = {bnb: (environment(ROOT / ".bnb" / bnb, ROOT), ["-m", BETWEEN_RELEASES, *files(bnb)])
+              for bnb in SHORT[-2::-1]}  # fmt: skip
+    suites |= {name: (environment(*stacks.folders(name, stacks.declared()[name]), ROOT), OF_A_STACK) for name in OLDER}
+    if unknown := set(session.posargs) - suites.keys():
+        session.error(f"{', '.join(sorted(unknown))}: there are {', '.join(suites)}")
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        env, chosen = suites[name]
+        command = (sys.executable, "-m", "pytest", "-q", *SLOWEST, *chosen)
+        return subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+    failed = []
+    with ThreadPoolExecutor(2) as pool:
+        running = {pool.submit(run, name): name for name in session.posargs or suites}
+        for each in as_completed(running):
+            print(f"{running[each]}:\n{each.result().stdout}", flush=True)
+            failed += [running[each]] if each.result().returncode else []
+    if failed:
+        session.error(f"failed with {', '.join(failed)}")
 
 
 @nox.session(venv_backend="none")
@@ -90,16 +122,6 @@ def tests_all(session: nox.Session, bnb: str) -> None:
     for release in ASKED if bnb == SHORT[-1] else ():
         release.install()
     run_suite(session, bnb, [f"--ignore=tests/{name}" for name in (*without, *(ONCE if bnb != SHORT[1] else ()))])
-
-
-@nox.session(venv_backend="none")
-@nox.parametrize("name", OLDER, ids=OLDER)
-def stack(session: nox.Session, name: str) -> None:
-    """Of a whole stack that people are pinned to, with the torch that is installed here, what it can change."""
-    env = environment(*stacks.folders(name, stacks.declared()[name]), ROOT)
-    files = ("stacks/slice_defects.py", "stacks/slice_harm.py", "programs/test_stack.py", "test_sources.py")
-    pytest = ("-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-    session.run(sys.executable, *pytest, *(f"tests/{file}" for file in files), env=env, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -176,8 +198,7 @@ def newest(session: nox.Session) -> None:
 def run_suite(session: nox.Session, release: str, chosen: list[str]) -> None:
     """Run pytest with bitsandbytes ``release`` first on the path, over what is ``chosen``."""
     # A file is run whole by one worker, for its tests share what they launch; tests/conftest.py has the order.
-    slowest = ["--durations", "30", "--durations-min", "4"]
-    whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *slowest, *chosen]
+    whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST, *chosen]
     env = environment(bitsandbytes(session, release), ROOT)
     session.run(sys.executable, "-m", "pytest", *(session.posargs or whole), env=env, external=True)
 

@@ -33,7 +33,7 @@ BITS = pytest.mark.parametrize("bits", ["4", "8"], ids=["4bit", "int8"])
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return save_qwen2(tmp_path_factory.mktemp("models") / "qwen2", layers=2)
+    return save_qwen2(tmp_path_factory.mktemp("models") / "qwen2", layers=1)
 
 
 @pytest.fixture(scope="module")
