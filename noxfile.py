@@ -11,8 +11,11 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -77,10 +80,8 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """The newest release whole but for what is left to `tests_all`. Arguments after ``--`` go to pytest."""
-    for release in SHORT:
-        bitsandbytes(session, release)  # some tests read several
-    for release in (ASKED[0], ASKED[2]):  # the other is a whole stack below
-        release.install()
+    two_at_a_time(lambda release: bitsandbytes(session, release), SHORT)  # some tests read several
+    two_at_a_time(lambda release: release.install(), (ASKED[0], ASKED[2]))  # the other is a whole stack below
     run_suite(session, SHORT[-1], ["-m", BETWEEN_RELEASES, "tests"])
 
 
@@ -90,16 +91,20 @@ def older(session: nox.Session) -> None:
 
     Each runs in one process. With two workers each, both would import the stack and collect the tests.
     """
-    for release in SHORT:
-        bitsandbytes(session, release)  # their sources say which release runs what
-    suites = {bnb: (environment(ROOT / ".bnb" / bnb, ROOT), ["-m", BETWEEN_RELEASES, *files(bnb)])
-              for bnb in SHORT[-2::-1]}  # fmt: skip
-    suites |= {name: (environment(*stacks.folders(name, stacks.declared()[name]), ROOT), OF_A_STACK) for name in OLDER}
-    if unknown := set(session.posargs) - suites.keys():
+    two_at_a_time(lambda release: bitsandbytes(session, release), SHORT)  # their sources say which release runs what
+    suites = (*SHORT[-2::-1], *OLDER)
+    if unknown := set(session.posargs) - set(suites):
         session.error(f"{', '.join(sorted(unknown))}: there are {', '.join(suites)}")
 
+    downloading = threading.Lock()  # the stacks share folders
+
     def run(name: str) -> subprocess.CompletedProcess[str]:
-        env, chosen = suites[name]
+        if name in SHORT:
+            env, chosen = environment(ROOT / ".bnb" / name, ROOT), ("-m", BETWEEN_RELEASES, *files(name))
+        else:
+            with downloading:
+                folders = stacks.folders(name, stacks.declared()[name])
+            env, chosen = environment(*folders, ROOT), OF_A_STACK
         command = (sys.executable, "-m", "pytest", "-q", *SLOWEST, *chosen)
         return subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
@@ -208,6 +213,12 @@ def environment(*folders: Path) -> dict[str, str]:
     # One thread per process: two workers on two cores, and sums that do not depend on the machine.
     path = os.pathsep.join(map(str, folders))
     return {"PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def two_at_a_time(do: Callable[[Any], object], what: Iterable[Any]) -> None:
+    """Downloading and unpacking takes one core."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(do, what))
 
 
 def bitsandbytes(session: nox.Session, release: str) -> Path:
