@@ -1,6 +1,6 @@
 """How the suite meets several releases of bitsandbytes, and the newest of everything.
 
-The sessions ``tests`` and ``tests_all`` use the Python that runs nox (``make test`` runs it from ``.venv``):
+The sessions ``tests``, ``older`` and ``tests_all`` use the Python that runs nox (``make test`` runs it from ``.venv``):
 the stack is installed once, and each release of bitsandbytes lies alone in ``.bnb/<release>``, which comes
 first on the path. ``newest`` builds an environment of its own.
 """
@@ -44,7 +44,7 @@ OLDER = ("oldest", "transformers 4.57")
 OF_A_STACK = tuple(f"tests/{name}.py" for name in (
     "stacks/slice_defects", "stacks/slice_harm", "programs/test_stack", "test_sources"
 ))  # fmt: skip
-"""With the torch that is installed here."""
+"""The tests that an older stack runs, with the torch that is installed here."""
 SLOWEST = ("--durations", "30", "--durations-min", "4")
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
@@ -113,8 +113,10 @@ def older(session: nox.Session) -> None:
     with ThreadPoolExecutor(2) as pool:
         running = {pool.submit(run, name): name for name in session.posargs or suites}
         for each in as_completed(running):
-            print(f"{running[each]}:\n{each.result().stdout}", flush=True)
-            failed += [running[each]] if each.result().returncode else []
+            name, done = running[each], each.result()
+            print(f"{name}:\n{done.stdout}", flush=True)
+            if done.returncode:
+                failed.append(name)
     if failed:
         session.error(f"failed with {', '.join(failed)}")
 
@@ -216,7 +218,7 @@ def environment(*folders: Path) -> dict[str, str]:
 
 
 def two_at_a_time(do: Callable[[Any], object], what: Iterable[Any]) -> None:
-    """Downloading and unpacking takes one core."""
+    """Call ``do`` for each of ``what``: to download and unpack takes one core each."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(do, what))
 
