@@ -32,8 +32,8 @@ ALWAYS = (
     "tests/harm/matrix/test_matrix.py",
     "tests/programs/test_stack.py",
 )
-"""What every release runs: each reproducer of a defect of bitsandbytes, each rewrite, a third of the catalogue of harm, the
-slice of the matrix with one layer of each family, and one natural flow.
+"""What every release runs: each reproducer of a defect of bitsandbytes, each rewrite, a third of the catalogue of harm and
+of the slice of the matrix, and one natural flow.
 
 The catalogue on a processor with AVX512-BF16 (``tests/harm/test_packed.py``) is run on the newest. On an older one the
 reproducers are run on such a processor, and the tests of the patches whose source differs there.

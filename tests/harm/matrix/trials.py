@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product as every
 from pathlib import Path
+from zlib import crc32
 
 from . import cover
 from .changes import CHANGES
@@ -94,6 +95,13 @@ def fixed_slice(layers: tuple[str, ...] = tuple(KINDS)) -> tuple[Trial, ...]:
     found |= {Trial(kind, steps): None for kind, steps in cover.cover(layers)}
     found |= {Trial(kind, (state, "nothing", "forward")): None for kind, state in every(CORE, cover.DAILY)}
     return tuple(found)
+
+
+def share(number: int, of: int) -> tuple[Trial, ...]:
+    """What was found once, and part ``number`` of ``of`` parts of the slice with one layer of each family."""
+    found = named()
+    return (*found, *(trial for trial in fixed_slice(cover.LAYERS)
+                      if trial not in found and crc32(str(trial).encode()) % of == number))  # fmt: skip
 
 
 def compiling() -> tuple[Trial, ...]:
