@@ -19,12 +19,14 @@ def load():
         importlib.import_module(name)
     gc.collect(), gc.freeze()  # else each verb walks over all of it
 
-def snapshot():
-    '''Raw ``__dict__`` entries and code objects, by identity, of every module of every target package.'''
+def snapshot(only=()):
+    '''Raw ``__dict__`` entries and code objects, by identity, of the modules ``only``, or all of every target package.'''
     keep, taken = [], {}
     packages = {t.partition(".")[0] for t in targets} - {"torch"}  # 2000 modules, some of which answer to any name
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] not in packages and name not in targets or module is None:
+            continue
+        if only and name not in only:
             continue
         pending = [(name, module)]
         while pending:
@@ -35,9 +37,11 @@ def snapshot():
                 keep.append(value)
                 taken[f"{path}.{key}"] = id(value)
                 inner = getattr(value, "__func__", value)
-                if hasattr(inner, "__code__"):
+                mark = f"{path}.{key}()"
+                while hasattr(inner, "__code__"):  # and of what it is wrapped around
                     keep.append(inner.__code__)
-                    taken[f"{path}.{key}()"] = id(inner.__code__)
+                    taken[mark] = id(inner.__code__)
+                    mark, inner = mark + "()", getattr(inner, "__wrapped__", None)
                 if isinstance(value, type) and value.__module__ == name and path.count(".") < 8:
                     pending.append((f"{path}.{key}", value))
     return taken, keep

@@ -68,7 +68,8 @@ from patches.features import verify
 verify.PHASES = tuple(sys.argv[1].split())
 print(patches.verify(*sys.argv[2:], jobs=2).to_json(None))
 """
-BUT_REVERTED = PHASES[:-1]
+BUT_REVERTED = PHASES[:-1] if releases.is_newest() else ("unpatched", "all")
+"""Every day: on an older release as on an older stack, where each patch alone is left to `make test-all`."""
 
 
 def verified(fresh, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
@@ -90,7 +91,7 @@ def verified(fresh, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
     [
         pytest.param(DAILY, BUT_REVERTED, id="daily"),
         pytest.param([p.id for p in ALL], PHASES, id="reverted", marks=pytest.mark.release(
-            "test_exactly: after revert every function and attribute is the object that it was")),
+            "test_exactly: after revert every function and attribute is the object that it was; alone: the newest release")),
     ],
 )  # fmt: skip
 def test_present_absent_present(fresh, ids, phases):
@@ -141,16 +142,20 @@ assert not REGISTRY._store.read().slots
 assert len(here) == len(json.loads(sys.argv[2]))
 """,
     "each alone applied and reverted": """
-for patch in here:
+for patch in here:  # where it edits, after each; everywhere, after all
+    edited = {module_of(e) for e in REGISTRY.edits(patch)}
+    one, _keep1 = snapshot(edited)
     with patches.applied(patch.id):
-        pass
-    after, _keep1 = snapshot()
-    assert changed(before, after) == [], (patch.id, changed(before, after))
+        assert changed(one, snapshot(edited)[0]), patch.id
+    after, _keep2 = snapshot(edited)
+    assert changed(one, after) == [], (patch.id, changed(one, after))
+after, _keep3 = snapshot()
+assert changed(before, after) == [], changed(before, after)
 """,
     # several patches share functions: each can leave first, and the last one puts the original back
     "taken out in any order, and the rest stays": """
 import random
-for seed in range(3):
+for seed in sys.argv[3:]:
     order = [p.id for p in here]
     patches.apply(*order, strict=True)
     random.Random(seed).shuffle(order)
@@ -184,6 +189,9 @@ assert all(aliases[t].__code__ is codes[t] for t in sites), "and what it wrapped
 """,
 }
 
+ORDERS = ("1",) if releases.is_newest() else ()
+"""Seeds of the orders in which patches are taken out, beside one that each release has of its own."""
+
 IN_TURN = """
 import json, traceback
 load()
@@ -208,7 +216,8 @@ def wrong(forked) -> dict[str, str]:
     On an older bitsandbytes each patch alone is one of those that edit bitsandbytes.
     """
     ids = [p.id for p in HERE if p.id in DAILY]
-    return json.loads(forked(SNAPSHOT + IN_TURN, json.dumps(EXACTLY), json.dumps(ids)).splitlines()[-1])
+    orders = [gate.installed("bitsandbytes"), *ORDERS]
+    return json.loads(forked(SNAPSHOT + IN_TURN, json.dumps(EXACTLY), json.dumps(ids), *orders).splitlines()[-1])
 
 
 @pytest.mark.parametrize("what", EXACTLY)
