@@ -21,15 +21,15 @@ PROCESSORS = pytest.mark.parametrize("kind", [
 """``emulated`` stands in for the instruction, not for the library: see :mod:`tests.processor`."""
 
 
-def run(kind: str, *files: Path) -> None:
-    """Run the tests in ``files``, which are not collected by themselves, on the processor ``kind``."""
+def run(config: pytest.Config, kind: str, *files: Path) -> None:
+    """Run what ``config`` selects of the tests in ``files``, which are not collected by themselves, on the processor ``kind``."""
     if Version(bitsandbytes.__version__) < Version("0.49"):
         pytest.skip("before 0.49 bitsandbytes has no kernels for AVX512")
     if kind == "host" and not processor.host_has_avx512bf16():
         pytest.skip("this processor has no AVX512-BF16")
     if kind == "emulated" and processor.host_has_avx512bf16() and Version(bitsandbytes.__version__) < Version("0.50"):
         pytest.skip("this processor has AVX512-BF16: the emulation is run beside it on the newest series only")
-    done = pytest_on(kind, "-q", "-x", *map(str, files))
+    done = pytest_on(kind, "-q", "-x", "-m", config.getoption("markexpr"), *map(str, files))
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 

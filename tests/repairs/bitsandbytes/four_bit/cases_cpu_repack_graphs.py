@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.decorators import mark_unbacked
 
 import patches
+from tests import releases
 
 from .cpu_layers import (
     NESTED, QUIET, SMALL, holds_a_copy, infer, inputs, made, make, never, patched, relative, same_state,
@@ -104,6 +105,7 @@ for name, x, expected in torch.load(sys.argv[1] + "/expected.pt"):
 """
 
 
+@releases.of_the_newest
 def test_exported_programs_are_right_without_the_plugin(fresh, tmp_path):
     expected = []
     for shape, nested, warm in itertools.product((SMALL, (96, 64)), (False, True), (False, True)):

@@ -8,7 +8,7 @@ from tests.processor import cases
 
 
 @cases.PROCESSORS
-def test_on_a_processor_with_avx512bf16(kind):
+def test_on_a_processor_with_avx512bf16(pytestconfig, kind):
     files = sorted(Path(__file__).parent.glob("cases_cpu_repack_*.py"))
     assert len(files) == 5
-    cases.run(kind, *files)
+    cases.run(pytestconfig, kind, *files)

@@ -8,5 +8,5 @@ from tests.processor import cases
 
 
 @cases.PROCESSORS
-def test_on_a_processor_with_avx512(kind):
-    cases.run(kind, Path(__file__).with_name("cases_dequantize_wrong_scales.py"))
+def test_on_a_processor_with_avx512(pytestconfig, kind):
+    cases.run(pytestconfig, kind, Path(__file__).with_name("cases_dequantize_wrong_scales.py"))
