@@ -71,6 +71,7 @@ def product():
                 yield pytest.param(places, kind, form, marks=marks)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("places, kind, form", list(product()))
 def test_loaded(places, kind, form, checkpoints, device, other, tmp_path, by_the_name_of_cuda):
     folder = checkpoints(kind, form)

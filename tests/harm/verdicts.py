@@ -35,7 +35,7 @@ class Verdicts:
     """The verdicts on ``cases``, each found when one of its group is asked for.
 
     ``daily``: with one patch alone, a program runs on one kind of 4-bit layer and on one of INT8 that the patch reaches,
-    and one that compiles with a third of the patches.
+    and one that compiles with a sixth of the patches.
     """
 
     def __init__(self, cases: Iterable[Case], daily: bool = False) -> None:

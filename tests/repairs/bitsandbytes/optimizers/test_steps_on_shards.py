@@ -25,8 +25,8 @@ NAMES = sorted(
     if isinstance(kind, type) and issubclass(kind, Optimizer8bit) and not name.startswith(LIMITED)
 )  # fmt: skip
 EACH = [
-    pytest.param(name, marks=pytest.mark.release("the optimizer without pages, of which a CPU has none"))
-    if name.startswith("Paged") else name for name in NAMES
+    pytest.param(name, marks=pytest.mark.release("the same name without Paged, of which a CPU has none, and 32bit, the default"))
+    if name.startswith("Paged") or name.endswith("32bit") else name for name in NAMES
 ]  # fmt: skip
 FROM = ["resumed", "resumed in one process", "from full", "from rank 0", "its own state dict"]
 
