@@ -20,7 +20,7 @@ lint: .venv/.dev  ## the rules of style and the types that pyproject.toml states
 	$(PY) -m nox --session lint
 
 test: .venv/.dev  ## rules of style, then the suite: the newest bitsandbytes, and what three older ones and two older stacks can change
-	$(PY) -m nox --session lint tests older
+	$(PY) -m nox --session ready tests older
 
 test-all: .venv/.dev  ## everything, against every release that a patch was written for: before a release; TESTS as for upstream
 	$(PY) -m nox --session tests_all

@@ -78,10 +78,18 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def ready(session: nox.Session) -> None:
+    """The rules of style and the types, beside the downloads of what the tests need."""
+    with ThreadPoolExecutor(1) as pool:
+        downloading = pool.submit(download, session)
+        lint(session)
+        downloading.result()
+
+
+@nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """The newest release whole but for what is left to `tests_all`. Arguments after ``--`` go to pytest."""
-    two_at_a_time(lambda release: bitsandbytes(session, release), SHORT)  # some tests read several
-    two_at_a_time(lambda release: release.install(), (ASKED[0], ASKED[2]))  # the other is a whole stack below
+    download(session)
     run_suite(session, SHORT[-1], ["-m", BETWEEN_RELEASES, "tests"])
 
 
@@ -221,6 +229,12 @@ def two_at_a_time(do: Callable[[Any], object], what: Iterable[Any]) -> None:
     """Call ``do`` for each of ``what``: to download and unpack takes one core each."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(do, what))
+
+
+def download(session: nox.Session) -> None:
+    """What the tests of the newest release read beside it."""
+    two_at_a_time(lambda release: bitsandbytes(session, release), SHORT)
+    two_at_a_time(lambda release: release.install(), (ASKED[0], ASKED[2]))  # the other is a whole stack of `older`
 
 
 def bitsandbytes(session: nox.Session, release: str) -> Path:

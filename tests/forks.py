@@ -27,7 +27,8 @@ from pathlib import Path
 from tests import compiling, processor
 
 PRELOAD = ("torch", "torch._inductor.compile_fx", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
-           "transformers", "transformers.modeling_utils", "transformers.generation", "accelerate")  # fmt: skip
+           "transformers", "transformers.modeling_utils", "transformers.generation", "accelerate",
+           "transformers.models.bloom.modeling_bloom", "huggingface_hub.hf_file_system")  # fmt: skip
 TIMED_OUT = 124
 
 
