@@ -245,7 +245,7 @@ def verbs(seed):
         try:
             ids = choose.choice([(), (), (choose.choice(some),)])
             getattr(patches, choose.choice(["apply", "apply", "revert", "report"]))(*ids)
-            time.sleep(choose.random() * 6)
+            stop.wait(choose.random() * 6)
         except BaseException as error:
             errors.append(repr(error))
 
