@@ -45,6 +45,11 @@ def is_newest() -> bool:
     return gate.satisfied(f"bitsandbytes>={SHORT[-1]}")
 
 
+def is_daily(config: pytest.Config) -> bool:
+    """Whether this run leaves what is marked ``release`` to `make test-all`."""
+    return "not release" in config.getoption("markexpr")
+
+
 def of_the_newest(test: Test) -> Test:
     """A decorator: on an older release the test is left to `make test-all`."""
     return test if is_newest() else pytest.mark.release("the same on the newest release")(test)

@@ -68,8 +68,13 @@ from patches.features import verify
 verify.PHASES = tuple(sys.argv[1].split())
 print(patches.verify(*sys.argv[2:], jobs=2).to_json(None))
 """
-BUT_REVERTED = PHASES[:-1] if releases.is_newest() else ("unpatched", "all")
-"""Every day: on an older release as on an older stack, where each patch alone is left to `make test-all`."""
+BUT_REVERTED = PHASES[:-1]
+
+
+@pytest.fixture(scope="module")
+def daily(pytestconfig) -> Sequence[str]:
+    """The phases of every day; on an older release, as on an older stack, each patch alone is left to `make test-all`."""
+    return BUT_REVERTED if releases.is_newest() or not releases.is_daily(pytestconfig) else ("unpatched", "all")
 
 
 def verified(fresh, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
@@ -89,14 +94,14 @@ def verified(fresh, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
 @pytest.mark.parametrize(
     "ids, phases",
     [
-        pytest.param(DAILY, BUT_REVERTED, id="daily"),
+        pytest.param(DAILY, None, id="daily"),
         pytest.param([p.id for p in ALL], PHASES, id="reverted", marks=pytest.mark.release(
             "test_exactly: after revert every function and attribute is the object that it was; alone: the newest release")),
     ],
 )  # fmt: skip
-def test_present_absent_present(fresh, ids, phases):
+def test_present_absent_present(fresh, daily, ids, phases):
     """Unpatched the defect is there, patched it is not; nowhere where it is fixed. Before a release: reverted it is back."""
-    rows = verified(fresh, "plain", phases, *ids)
+    rows = verified(fresh, "plain", phases or daily, *ids)
     hidden = {row["id"]: row["reason"] for row in rows if row["verdict"] == "cannot show"}
     assert all(hidden.values()), "who cannot show a defect says why"
     assert not [i for i, why in hidden.items() if _NOT_THERE in why], "on this stack every reproducer runs"
@@ -110,13 +115,13 @@ def test_present_absent_present(fresh, ids, phases):
     "those",
     ["of 4 bits", pytest.param("others", marks=pytest.mark.release("those whose functions handle 4-bit weights"))],
 )
-def test_present_absent_present_where_4_bit_weights_are_repacked(fresh, those):
+def test_present_absent_present_where_4_bit_weights_are_repacked(fresh, daily, those):
     """The same on a processor with AVX512-BF16, for all that is not about INT8 alone."""
     if not gate.satisfied("bitsandbytes>=0.49"):
         pytest.skip("before 0.49 bitsandbytes does not ask the processor")
     ids = [p.id for p in HERE if "bitsandbytes" in str(p.requires) and "int8" not in p.id]
     ids = [i for i in ids if ("4bit" in i or i == "bitsandbytes-cpu-repack") == (those == "of 4 bits")]
-    rows = verified(fresh, processor.WITH_AVX512BF16, BUT_REVERTED, *ids)
+    rows = verified(fresh, processor.WITH_AVX512BF16, daily, *ids)
     assert not [row["id"] for row in rows if row["verdict"] != "ok"], "each of them shows its defect there too"
 
 
@@ -189,9 +194,6 @@ assert all(aliases[t].__code__ is codes[t] for t in sites), "and what it wrapped
 """,
 }
 
-ORDERS = ("1",) if releases.is_newest() else ()
-"""Seeds of the orders in which patches are taken out, beside one that each release has of its own."""
-
 IN_TURN = """
 import json, traceback
 load()
@@ -210,13 +212,14 @@ print(json.dumps(wrong))
 
 
 @pytest.fixture(scope="module")
-def wrong(forked) -> dict[str, str]:
+def wrong(forked, pytestconfig) -> dict[str, str]:
     """What of ``EXACTLY`` failed, and where. To import every target takes longer than all of it.
 
-    On an older bitsandbytes each patch alone is one of those that edit bitsandbytes.
+    On an older bitsandbytes each patch alone is one of those that edit bitsandbytes. Every day patches are taken out in an
+    order that each release has of its own, before a release in three.
     """
     ids = [p.id for p in HERE if p.id in DAILY]
-    orders = [gate.installed("bitsandbytes"), *ORDERS]
+    orders = [str(gate.installed("bitsandbytes")), *([] if releases.is_daily(pytestconfig) else ["1", "2"])]
     return json.loads(forked(SNAPSHOT + IN_TURN, json.dumps(EXACTLY), json.dumps(ids), *orders).splitlines()[-1])
 
 

@@ -12,6 +12,7 @@ from bitsandbytes import functional
 from patches.engine import gate
 from tests.conftest import _devices
 from tests.processor import ROOT
+from tests.releases import is_daily
 
 from . import aot_worker
 from .catalogue import PROGRAMS, Case, cases
@@ -30,7 +31,7 @@ def verdicts(request: pytest.FixtureRequest) -> Verdicts:
     """Of the cases that this run selects; with every pair of a case and a patch before a release."""
     calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     cases = (case for call in calls if isinstance(case := call.params.get("case"), Case))
-    return Verdicts(cases, daily="not release" in request.config.getoption("markexpr"))
+    return Verdicts(cases, daily=is_daily(request.config))
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
