@@ -10,7 +10,7 @@ from tests.harm.test_catalogue import CASES
 from tests.harm.verdicts import Verdicts
 
 CHOSEN = [case for case in CASES if case.program.name.partition(".")[0] in ("adapters", "offload")]
-VERDICTS = Verdicts(CHOSEN, daily=True)
+VERDICTS = Verdicts(CHOSEN)
 
 
 @pytest.mark.parametrize(
