@@ -24,10 +24,16 @@ NAMES = sorted(
     name for name, kind in vars(bitsandbytes.optim).items()
     if isinstance(kind, type) and issubclass(kind, Optimizer8bit) and not name.startswith(LIMITED)
 )  # fmt: skip
+AS = {
+    "Paged": "the optimizer without pages, of which a CPU has none",
+    "32bit": "the optimizer without a number: 32 bits",
+}
 EACH = [
-    pytest.param(name, marks=pytest.mark.release("the same name without Paged, of which a CPU has none, and 32bit, the default"))
-    if name.startswith("Paged") or name.endswith("32bit") else name for name in NAMES
-]  # fmt: skip
+    pytest.param(
+        name, marks=[pytest.mark.release(why) for part, why in AS.items() if part in name and name != BROKEN[0]]
+    )
+    for name in NAMES
+]
 FROM = ["resumed", "resumed in one process", "from full", "from rank 0", "its own state dict"]
 
 
