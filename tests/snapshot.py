@@ -24,9 +24,8 @@ def snapshot(only=()):
     keep, taken = [], {}
     packages = {t.partition(".")[0] for t in targets} - {"torch"}  # 2000 modules, some of which answer to any name
     for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] not in packages and name not in targets or module is None:
-            continue
-        if only and name not in only:
+        wanted = name in only if only else name.partition(".")[0] in packages or name in targets
+        if module is None or not wanted:
             continue
         pending = [(name, module)]
         while pending:

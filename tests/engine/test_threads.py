@@ -232,7 +232,7 @@ def test_verbs_in_threads_beside_the_first_imports_of_the_stack(fresh, threads):
     fresh(
         WATCHDOG
         + """
-import random, sys, threading, time
+import random, sys, threading
 sys.setswitchinterval(1e-4)
 import patches
 from patches.engine.report import Status
