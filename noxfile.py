@@ -7,6 +7,7 @@ first on the path. ``newest`` builds an environment of its own.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import nox
 
+from tests import forks
 from tests.asked.releases import RELEASES as ASKED
 from tests.releases import SHORT, files
 from tools import stacks
@@ -105,10 +107,12 @@ def older(session: nox.Session) -> None:
         session.error(f"{', '.join(sorted(unknown))}: there are {', '.join(suites)}")
 
     downloading = threading.Lock()  # the stacks share folders
+    beside = preloaded()
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
         if name in SHORT:
-            env, chosen = environment(ROOT / ".bnb" / name, ROOT), ("-m", BETWEEN_RELEASES, *files(name))
+            env = {**environment(ROOT / ".bnb" / name, ROOT), **beside}
+            chosen: tuple[str, ...] = ("-m", BETWEEN_RELEASES, *files(name))
         else:
             with downloading:
                 folders = stacks.folders(name, stacks.declared()[name])
@@ -214,8 +218,19 @@ def run_suite(session: nox.Session, release: str, chosen: list[str]) -> None:
     """Run pytest with bitsandbytes ``release`` first on the path, over what is ``chosen``."""
     # A file is run whole by one worker, for its tests share what they launch; tests/conftest.py has the order.
     whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST, *chosen]
-    env = environment(bitsandbytes(session, release), ROOT)
+    env = {**environment(bitsandbytes(session, release), ROOT), **preloaded()}
     session.run(sys.executable, "-m", "pytest", *(session.posargs or whole), env=env, external=True)
+
+
+def preloaded() -> dict[str, str]:
+    """The variable by which tests find a server that has imported what no release of bitsandbytes changes."""
+    return {forks.VARIABLE: server().address} if sys.platform == "linux" else {}
+
+
+@functools.cache
+def server() -> forks.Server:
+    """The same for all sessions. It ends when nox does."""
+    return forks.Server({**os.environ, **environment(ROOT)})
 
 
 def environment(*folders: Path) -> dict[str, str]:

@@ -65,6 +65,8 @@ def test_importing_patches_imports_none_of_the_packages(fresh):
 VERIFY = """
 import sys, patches
 from patches.features import verify
+from tests.forks import verifying
+verifying.begin()
 verify.PHASES = tuple(sys.argv[1].split())
 print(patches.verify(*sys.argv[2:], jobs=2).to_json(None))
 """
@@ -77,11 +79,11 @@ def daily(pytestconfig) -> Sequence[str]:
     return BUT_REVERTED if releases.is_newest() or not releases.is_daily(pytestconfig) else ("unpatched", "all")
 
 
-def verified(fresh, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
+def verified(forked, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
     """The rows of ``verify`` in a process that runs on the processor ``kind``."""
     if not ids:
         pytest.skip("PATCH names no patch that this is about")
-    said = fresh(VERIFY, " ".join(phases), *ids, **{processor.VARIABLE: kind})
+    said = forked(VERIFY, " ".join(phases), *ids, **{processor.VARIABLE: kind})
     rows = json.loads(said.splitlines()[-1])["rows"]
     wrong = [f"{row['id']}: {row['reason']}{drift.forgotten(row)}" for row in rows if row["verdict"] == "wrong"]
     assert not wrong, "\n".join(wrong)
@@ -99,9 +101,9 @@ def verified(fresh, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
             "test_exactly: after revert every function and attribute is the object that it was; alone: the newest release")),
     ],
 )  # fmt: skip
-def test_present_absent_present(fresh, daily, ids, phases):
+def test_present_absent_present(forked, daily, ids, phases):
     """Unpatched the defect is there, patched it is not; nowhere where it is fixed. Before a release: reverted it is back."""
-    rows = verified(fresh, "plain", phases or daily, *ids)
+    rows = verified(forked, "plain", phases or daily, *ids)
     hidden = {row["id"]: row["reason"] for row in rows if row["verdict"] == "cannot show"}
     assert all(hidden.values()), "who cannot show a defect says why"
     assert not [i for i, why in hidden.items() if _NOT_THERE in why], "on this stack every reproducer runs"
@@ -115,13 +117,13 @@ def test_present_absent_present(fresh, daily, ids, phases):
     "those",
     ["of 4 bits", pytest.param("others", marks=pytest.mark.release("those whose functions handle 4-bit weights"))],
 )
-def test_present_absent_present_where_4_bit_weights_are_repacked(fresh, daily, those):
+def test_present_absent_present_where_4_bit_weights_are_repacked(forked, daily, those):
     """The same on a processor with AVX512-BF16, for all that is not about INT8 alone."""
     if not gate.satisfied("bitsandbytes>=0.49"):
         pytest.skip("before 0.49 bitsandbytes does not ask the processor")
     ids = [p.id for p in HERE if "bitsandbytes" in str(p.requires) and "int8" not in p.id]
     ids = [i for i in ids if ("4bit" in i or i == "bitsandbytes-cpu-repack") == (those == "of 4 bits")]
-    rows = verified(fresh, processor.WITH_AVX512BF16, daily, *ids)
+    rows = verified(forked, processor.WITH_AVX512BF16, daily, *ids)
     assert not [row["id"] for row in rows if row["verdict"] != "ok"], "each of them shows its defect there too"
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,3 +104,40 @@ def test_each_has_the_processor_that_it_asks_for(kind: str) -> None:
 def test_what_runs_too_long_says_where_it_stands() -> None:
     code, _, err = run("import time\ndef stands_here():\n    time.sleep(60)\nstands_here()", timeout=2)
     assert code == forks.TIMED_OUT and "in stands_here" in err
+
+
+def test_when_nobody_waits_any_more_it_is_killed(tmp_path: Path) -> None:
+    """A run of the suite that is stopped leaves nothing behind."""
+    connection = forks.Connection(forks._connection().address)
+    number = tmp_path / "pid"
+    source = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w'), flush=True); time.sleep(60)"
+    program = forks.Program(["-c", source, str(number)], dict(os.environ), out=str(tmp_path / "said"))
+    connection.send([program], timeout=50)
+    late = time.monotonic() + 20
+    while not (number.exists() and number.read_text().endswith("\n")):
+        assert time.monotonic() < late
+        time.sleep(0.01)
+    connection.close()
+    while _runs(int(number.read_text())):
+        assert time.monotonic() < late
+        time.sleep(0.01)
+
+
+def test_a_server_that_has_other_packages_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, own = str(tmp_path / "socket"), forks._connection().address
+    monkeypatch.setattr(forks, "_own", lambda: SimpleNamespace(address=own))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        monkeypatch.setenv(forks.VARIABLE, address)
+        asked = threading.Thread(target=_answer, args=(listener, {**forks.origins(), "transformers": "elsewhere"}))
+        asked.start()
+        found = forks._connection.__wrapped__()
+        asked.join()
+    assert found.address == own and found.has == forks.origins()
+
+
+def _answer(listener: socket.socket, has: dict[str, str | None]) -> None:
+    connection, _ = listener.accept()
+    with connection, connection.makefile("w") as file:
+        print(json.dumps(has), file=file)

@@ -1,0 +1,41 @@
+"""``verify`` in a process that has imported most of what reproducers need: its server is a fork, no new interpreter."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from patches.features.verify import processes, worker
+
+
+class _Fork:
+    """What stands where ``verify`` has its interpreter."""
+
+    def __init__(self, folder: Path) -> None:
+        ours, self._lifeline = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                os.setsid()
+                os.dup2(ours, 0)
+                os.close(self._lifeline)
+                worker.serve(str(folder))
+            finally:
+                os._exit(0)
+        os.close(ours)
+
+    def end(self) -> None:
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._lifeline)
+
+
+class _Server(processes._ForkServer):
+    def __init__(self, folder: Path) -> None:
+        self._process = _Fork(folder)  # type: ignore[assignment]
+
+
+def begin() -> None:
+    """From now on ``verify`` does so in this process."""
+    processes._ForkServer = _Server  # type: ignore[misc]
