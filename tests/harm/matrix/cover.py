@@ -7,6 +7,7 @@ together says :func:`makes_sense`; ``test_matrix.py`` looks at what the trials d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 from .changes import CHANGES
 from .readers import READERS
@@ -107,8 +108,13 @@ def _is_read(kind: str, state: str, change: str, reader: str) -> bool:
     )
 
 
-def cover(layers: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+@cache
+def cover(layers: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The kind and the steps of each trial."""
+    return tuple(_cover(layers))
+
+
+def _cover(layers: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for number, change in enumerate(CHANGES):
         kinds = [kind for kind in layers if meant(kind, change)]
         left = [*QUICK[number % len(QUICK) :], *QUICK[: number % len(QUICK)]]

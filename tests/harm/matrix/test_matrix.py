@@ -18,10 +18,6 @@ from .subject import KINDS
 
 OLDER = SHORT[:-1]
 HERE = gate.installed("bitsandbytes")
-DAILY = trials.share(OLDER.index(HERE), len(OLDER)) if HERE in OLDER else trials.fixed_slice()
-"""Every day the newest release runs the slice with every layer; of the slice with one layer of each family, each of the
-older ones runs a part. Before a release each runs the whole slice.
-"""
 WALKS = 40 if is_newest() else 15
 ASKED = int(os.environ.get("PATCHES_MATRIX_SEED", 0))
 SEED = ASKED or int("".join(filter(str.isdigit, version("bitsandbytes"))))
@@ -34,6 +30,13 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials run in f
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     running.prepare()
+
+
+def daily() -> tuple[trials.Trial, ...]:
+    """Every day the newest release runs the slice with every layer; of the slice with one layer of each family, each of
+    the older ones runs a part. Before a release each runs the whole slice.
+    """
+    return trials.share(OLDER.index(HERE), len(OLDER)) if HERE in OLDER else trials.fixed_slice()
 
 
 def told(before: running.Found, after: running.Found) -> str:
@@ -66,7 +69,7 @@ def pairs(trial: trials.Trial) -> set[tuple[str, str]]:
 
 
 def test_nothing_in_the_slice_gets_worse() -> None:
-    before, after = running.judged(DAILY)
+    before, after = running.judged(daily())
     bad = told(before, after)
     assert not bad, f"worse with the plugin (python -m tests.harm.matrix 'TRIAL' shows one):\n{bad}"
     if is_newest():  # what a pair is reached by may be in the part of another of the older ones
@@ -80,7 +83,7 @@ def test_nothing_in_random_walks_gets_worse() -> None:
 @pytest.mark.release("the slice of every day, of which each older release runs a part, with fewer layers")
 def test_nothing_in_the_whole_slice_gets_worse() -> None:
     of_each_family = () if is_newest() else trials.fixed_slice(cover.LAYERS)
-    rest = {*trials.fixed_slice(), *trials.compiling()} - set(DAILY)
+    rest = {*trials.fixed_slice(), *trials.compiling()} - set(daily())
     before, after = running.judged([*of_each_family, *sorted(rest, key=str)])
     bad = told(before, after)
     assert not bad, bad
@@ -115,7 +118,7 @@ def test_the_slice_covers_each_change_with_each_layer_and_each_reader(layers: tu
 
 def test_the_product_is_large_and_holds_what_was_found_once() -> None:
     assert len(trials.product()) >= 10_000
-    assert set(trials.named()) <= set(DAILY)
+    assert set(trials.named()) <= set(daily())
     parts = [set(trials.share(number, len(OLDER))) for number in range(len(OLDER))]
     assert set().union(*parts) == set(trials.fixed_slice(cover.LAYERS)), "each is run on an older release"
     for trial in trials.named():
