@@ -3,7 +3,8 @@
 Every day a case runs on the newest release and on one of the older ones, the same each day; before a release on all. On
 a processor that repacks 4-bit weights a third of the groups run every day.
 With one patch alone, a program runs every day on one kind of 4-bit layer and on one of INT8, before a release on all. What
-compiles runs every day with a sixth of the patches, each alone, the same each day: that is most of the time.
+compiles runs every day with a sixth of the patches, each alone, the same each day: that is most of the time. What hands
+over to a process without the plugin does so with a third of them, and with all patches at once.
 With one patch alone, what compiles runs on one of the releases where it runs every day, and what does not on the newest
 of those on which the patch edits the same source. ``HARM_EVERY_PAIR=1`` runs every pair everywhere.
 """
@@ -50,6 +51,11 @@ def one_of_each(cases: Iterable[Case], patch_id: str) -> list[Case]:
             continue
         chosen.setdefault((case.program.name, case.device, case.kind.startswith("int8")), case)
     return list(chosen.values())
+
+
+def hands_over_daily(case: Case, patch_id: str) -> bool:
+    """Whether every day what the case has made with this patch alone goes on without it, as with all patches it does."""
+    return zlib.crc32(f"{patch_id} {case.program.name}".encode()) % 3 == 0
 
 
 def _daily(case: Case) -> list[str]:

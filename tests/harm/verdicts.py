@@ -16,7 +16,7 @@ from .catalogue import Case
 from .reach import Entered, here, patches_reached
 from .rule import Trace, fault
 from .runner import Sets, plugin, run, run_layer
-from .share import one_of_each, runs_here
+from .share import hands_over_daily, one_of_each, runs_here
 
 NONE: frozenset[str] = frozenset()
 
@@ -35,7 +35,7 @@ class Verdicts:
     """The verdicts on ``cases``, each found when one of its group is asked for.
 
     ``daily``: with one patch alone, a program runs on one kind of 4-bit layer and on one of INT8 that the patch reaches,
-    and one that compiles with a sixth of the patches.
+    one that compiles with a sixth of the patches, and one that hands over does so with a third of them.
     """
 
     def __init__(self, cases: Iterable[Case], daily: bool = False) -> None:
@@ -81,7 +81,7 @@ def _judge(cases: Sequence[Case], daily: bool) -> dict[str, Judged]:
             for case in chosen:
                 _compare(case, judged[case.id], name, (ids, ids), alone)
         for case in chosen:
-            if case.program.hands_over:
+            if case.program.hands_over and not (alone and daily and not hands_over_daily(case, *ids)):
                 _compare(case, judged[case.id], f"{name}, handed over to none", (ids, NONE), alone=True)
                 if not alone:
                     _compare(case, judged[case.id], f"none, handed over to {name}", (NONE, ids), alone=True)
