@@ -98,13 +98,15 @@ venv: .venv/.dev
 
 # One environment; the stamp says which of the extras it holds.
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/python
-	$(PY) -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$*]'
+	$(PY) -m pip install -qq --no-compile --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
+# The pip that Python brings takes twice as long to find what to install.
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "bnb-patches needs Python 3.10 or later; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --constraint constraints.txt --upgrade pip
 
 .bnb/%: | .venv/bin/python
 	$(PY) -m pip install --quiet --no-compile --no-deps --target $@ bitsandbytes==$*
