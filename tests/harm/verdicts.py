@@ -34,8 +34,8 @@ class Judged:
 class Verdicts:
     """The verdicts on ``cases``, each found when one of its group is asked for.
 
-    ``daily``: with one patch alone, a program runs on one kind of 4-bit layer and on one of INT8 that the patch reaches,
-    one that compiles with a sixth of the patches, and one that hands over does so with a third of them.
+    ``daily``: with one patch alone, a program runs on one kind of layer that the patch reaches, one that compiles with a
+    twelfth of the patches, and one that hands over does so with a third of them.
     """
 
     def __init__(self, cases: Iterable[Case], daily: bool = False) -> None:
