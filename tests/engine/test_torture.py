@@ -30,6 +30,7 @@ def toys(toy, registry) -> Subject:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("verb", ["apply", "revert"])
 @pytest.mark.parametrize("start", Start)
 def test_every_return_on_toys(toys, verb, start, bytecode_is_written):
