@@ -64,7 +64,10 @@ def test_it_ends_as_an_interpreter_ends(source: str, code: int, said: str) -> No
     assert returned == code and said in out + err
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="it asks /proc")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no server, and no /proc to ask")
+
+
+@LINUX
 def test_one_that_hangs_is_killed_with_what_it_started() -> None:
     source = (
         "import os, subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin = open(0)\n"
@@ -106,6 +109,7 @@ def test_what_runs_too_long_says_where_it_stands() -> None:
     assert code == forks.TIMED_OUT and "in stands_here" in err
 
 
+@LINUX
 def test_when_nobody_waits_any_more_it_is_killed(tmp_path: Path) -> None:
     """A run of the suite that is stopped leaves nothing behind."""
     connection = forks.Connection(forks._connection().address)
@@ -123,6 +127,7 @@ def test_when_nobody_waits_any_more_it_is_killed(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+@LINUX
 def test_a_server_that_has_other_packages_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address, own = str(tmp_path / "socket"), forks._connection().address
     monkeypatch.setattr(forks, "_own", lambda: SimpleNamespace(address=own))

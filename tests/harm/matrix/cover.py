@@ -1,4 +1,4 @@
-"""The fewest trials in which each layer meets each change, and each change each reader: what ``make test`` runs.
+"""The fewest trials in which each layer meets each change, and each change each reader.
 
 A trial is a layer in a state, a change, one or more readers that may follow each other, and a last one. Which of them go
 together says :func:`makes_sense`; ``test_matrix.py`` looks at what the trials did, so that a pair counts only if it ran.
@@ -16,7 +16,7 @@ from .subject import KINDS
 
 LAYERS = ("int8", "int8-threshold-bias", "int8-float", "nf4", "nf4-nested", "nf4-bias", "embedding4", "embedding8", "own-int8",
           "own-nf4", "own-nf4-nested", "float", "stable")  # fmt: skip
-"""One of each family, and the options that changes are about: what an older release runs every day."""
+"""One of each family, and the options that changes are about: what ``make test`` runs them with."""
 DAILY = tuple(name for name in STATES if name != "compiled")
 MORE = 2
 """How many readers a trial has before its last, where a change has more readers than kinds of layers."""
