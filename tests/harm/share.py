@@ -47,7 +47,7 @@ def one_of_each(cases: Iterable[Case], patch_id: str) -> list[Case]:
     """Of each program one case, the same each day: all of them reach the patch."""
     chosen: dict[tuple[str, str], Case] = {}
     for case in sorted(cases, key=lambda case: zlib.crc32(f"{case.id} {patch_id}".encode())):
-        if case.program.compiles and zlib.crc32(f"{patch_id} {case.program.name}".encode()) % 12:
+        if case.program.compiles and not _is_one_in(12, case, patch_id):
             continue
         chosen.setdefault((case.program.name, case.device), case)
     return list(chosen.values())
@@ -55,7 +55,11 @@ def one_of_each(cases: Iterable[Case], patch_id: str) -> list[Case]:
 
 def hands_over_daily(case: Case, patch_id: str) -> bool:
     """Whether every day what the case has made with this patch alone goes on without it, as with all patches it does."""
-    return zlib.crc32(f"{patch_id} {case.program.name}".encode()) % 3 == 0
+    return _is_one_in(3, case, patch_id)
+
+
+def _is_one_in(n: int, case: Case, patch_id: str) -> bool:
+    return zlib.crc32(f"{patch_id} {case.program.name}".encode()) % n == 0
 
 
 def _daily(case: Case) -> list[str]:

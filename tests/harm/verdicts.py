@@ -81,7 +81,7 @@ def _judge(cases: Sequence[Case], daily: bool) -> dict[str, Judged]:
             for case in chosen:
                 _compare(case, judged[case.id], name, (ids, ids), alone)
         for case in chosen:
-            if case.program.hands_over and not (alone and daily and not hands_over_daily(case, *ids)):
+            if case.program.hands_over and (not (alone and daily) or hands_over_daily(case, *ids)):
                 _compare(case, judged[case.id], f"{name}, handed over to none", (ids, NONE), alone=True)
                 if not alone:
                     _compare(case, judged[case.id], f"none, handed over to {name}", (NONE, ids), alone=True)
