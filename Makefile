@@ -96,7 +96,8 @@ readme: .venv/.dev  ## bring the patch table of README.md up to date
 
 venv: .venv/.dev
 
-# One environment; the stamp says which of the extras it holds.
+# One environment; the stamp says which of the extras it holds. With -qq pip prints errors only: setuptools warns of
+# every editable installation.
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/python
 	$(PY) -m pip install -qq --no-compile --constraint constraints.txt --editable '.[$*]'
 	@touch $@

@@ -34,11 +34,7 @@ def test_the_variables_that_are_read_are_promised():
 def test_the_commands_and_their_options_are_promised():
     helped = sources()["generated/commands.md"]
     assert set(re.findall(r"^## python -m patches (\w+)$", helped, re.M)) == promised("commands")
-    (line,) = (
-        line
-        for line in (DOCS / "stability.md").read_text("utf-8").splitlines()
-        if line.startswith("| options of commands")
-    )
+    (line,) = (line for line in sources()["stability.md"].splitlines() if line.startswith("| options of commands"))
     assert set(re.findall(r"(--\w+)", line)) | {"--help"} == set(re.findall(r"(--\w+)\b", helped))
 
 
