@@ -6,6 +6,7 @@ makes of the installed file what was imported. So this is what can be run for ea
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import types
 from collections.abc import Iterator
@@ -42,11 +43,16 @@ def torch_is_said_to_be_installed(tmp_path, monkeypatch):
     gate._read_version.cache_clear()
 
 
-def active(target: str) -> list[Rewrite]:
-    """The rewrites of ``target`` by all patches that are for the installed releases."""
-    fitting = [p for p in REGISTRY.patches.values() if gate.check(p).status is Status.AVAILABLE]
-    edits = [edit for patch in fitting for edit in REGISTRY.edits(patch) if edit.target == target]
-    return [edit for edit in edits if isinstance(edit, Rewrite)]
+@functools.cache
+def active() -> dict[str, list[Rewrite]]:
+    """By target the rewrites of all patches that are for the installed releases."""
+    found: dict[str, list[Rewrite]] = {}
+    for patch in REGISTRY.patches.values():
+        if gate.check(patch).status is Status.AVAILABLE:
+            for edit in REGISTRY.edits(patch):
+                if isinstance(edit, Rewrite):
+                    found.setdefault(edit.target, []).append(edit)
+    return found
 
 
 def file_of(module: str) -> Path | None:
@@ -74,7 +80,7 @@ def functions(code: types.CodeType, scope: str = "") -> Iterator[tuple[str, type
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_is_made_from_the_file(target):
-    edits = active(target)
+    edits = active().get(target, [])
     if not edits:
         pytest.skip("none of its patches is for the releases installed here")
     module, _, name = target.partition(":")
