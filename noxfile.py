@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -47,6 +48,7 @@ OF_A_STACK = tuple(f"tests/{name}.py" for name in (
     "stacks/slice_defects", "stacks/slice_harm", "programs/test_stack", "test_sources"
 ))  # fmt: skip
 """The tests that an older stack runs, with the torch that is installed here."""
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 SLOWEST = ("--durations", "30", "--durations-min", "4")
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
@@ -112,14 +114,10 @@ def older(session: nox.Session) -> None:
     def run(name: str) -> subprocess.CompletedProcess[str]:
         if name in SHORT:
             env = {**environment(ROOT / ".bnb" / name, ROOT), **beside}
-            chosen: tuple[str, ...] = ("-m", BETWEEN_RELEASES, *files(name))
-        else:
-            with downloading:
-                folders = stacks.folders(name, stacks.declared()[name])
-            env, chosen = environment(*folders, ROOT), OF_A_STACK
-        command = (sys.executable, "-m", "pytest", "-q", *SLOWEST, *chosen)
-        return subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+            return pytest_beside(env, "-m", BETWEEN_RELEASES, *files(name))
+        with downloading:
+            folders = stacks.folders(name, stacks.declared()[name])
+        return pytest_beside(environment(*folders, ROOT), *OF_A_STACK)
 
     failed = []
     with ThreadPoolExecutor(2) as pool:
@@ -220,6 +218,21 @@ def run_suite(session: nox.Session, release: str, chosen: list[str]) -> None:
     whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST, *chosen]
     env = {**environment(bitsandbytes(session, release), ROOT), **preloaded()}
     session.run(sys.executable, "-m", "pytest", *(session.posargs or whole), env=env, external=True)
+
+
+def pytest_beside(env: dict[str, str], *chosen: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest over what is ``chosen``, and keep what it says; in a fork of the server where ``env`` names it."""
+    arguments, env = ("-q", *SLOWEST, *chosen), {**os.environ, **env}
+    connection = forks.Connection(env[forks.VARIABLE]) if forks.VARIABLE in env else None
+    if connection is None or not connection.is_for(forks.origins()):
+        return subprocess.run((sys.executable, "-m", "pytest", *arguments), env=env, cwd=ROOT, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "said"
+        program = forks.Program(["-c", PYTEST, *arguments], env, str(ROOT), str(out))
+        (code,) = connection.ask([program], timeout=3600)
+        said = "".join(out.with_suffix(end).read_text(errors="replace") for end in (".out", ".err"))
+    return subprocess.CompletedProcess(arguments, code, said)
 
 
 def preloaded() -> dict[str, str]:

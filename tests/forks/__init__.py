@@ -146,6 +146,10 @@ class Connection:
         """Have them started."""
         print(json.dumps([[asdict(p) for p in programs], timeout]), file=self._file, flush=True)
 
+    def is_for(self, origins: Mapping[str, str | None]) -> bool:
+        """Whether programs can be forks of the server that would import the packages from ``origins``."""
+        return self.has == origins
+
     def close(self) -> None:
         """End what runs, without an answer."""
         self._file.close()
@@ -165,7 +169,7 @@ def _connection() -> Connection:
     """One for this process, whose groups of programs run one after the other."""
     if address := os.environ.get(VARIABLE):
         shared = Connection(address)
-        if shared.has == origins():
+        if shared.is_for(origins()):
             return shared
         shared.close()
     return Connection(_own().address)

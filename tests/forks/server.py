@@ -11,6 +11,7 @@ import select
 import socket
 import sys
 from collections.abc import Sequence
+from weakref import finalize
 
 from tests import compiling, processor
 from tests.forks import Program, origins, watch
@@ -27,6 +28,8 @@ def serve(listener: socket.socket) -> None:
     compiling.without_figures()
     early = [name for name in ("bitsandbytes", "peft", "patches", "bnb_patches") if name in sys.modules]
     assert not early, f"{early} are for the programs to import"
+    for each in finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False  # half of what a short program would do is to take down the operators of these imports
     gc.collect()
     gc.freeze()
     while listener in select.select([0, listener], [], [])[0]:
@@ -43,12 +46,19 @@ def serve(listener: socket.socket) -> None:
                 pass
 
 
+def _no_fork_survives() -> dict[str, str]:
+    """The runtime of an accelerator, where there is one."""
+    import torch
+
+    return {"cuda": str(torch.version.cuda)} if torch.cuda.is_available() else {}
+
+
 def _answer(connection: socket.socket) -> None:
     def gone() -> bool:  # nothing is asked before the last answer
         return bool(select.select([connection], [], [], 0)[0])
 
     with connection.makefile("rw") as file:
-        print(json.dumps(origins()), file=file, flush=True)
+        print(json.dumps({**origins(), **_no_fork_survives()}), file=file, flush=True)
         for line in file:
             programs, timeout = json.loads(line)
             pids = [_fork(Program(**program), timeout) for program in programs]
