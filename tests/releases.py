@@ -13,7 +13,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -48,6 +48,12 @@ def is_newest() -> bool:
 def is_daily(config: pytest.Config) -> bool:
     """Whether this run leaves what is marked ``release`` to `make test-all`."""
     return "not release" in config.getoption("markexpr")
+
+
+def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """What this run selects of the parameter ``name`` in the file of tests that asks: what is launched for all at once."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return list(dict.fromkeys(item.callspec.params[name] for item in items if name in item.callspec.params))
 
 
 def of_the_newest(test: Test) -> Test:

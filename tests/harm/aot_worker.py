@@ -1,6 +1,6 @@
-"""A process that trains two compiled layers with torch's cache on disk, and writes down what it got.
+"""A process that trains compiled layers with torch's cache on disk, and writes down what it got.
 
-``python aot_worker.py CACHE OUT [ROOT]``: with the plugin of the checkout ``ROOT``, or without any.
+``python aot_worker.py CACHE OUT KINDS [ROOT]``: with the plugin of the checkout ``ROOT``, or without any.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TRAINED = ("nf4-double",)
 """In train; the others in eval, where INT8 looks for outliers."""
 
 
-def main(cache: str, out: str, root: str = "") -> None:
+def main(cache: str, out: str, kinds: str, root: str = "") -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     import torch
 
@@ -31,7 +31,7 @@ def main(cache: str, out: str, root: str = "") -> None:
     compiling.for_an_empty_cache()
 
     shown = {}
-    for kind in KINDS:
+    for kind in kinds.split(","):
         q = quantized(kind)
         x = q.inputs(grad=True)
         y = torch.compile(q.layer.train(kind in TRAINED))(x)

@@ -9,6 +9,7 @@ import pytest
 import patches
 from patches.engine import gate
 from tests.programs.models import save_llama
+from tests.releases import selected
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
@@ -27,21 +28,28 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(model, two_ranks, tmp_path_factory) -> list[dict]:
-    return two_ranks(WORKER, tmp_path_factory.mktemp("ranks"), str(model), *KINDS)
+def kinds(request) -> list[str]:
+    return [kind for kind in selected(request, "kind") if kind in KINDS]
 
 
 @pytest.fixture(scope="module")
-def expected(model, tmp_path_factory) -> dict[str, list[float]]:
+def ranks(model, two_ranks, tmp_path_factory, kinds) -> list[dict]:
+    return two_ranks(WORKER, tmp_path_factory.mktemp("ranks"), str(model), *kinds)
+
+
+@pytest.fixture(scope="module")
+def expected(model, tmp_path_factory, kinds) -> dict[str, list[float]]:
     """The losses of one process that has all rows."""
     from tests.programs import fsdp2_trainer as program
 
     with patches.applied():
-        return {kind: program.losses(program.train(kind, model, tmp_path_factory.mktemp("whole"))) for kind in KINDS}
+        return {kind: program.losses(program.train(kind, model, tmp_path_factory.mktemp("whole"))) for kind in kinds}
 
 
 @pytest.mark.parametrize("state_dict", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    "kind", ["nf4", pytest.param("int8", marks=pytest.mark.release("test_fsdp2.py and tests/distributed"))]
+)
 def test_trained_saved_and_resumed(kind, state_dict, ranks, expected):
     if kind not in KINDS:
         pytest.skip("before 0.47 codes that are stored as float32 cannot be dequantized on a CPU")
@@ -68,6 +76,7 @@ def test_resumed_on_another_number_of_ranks(model, two_ranks, tmp_path):
             assert losses == pytest.approx(answer["losses"], abs=1e-4), (kind, state_dict)
 
 
+@pytest.mark.release("verify, which shows this defect without its patch")
 def test_int8_without_the_patches(model, two_ranks, tmp_path):
     with pytest.raises(AssertionError, match="has no attribute 'CB'"):
         two_ranks(WORKER, tmp_path, str(model), "int8", PATCHES_AUTOLOAD="0")

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import patches
+from tests.releases import selected
 
 pytest.importorskip("bitsandbytes")
 
 STEP = """
-import json, torch
+import json, sys, torch
 import bitsandbytes as bnb
 import patches
 from torch._dynamo.utils import counters
@@ -29,7 +30,8 @@ layers = {
     "int8": bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=6.0).to("cpu").eval(),
 }
 found = {}
-for name, layer in layers.items():
+for name in sys.argv[1:]:
+    layer = layers[name]
     x = torch.ones(2, 64, requires_grad=True)
     counters.clear()
     torch.compile(layer, fullgraph=True)(x).sum().backward()
@@ -66,8 +68,13 @@ def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy.parent
 
 
+LAYERS = pytest.mark.parametrize(
+    "layer", ["int8", pytest.param("4-bit", marks=pytest.mark.release("INT8, whose operator is another"))]
+)
+
+
 @pytest.fixture(scope="module")
-def steps(fresh, forked, tmp_path_factory, another_version) -> list[dict]:
+def steps(request, fresh, forked, tmp_path_factory, another_version) -> list[dict]:
     """Three processes in turn with one cache: the plugin, the plugin again, another version of it.
 
     The second has another hash seed than the first, a fork of a process that drew one.
@@ -77,19 +84,19 @@ def steps(fresh, forked, tmp_path_factory, another_version) -> list[dict]:
     def step(run: Callable[..., str], folder: Path | None = None, **environ: str) -> dict:
         path = os.environ["PYTHONPATH"] if folder is None else f"{folder}{os.pathsep}{os.environ['PYTHONPATH']}"
         env = {"TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": path, **environ}
-        return json.loads(run(STEP, cwd=folder, **env).splitlines()[-1])
+        return json.loads(run(STEP, *selected(request, "layer"), cwd=folder, **env).splitlines()[-1])
 
     return [step(forked), step(fresh, PYTHONHASHSEED="2"), step(forked, another_version)]
 
 
-def test_a_repair_reaches_who_has_a_warm_cache(steps):
-    first, same, other = (step["found"] for step in steps)
-    for name in first:
-        assert (first[name]["miss"], first[name]["hit"]) == (1, 0)
-        assert (same[name]["miss"], same[name]["hit"]) == (0, 1) and same[name]["grad"] == first[name]["grad"]
-        assert (other[name]["miss"], other[name]["hit"]) == (1, 0)
-        twice = [2 * value for value in first[name]["grad"]]
-        assert other[name]["grad"] == pytest.approx(twice), "the graph of the other version was taken"
+@LAYERS
+def test_a_repair_reaches_who_has_a_warm_cache(steps, layer):
+    first, same, other = (step["found"][layer] for step in steps)
+    assert (first["miss"], first["hit"]) == (1, 0)
+    assert (same["miss"], same["hit"]) == (0, 1) and same["grad"] == first["grad"]
+    assert (other["miss"], other["hit"]) == (1, 0)
+    twice = [2 * value for value in first["grad"]]
+    assert other["grad"] == pytest.approx(twice), "the graph of the other version was taken"
 
 
 def test_a_name_is_the_same_in_every_process(steps):

@@ -11,6 +11,7 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 
 import patches
 from patches.engine.gate import satisfied
+from tests.releases import selected
 
 pytestmark = pytest.mark.skipif(
     not satisfied("bitsandbytes>=0.50"),
@@ -28,25 +29,23 @@ AS = {
     "Paged": "the optimizer without pages, of which a CPU has none",
     "32bit": "the optimizer without a number: 32 bits",
 }
+EACH_DAY = {"AdamW", "AdamW8bit", "AdEMAMix8bit", "Lion8bit", "SGD8bit", BROKEN[0]}
 EACH = [
     pytest.param(
-        name, marks=[pytest.mark.release(why) for part, why in AS.items() if part in name and name != BROKEN[0]]
+        name, marks=[] if name in EACH_DAY else [pytest.mark.release(
+            next((why for part, why in AS.items() if part in name), "AdamW and AdEMAMix, Lion and SGD step so, too")
+        )]
     )
     for name in NAMES
-]
+]  # fmt: skip
 FROM = ["resumed", "resumed in one process", "from full", "from rank 0", "its own state dict"]
 
 
 @pytest.fixture(scope="module")
 def ranks(request, two_ranks, tmp_path_factory):
     """What both ranks wrote, of the optimizers that this run selects."""
-    calls = [
-        item.callspec.params
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
-    ]
-    chosen = {call["name"] for call in calls if "name" in call}
-    return two_ranks(WORKER, tmp_path_factory.mktemp("shards"), ",".join(sorted(chosen)))
+    chosen = sorted(selected(request, "name"))
+    return two_ranks(WORKER, tmp_path_factory.mktemp("shards"), ",".join(chosen))
 
 
 def test_there_are_all_the_others():
