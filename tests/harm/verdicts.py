@@ -34,8 +34,8 @@ class Judged:
 class Verdicts:
     """The verdicts on ``cases``, each found when one of its group is asked for.
 
-    ``daily``: with one patch alone, a program runs on one kind of layer that the patch reaches, one that compiles with a
-    twelfth of the patches, and one that hands over does so with a third of them.
+    ``daily``: a program runs with half of the patches alone, on one kind of layer that the patch reaches, one that compiles
+    with one patch in 24, and one that hands over does so with a sixth of them.
     """
 
     def __init__(self, cases: Iterable[Case], daily: bool = False) -> None:
