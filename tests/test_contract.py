@@ -75,8 +75,13 @@ BUT_REVERTED = PHASES[:-1]
 
 @pytest.fixture(scope="module")
 def daily(pytestconfig) -> Sequence[str]:
-    """The phases of every day; on an older release, as on an older stack, each patch alone is left to `make test-all`."""
-    return BUT_REVERTED if releases.is_newest() or not releases.is_daily(pytestconfig) else ("unpatched", "all")
+    """The phases: every day as installed and with all patches, before a release and of what PATCH names with each alone, too.
+
+    Every day the own tests of most patches apply them alone, as does the catalogue of harm.
+    """
+    return (
+        ("unpatched", "all") if releases.is_daily(pytestconfig) and len(ALL) == len(REGISTRY.patches) else BUT_REVERTED
+    )
 
 
 def verified(forked, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
@@ -230,7 +235,7 @@ def test_exactly(what, wrong):
     assert what not in wrong, wrong[what]
 
 
-@releases.of_the_newest
+@pytest.mark.release("the test below, where torch alone is imported before")
 def test_applied_before_the_import_it_follows_the_import(fresh):
     """``patches.apply()`` first, then the packages: the same end state as the other way round."""
     fresh(

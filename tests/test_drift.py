@@ -43,6 +43,7 @@ def test_a_reproducer_that_contradicts_the_state(status, unpatched, words):
     assert words in drift.contradiction(row, {"unpatched": unpatched})
 
 
+@pytest.mark.release("what it says in each case, above")
 def test_a_release_that_claims_to_be_newer_is_reported(tmp_path):
     """The metadata of bitsandbytes 99 over the code of the installed release: its patches drift."""
     info = tmp_path / "bitsandbytes-99.dist-info"

@@ -38,6 +38,7 @@ def test_what_cannot_be_a_patch_is_refused_in_words(patch_id, inside, said, caps
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.release("where its files lie, and that no id is written that cannot be one")
 def test_the_skeleton_is_found_and_red(tmp_path):
     for folder in ("bnb_patches", "patches", "tools"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

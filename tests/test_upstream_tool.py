@@ -42,6 +42,14 @@ def test_a_difference_is_found_and_one_that_is_expected_explained(tmp_path):
     assert "test_fails_with_the_plugin\n    unpatched  passed\n    patched    failure" in done.stdout
     assert done.stdout.count("expected: it") == 1 and "test_fails_both_ways" not in done.stdout
     assert "\n1 in both runs: failure: AssertionError: assert not '" in done.stdout
+
+
+@pytest.mark.release("the same without a choice")
+def test_some_of_them(tmp_path):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "conftest.py").touch()
+    (folder / "test_it.py").write_text(TESTS)
     some = upstream(folder, "--every", "2", "-k", "not same")  # the first and the third of three
     assert "unpatched  1 failure, 1 passed\npatched    2 failure\n" in some.stdout, some.stdout + some.stderr
 

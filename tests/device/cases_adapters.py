@@ -20,7 +20,7 @@ from tests.device.models import (
     add_lora, assert_same_training, assert_too_large, batch, half, load, logits, save_llama, train,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.one_in(2), pytest.mark.usefixtures("patched")]
+pytestmark = [pytest.mark.one_in(4), pytest.mark.usefixtures("patched")]
 
 RESTS = ("cpu", "disk")
 KINDS = ("plain", "int8", "nf4-nested")

@@ -60,7 +60,7 @@ def test_a_use(kind, place, wide, device, tmp_path, caplog):
     assert OF_16_BITS[kind] <= once / plain <= OF_16_BITS[kind] + 0.02, "norms in 16 bits, row scales"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["no", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 @pytest.mark.parametrize("kind", ["int8", "nf4-nested"])

@@ -71,7 +71,7 @@ def product():
                 yield pytest.param(places, kind, form, marks=marks)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("places, kind, form", list(product()))
 def test_loaded(places, kind, form, checkpoints, device, other, tmp_path, by_the_name_of_cuda):
     folder = checkpoints(kind, form)
@@ -96,7 +96,7 @@ def test_loaded(places, kind, form, checkpoints, device, other, tmp_path, by_the
     assert not list(tmp_path.rglob("quantized-*")), "what was written goes with the model"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["no", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_trained(kind, checkpointing, llama, device, tmp_path, by_the_name_of_cuda):
@@ -183,7 +183,7 @@ def mixture(tmp_path_factory):
     return folder
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 @pytest.mark.parametrize("form", ["plain checkpoint", "quantized checkpoint"])
 @pytest.mark.parametrize("kind", ["nf4-nested", pytest.param("nf4", marks=pytest.mark.release("nested")), "int8"])

@@ -13,7 +13,7 @@ from tests.device.models import (
     QUANTIZED, add_lora, assert_same_training, batch, load, logits, quantization, quantized_layers, save_llama, train,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.one_in(2), pytest.mark.usefixtures("patched", "by_the_name_of_cuda")]
+pytestmark = [pytest.mark.one_in(4), pytest.mark.usefixtures("patched", "by_the_name_of_cuda")]
 
 BIG = 12
 """Decoder layers of a model that does not fit."""

@@ -21,7 +21,7 @@ from tests.device.models import (
     save_llama, train,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.one_in(2), pytest.mark.usefixtures("patched")]
+pytestmark = [pytest.mark.one_in(4), pytest.mark.usefixtures("patched")]
 
 RESTS = ("cpu", "disk", "other")
 

@@ -18,7 +18,7 @@ from tests.device import watch
 from tests.device.layers import CHECKPOINTING, KINDS, inputs, stack, step
 from tests.device.models import QUANTIZED, add_lora, batch, half, load
 
-pytestmark = pytest.mark.one_in(2)
+pytestmark = pytest.mark.one_in(4)
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 Program = Callable[[], object]

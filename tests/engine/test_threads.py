@@ -53,7 +53,7 @@ def call():
 
 threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
 [t.start() for t in threads]
-for _ in range(150):
+for _ in range(50):
     registry.apply(strict=True)
     registry.revert()
 stop.set()

@@ -89,6 +89,7 @@ def test_broadcast_from_rank_0_gives_every_rank_the_model(run):
     assert all(rank["broadcast"] == "ok" and rank["logits from broadcast"] == 0 for rank in run)
 
 
+@pytest.mark.release("tests/distributed, where what the cells show without a patch is right with it")
 def test_without_the_patches(request, bits):
     if not gate.satisfied("bitsandbytes>=0.50"):
         pytest.skip("shown on the newest series only: each run takes two processes half a minute")

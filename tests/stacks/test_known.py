@@ -68,6 +68,7 @@ def test_what_is_too_old_is_named_with_what_is_needed(installed, package):
     assert stacks.notes() == (f"{package} 0.1 is too old: {oldest[package]} or later is needed; nothing is changed",)
 
 
+@pytest.mark.release("the test above: what is too old is found and named")
 def test_nothing_is_changed_beside_a_stack_that_is_too_old():
     pytest.importorskip("bitsandbytes")
     program = """

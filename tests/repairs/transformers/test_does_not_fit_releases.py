@@ -33,6 +33,7 @@ def said(release: Release, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.release("verify on the stack transformers 4.57, and the files themselves on the newest release")
 def test_four_programs():
     passes(OLDEST, *FEW)
 

@@ -106,7 +106,7 @@ for name, x, expected in torch.load(sys.argv[1] + "/expected.pt"):
 
 
 @releases.of_the_newest
-def test_exported_programs_are_right_without_the_plugin(fresh, tmp_path):
+def test_exported_programs_are_right_without_the_plugin(forked, tmp_path):
     expected = []
     for shape, nested, warm in itertools.product((SMALL, (96, 64)), (False, True), (False, True)):
         layer, x, name = make(nested, shape, bias=True), inputs(3, shape[0]), f"program-{len(expected)}"
@@ -123,7 +123,7 @@ def test_exported_programs_are_right_without_the_plugin(fresh, tmp_path):
         expected.append((name, x, out))
     torch.save(expected, tmp_path / "expected.pt")
     patches.revert()
-    assert fresh(LOADED, str(tmp_path)).split() == ["right"] * len(expected)
+    assert forked(LOADED, str(tmp_path)).split() == ["right"] * len(expected)
 
 
 def true_weight(layer: torch.nn.Module) -> torch.Tensor:
