@@ -32,7 +32,7 @@ ALWAYS = (
     "tests/harm/matrix/test_matrix.py",
     "tests/programs/test_stack.py",
 )
-"""What every release runs: each reproducer of a defect of bitsandbytes, each rewrite, a third of the catalogue of harm and
+"""What every release runs: each reproducer of a defect of bitsandbytes, each rewrite, a sixth of the catalogue of harm and
 of the slice of the matrix, and one natural flow.
 
 The catalogue on a processor with AVX512-BF16 (``tests/harm/test_packed.py``) is run on the newest. On an older one the
