@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -48,7 +47,6 @@ OF_A_STACK = tuple(f"tests/{name}.py" for name in (
     "stacks/slice_defects", "stacks/slice_harm", "programs/test_stack", "test_sources"
 ))  # fmt: skip
 """The tests that an older stack runs, with the torch that is installed here."""
-PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 SLOWEST = ("--durations", "30", "--durations-min", "4")
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
@@ -124,7 +122,7 @@ def older(session: nox.Session) -> None:
         running = {pool.submit(run, name): name for name in session.posargs or suites}
         for each in as_completed(running):
             name, done = running[each], each.result()
-            print(f"{name}:\n{done.stdout}", flush=True)
+            print(f"{name}:\n{done.stdout}{done.stderr}", flush=True)
             if done.returncode:
                 failed.append(name)
     if failed:
@@ -222,17 +220,12 @@ def run_suite(session: nox.Session, release: str, chosen: list[str]) -> None:
 
 def pytest_beside(env: dict[str, str], *chosen: str) -> subprocess.CompletedProcess[str]:
     """Run pytest over what is ``chosen``, and keep what it says; in a fork of the server where ``env`` names it."""
-    arguments, env = ("-q", *SLOWEST, *chosen), {**os.environ, **env}
-    connection = forks.Connection(env[forks.VARIABLE]) if forks.VARIABLE in env else None
-    if connection is None or not connection.is_for(forks.origins()):
-        return subprocess.run((sys.executable, "-m", "pytest", *arguments), env=env, cwd=ROOT, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "said"
-        program = forks.Program(["-c", PYTEST, *arguments], env, str(ROOT), str(out))
-        (code,) = connection.ask([program], timeout=3600)
-        said = "".join(out.with_suffix(end).read_text(errors="replace") for end in (".out", ".err"))
-    return subprocess.CompletedProcess(arguments, code, said)
+    arguments = ("-q", *SLOWEST, *chosen)
+    if connection := forks.shared(env):
+        (done,) = connection.run(forks.pytest_program(*arguments, **env), timeout=3600)
+        return done
+    command = (sys.executable, "-m", "pytest", *arguments)
+    return subprocess.run(command, env={**os.environ, **env}, cwd=ROOT, text=True, capture_output=True)
 
 
 def preloaded() -> dict[str, str]:

@@ -139,7 +139,7 @@ def test_a_server_that_has_other_packages_is_not_asked(tmp_path: Path, monkeypat
         asked.start()
         found = forks._connection.__wrapped__()
         asked.join()
-    assert found.address == own and found.is_for(forks.origins())
+    assert found.address == own and found.has == forks.origins()
 
 
 def _answer(listener: socket.socket, has: dict[str, str | None]) -> None:

@@ -47,10 +47,23 @@ class Program:
 
 def run(*programs: Program, timeout: float) -> list[subprocess.CompletedProcess[str]]:
     """Run them at the same time, in processes of their own; when one fails, the others are killed."""
+    return _run(_connection().ask if _can_fork() else _run_new, programs, timeout)
+
+
+def pytest_program(*arguments: str, **environ: str) -> Program:
+    """What ``pytest ARGUMENTS`` would run, with these variables and those of this process."""
+    return Program(["-c", "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))", *arguments], {**os.environ, **environ},
+                   str(Path(__file__).parents[2]))  # fmt: skip
+
+
+def _run(
+    ask: Callable[[Sequence[Program], float], list[int]], programs: Sequence[Program], timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """What programs said, of which ``ask`` gives the exit codes."""
     with tempfile.TemporaryDirectory() as name:
         outs = [os.path.join(name, str(number)) for number in range(len(programs))]
         started = [Program(p.arguments, p.environ, p.folder, out) for p, out in zip(programs, outs)]
-        codes = _connection().ask(started, timeout) if _can_fork() else _run_new(started, timeout)
+        codes = ask(started, timeout)
         said = [[Path(f"{out}.{end}").read_text(errors="replace") for end in ("out", "err")] for out in outs]
     return [subprocess.CompletedProcess(list(p.arguments), code, *texts)
             for p, code, texts in zip(programs, codes, said)]  # fmt: skip
@@ -136,6 +149,10 @@ class Connection:
         self._file = self._socket.makefile("rw")
         self.has: dict[str, str | None] = json.loads(self._read())
 
+    def run(self, *programs: Program, timeout: float) -> list[subprocess.CompletedProcess[str]]:
+        """As :func:`run`, by this connection."""
+        return _run(self.ask, programs, timeout)
+
     def ask(self, programs: Sequence[Program], timeout: float) -> list[int]:
         """Their exit codes."""
         self.send(programs, timeout)
@@ -145,10 +162,6 @@ class Connection:
     def send(self, programs: Sequence[Program], timeout: float) -> None:
         """Have them started."""
         print(json.dumps([[asdict(p) for p in programs], timeout]), file=self._file, flush=True)
-
-    def is_for(self, origins: Mapping[str, str | None]) -> bool:
-        """Whether programs can be forks of the server that would import the packages from ``origins``."""
-        return self.has == origins
 
     def close(self) -> None:
         """End what runs, without an answer."""
@@ -167,12 +180,18 @@ class Connection:
 @functools.cache
 def _connection() -> Connection:
     """One for this process, whose groups of programs run one after the other."""
-    if address := os.environ.get(VARIABLE):
-        shared = Connection(address)
-        if shared.is_for(origins()):
-            return shared
-        shared.close()
-    return Connection(_own().address)
+    return shared(os.environ) or Connection(_own().address)
+
+
+def shared(environ: Mapping[str, str]) -> Connection | None:
+    """To the server that ``environ`` names, if it has the packages that this process would import."""
+    if VARIABLE not in environ:
+        return None
+    found = Connection(environ[VARIABLE])
+    if found.has == origins():
+        return found
+    found.close()
+    return None
 
 
 @functools.cache

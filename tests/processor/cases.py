@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -35,9 +34,6 @@ def run(config: pytest.Config, kind: str, *files: Path) -> None:
 
 def pytest_on(kind: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run pytest with ``arguments`` in a process of its own, on the processor ``kind``."""
-    source = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    start = ["-c", source, "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
-    (done,) = forks.run(
-        forks.Program(start, {**os.environ, processor.VARIABLE: kind}, str(processor.ROOT)), timeout=1800
-    )
+    alone = ("-p", "no:cacheprovider", "-p", "no:xdist")
+    (done,) = forks.run(forks.pytest_program(*alone, *arguments, **{processor.VARIABLE: kind}), timeout=1800)
     return done
