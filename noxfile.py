@@ -21,7 +21,7 @@ from typing import Any
 import nox
 
 from tests import forks
-from tests.asked.releases import RELEASES as ASKED
+from tests.asked import releases as asked
 from tests.releases import SHORT, files
 from tools import stacks
 
@@ -134,7 +134,7 @@ def older(session: nox.Session) -> None:
 def tests_all(session: nox.Session, bnb: str) -> None:
     """All of the suite, on every release of bitsandbytes that a patch was written for: before a release."""
     without = () if bnb == SHORT[-1] else ANYWHERE
-    for release in ASKED if bnb == SHORT[-1] else ():
+    for release in asked.RELEASES if bnb == SHORT[-1] else ():
         release.install()
     run_suite(session, bnb, [f"--ignore=tests/{name}" for name in (*without, *(ONCE if bnb != SHORT[1] else ()))])
 
@@ -255,7 +255,7 @@ def two_at_a_time(do: Callable[[Any], object], what: Iterable[Any]) -> None:
 def download(session: nox.Session) -> None:
     """What the tests of the newest release read beside it."""
     two_at_a_time(lambda release: bitsandbytes(session, release), SHORT)
-    ASKED[2].install()  # the other two are before a release
+    asked.DAILY.install()
 
 
 def bitsandbytes(session: nox.Session, release: str) -> Path:

@@ -71,6 +71,8 @@ RELEASES = (
     Release("5.17.0", "0.50.2", ("peft==0.20.0", "accelerate==1.13.0", "tokenizers==0.23.3", *_FOR_5)),
 )
 """The oldest that is supported, the last of transformers 4, and two between this and the newest."""
+DAILY = RELEASES[2]
+"""The older ones, 4.53 and 4.57, `make test` meets as whole stacks: ``tests/stacks/slice_defects.py``."""
 
 
 def main(arguments: list[str]) -> int:

@@ -8,10 +8,8 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
 
 from .programs import MODELS, some  # noqa: E402
-from .releases import RELEASES, Release  # noqa: E402
+from .releases import DAILY, RELEASES, Release  # noqa: E402
 
-DAILY = RELEASES[2]
-"""The older ones, 4.53 and 4.57, `make test` meets as whole stacks: ``tests/stacks/slice_defects.py``."""
 FEW, MANY = len(MODELS), 80
 
 
