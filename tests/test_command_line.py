@@ -240,7 +240,7 @@ def test_json_is_valid_whatever_libraries_print():
     assert all(word in done.stderr for word in ("Python", "descriptor", "a buffer of C", "goodbye")), "it is not lost"
 
 
-@pytest.mark.release("list with each stream closed, and verify --json with all of them")
+@pytest.mark.release("list, with each of its streams closed")
 @NEEDS_TORCH
 @SHELL
 def test_verify_where_only_standard_output_is_open():

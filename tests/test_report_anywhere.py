@@ -104,7 +104,7 @@ def test_a_conflict_under_patches_strict_is_a_row(tmp_path):
     assert diff[0] == 0
 
 
-@pytest.mark.release("the other reports here, where warnings are none")
+@pytest.mark.release("the other reports here, where a warning is no error")
 @NEEDS_STACK
 def test_with_warnings_as_errors(tmp_path):
     (tmp_path / "trl").mkdir()

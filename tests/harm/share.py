@@ -44,7 +44,7 @@ def runs_daily(case: Case) -> bool:
 
 
 def one_of_each(cases: Iterable[Case], patch_id: str) -> list[Case]:
-    """Of every second program one case, the same each day: all of them reach the patch."""
+    """Of each program that runs with this patch alone every day one case, the same each day: all of them reach the patch."""
     chosen: dict[tuple[str, str], Case] = {}
     for case in sorted(cases, key=lambda case: zlib.crc32(f"{case.id} {patch_id}".encode())):
         if not _is_one_in(24 if case.program.compiles else 2, case, patch_id):
