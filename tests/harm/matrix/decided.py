@@ -66,9 +66,10 @@ BY_NAME = {
         "torch refuses to move an Int8Params or a Params4bit in a user's module to meta, with the plugin and without; as is, a "
         "pickled weight is none, because it has lost its class"
     ),
-    r"^(nf4|fp4).* absmax_none .*loads_without_statistics_not_strictly ": (
+    r"^(nf4|fp4).* (absmax_none|statistics_blocksize) .*loads_without_statistics_not_strictly ": (
         "bitsandbytes-linear4bit-load-state-dict refuses packed weights that come without their statistics, because with the old "
-        "ones the layer computes wrong numbers silently; here it has none, and the program replaces all of them afterwards"
+        "ones the layer computes wrong numbers silently; here it has none or unusable ones, and the program replaces all of them "
+        "afterwards"
     ),
     r"^(nf4|fp4).* forward_of_its_own .*copied .*loads": (
         "the forward that a user gave a layer reads the weight of that layer also in a copy; as is, packed weights are not loaded "
