@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from importlib.metadata import version
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -10,8 +14,11 @@ pytest.importorskip("transformers", minversion="5", reason="experts are linear l
 
 import patches  # noqa: E402
 from patches.repairs.helpers.experts import compiled  # noqa: E402
+from tests import forks  # noqa: E402
 from tests.experts.models import loaded, saved  # noqa: E402
+from tests.releases import SHORT  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.release("aot_eager, which traces the same graph"))
 
 
@@ -71,3 +78,39 @@ def test_an_operator_holds_all_that_it_needs(qwen3):
     packed = patches.quantize_experts(loaded(qwen3)).model.layers[0].mlp.experts.gate_up_proj.packed
     text = compiled.written(packed.layout(), list(packed.tensors()))
     assert compiled.read(text) == (packed.layout(), tuple(packed.tensors()))
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+import torch
+
+import patches
+from tests.experts.models import loaded
+
+model = patches.quantize_experts(loaded(Path(sys.argv[1]), "grouped_mm")).requires_grad_(False)
+mlp, x = model.model.layers[0].mlp, torch.ones(1, 8, 64)
+assert torch.allclose(torch.compile(mlp, fullgraph=True)(x), mlp(x), atol=1e-5)
+"""
+
+
+def test_experts_say_which_operator_their_graph_calls(qwen3):
+    """torch finds a graph on disk again by what its inputs say of themselves."""
+    experts = patches.quantize_experts(loaded(qwen3)).model.layers[0].mlp.experts.gate_up_proj
+    assert compiled.OPERATOR.name() == f"bnb_patches::{compiled.NAME}" and compiled.NAME in experts.__tensor_flatten__()[1]
+
+
+@pytest.mark.release("what the experts say of themselves, which the graph is found by")
+def test_a_graph_that_another_release_left_on_disk_is_not_used(qwen3, tmp_path):
+    """It calls an operator that this process does not have: so it was after an upgrade of either package."""
+    own = version("bitsandbytes")
+    other = next(ROOT / ".bnb" / release for release in SHORT if release != own)
+    if not other.is_dir():
+        pytest.skip(f"bitsandbytes {other.name} is not in .bnb: make .bnb/{other.name}")
+    before = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PATCHES_AUTOLOAD": "0"}
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    for first in ([str(other)], []):
+        env = {**before, "PYTHONPATH": os.pathsep.join([*first, *paths, str(ROOT)])}
+        (done,) = forks.run(forks.Program(["-c", PROGRAM, str(qwen3)], env), timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]

@@ -70,16 +70,17 @@ def _shape_of(
     return rows.new_empty(*rows.shape[:-1], columns)
 
 
-_NAME = versioned("experts_product", _experts_product)
+NAME = versioned("experts_product", _experts_product)
+"""Part of what experts say of themselves to torch, which keeps the graph on disk by that: the graph calls the operator."""
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
 _library.define(
-    f"{_NAME}(Tensor rows, Tensor where, Tensor[] tensors, str layout, bool swapped, ScalarType dtype, bool grouped)"
+    f"{NAME}(Tensor rows, Tensor where, Tensor[] tensors, str layout, bool swapped, ScalarType dtype, bool grouped)"
     " -> Tensor"
 )
-_library.impl(_NAME, _experts_product, "CompositeExplicitAutograd")
-torch.library.register_fake(f"bnb_patches::{_NAME}", _shape_of, lib=_library)
+_library.impl(NAME, _experts_product, "CompositeExplicitAutograd")
+torch.library.register_fake(f"bnb_patches::{NAME}", _shape_of, lib=_library)
 
-OPERATOR: Callable[..., torch.Tensor] = getattr(torch.ops.bnb_patches, _NAME).default
+OPERATOR: Callable[..., torch.Tensor] = getattr(torch.ops.bnb_patches, NAME).default
 
 
 def product(rows: torch.Tensor, where: torch.Tensor, experts: Any, grouped: bool) -> torch.Tensor:

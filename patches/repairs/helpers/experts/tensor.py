@@ -133,11 +133,11 @@ class QuantizedExperts(torch.Tensor):
         chosen = self.chosen if isinstance(self.chosen, int) else None
         if isinstance(self.chosen, torch.Tensor):
             names.append("chosen")
-        return names, (self.packed.layout(), chosen, self.swapped, self.dtype)
+        return names, (self.packed.layout(), chosen, self.swapped, self.dtype, compiled.NAME)
 
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> QuantizedExperts:
-        layout, chosen, swapped, dtype = meta
+        layout, chosen, swapped, dtype, _ = meta
         return of_packed(Packed.laid_out(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
 
     def fsdp_pre_all_gather(
@@ -253,4 +253,4 @@ def rebuilt(
 
 torch.serialization.add_safe_globals([rebuilt])
 
-from . import products, views  # noqa: E402, F401 - they fill in RULES
+from . import compiled, products, views  # noqa: E402, F401 - the last two fill in RULES
