@@ -104,19 +104,17 @@ def has_other_forward(module: Any) -> bool:
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
-def is_outside(weight: Any) -> bool:
-    """Whether ``weight`` was dequantized in place, and its module is no layer of bitsandbytes any more.
+def modules_of(weight: Any) -> list[Any]:
+    """The modules whose weight ``weight`` is; none for one that was made just now, and is not in its module yet.
 
     Slow for one in a layer of torch that has not settled and is not noted: ask only of floats that were quantized.
     """
     if (layer := home_of(weight)) is not None:
-        return is_foreign(layer)
+        return [layer]
     if (mover := stack.mover_of(weight)) is not None and not is_foreign(mover):
-        return False
-    found = [layer for layer in [*_noted] if layer._parameters.get("weight") is weight]
-    if not found:
-        found = [m for m in live_objects.holders(weight, depth=1) if m._parameters.get("weight") is weight]
-    return bool(found) and all(map(is_foreign, found))
+        return [mover]
+    noted = [layer for layer in [*_noted] if layer._parameters.get("weight") is weight]
+    return noted or [m for m in live_objects.holders(weight, depth=1) if m._parameters.get("weight") is weight]
 
 
 class Scales:

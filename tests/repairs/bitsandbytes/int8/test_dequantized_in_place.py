@@ -116,3 +116,23 @@ def test_other_whole_numbers_are_quantized_as_before():
         layer.weight.data = torch.randint(-100, 100, (48, 64)).float().index_fill_(1, torch.tensor([0]), 127)
         weight = layer.weight.data.clone()
         assert torch.allclose(layer.to("cpu")(X), X @ weight.t(), rtol=0.02, atol=30)
+
+
+def test_accelerate_brings_back_what_it_quantized_on_its_way_to_the_disk(tmp_path):
+    """It casts the packed weights to the dtype that the weight had on meta, and bitsandbytes 0.46 keeps their codes beside."""
+    accelerate = pytest.importorskip("accelerate", reason="it is the program")
+    from accelerate.utils import BnbQuantizationConfig, load_and_quantize_model
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    save_file(layers.state_dict(), tmp_path / "model.safetensors")
+    with accelerate.init_empty_weights():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    how = BnbQuantizationConfig(load_in_8bit=True, skip_modules=["0"], torch_dtype=torch.float32)
+    with patches.applied():
+        model = load_and_quantize_model(
+            model, how, str(tmp_path / "model.safetensors"), {"0": "cpu", "1": "disk"}, offload_folder=tmp_path
+        )
+        for _ in range(2):
+            assert torch.allclose(model(X), layers(X), atol=0.05)
