@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import patches
+from patches.engine.gate import satisfied
 from tests.device import watch
 from tests.device.models import QUANTIZED, add_lora, assert_same_training, half, load, logits, quantized_layers, train
 
@@ -136,6 +137,8 @@ EACH_DAY = ("fp4 nested", "bfloat16")
 def test_each_way_to_store_4_bits(stored, llama, device, tmp_path, by_the_name_of_cuda):
     """Of a plain checkpoint, and of a quantized one; packed weights in the dtype that they are to be stored in."""
     kind, storage = STORED[stored]
+    if not satisfied("bitsandbytes>=0.47") and (kind.startswith("fp4") or storage != torch.uint8):
+        pytest.skip("before 0.47 a CPU has kernels for nf4 in uint8 storage only")
     how = {"quantized": {"bnb_4bit_quant_storage": storage}}
     device_map = {"": device, "model.layers.0.mlp": "cpu", "model.layers.1": "disk"}
     whole = load(llama, kind, {"": device}, **how)

@@ -98,7 +98,9 @@ assert torch.allclose(torch.compile(mlp, fullgraph=True)(x), mlp(x), atol=1e-5)
 def test_experts_say_which_operator_their_graph_calls(qwen3):
     """torch finds a graph on disk again by what its inputs say of themselves."""
     experts = patches.quantize_experts(loaded(qwen3)).model.layers[0].mlp.experts.gate_up_proj
-    assert compiled.OPERATOR.name() == f"bnb_patches::{compiled.NAME}" and compiled.NAME in experts.__tensor_flatten__()[1]
+    assert (
+        compiled.OPERATOR.name() == f"bnb_patches::{compiled.NAME}" and compiled.NAME in experts.__tensor_flatten__()[1]
+    )
 
 
 @pytest.mark.release("what the experts say of themselves, which the graph is found by")

@@ -9,6 +9,7 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 transformers = pytest.importorskip("transformers", minversion="5", reason="experts are linear layers before 5")
 
 import patches  # noqa: E402
+from patches.engine.gate import satisfied  # noqa: E402
 from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
 from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
 from tests.experts.models import CONFIGS, SOME, gap, loaded, saved, step  # noqa: E402
@@ -26,6 +27,8 @@ def patched():
 
 @pytest.mark.parametrize("kind", [*SOME, *REST])
 def test_as_quantized_after_loading(tmp_path, kind):
+    if not satisfied("bitsandbytes>=0.49") and "shared_expert_intermediate_size" in CONFIGS[kind]().to_dict():
+        pytest.skip("before 0.49 double quantization of one block, as in this tiny model's gate, crashes on a CPU")
     saved(tmp_path, kind, torch.bfloat16)
     expected = patches.quantize_experts(loaded(tmp_path, dtype=torch.bfloat16, bnb_4bit_use_double_quant=True))
     with patches.quantize_experts():

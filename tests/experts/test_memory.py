@@ -9,6 +9,7 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytest.importorskip("peft", minversion="0.19", reason="the models are those of test_lora")
 pytest.importorskip("transformers", minversion="5", reason="experts are linear layers before 5")
 
+from patches.engine.gate import satisfied  # noqa: E402
 from patches.repairs.helpers.experts import dense  # noqa: E402
 from patches.repairs.helpers.experts.tensor import QuantizedExperts  # noqa: E402
 from tests.experts.test_lora import IDS, pair  # noqa: E402
@@ -43,5 +44,8 @@ def test_a_step(implementation, checkpointing):
     whole = [sum(p.nbytes for p in model.parameters() if p.dim() == 3) for model in (floating, quantized)]
     experts = [p for p in quantized.parameters() if isinstance(p, QuantizedExperts)][:2]
     two = 2 * 4 * sum(parameter[0].numel() for parameter in experts)
+    if not satisfied("bitsandbytes>=0.49"):
+        # The kernel for a CPU is in Python there: beside the result an index of 8 bytes, and values, for each number.
+        two += 14 * max(parameter[0].numel() for parameter in experts)
     assert took[1] <= took[0] + two and not dense.COUNTS
     assert took[1] + whole[1] <= 0.35 * (took[0] + whole[0])

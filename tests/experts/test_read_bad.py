@@ -14,8 +14,11 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="exper
 from bitsandbytes.functional import quantize_4bit  # noqa: E402
 
 import patches  # noqa: E402
+from patches.engine.gate import satisfied  # noqa: E402
 from tests.experts.models import saved  # noqa: E402
 from tests.experts.test_read import EXPERT, ID, packed, read, rewrite  # noqa: E402
+
+FP4 = pytest.mark.skipif(not satisfied("bitsandbytes>=0.47"), reason="before 0.47 a CPU quantizes to nf4 only")
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +108,7 @@ def test_tensors_of_another_length(tmp_path, change, message, caplog, monkeypatc
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ({"quant_type": "fp4"}, "fp4 in blocks of 64"),
+        pytest.param({"quant_type": "fp4"}, "fp4 in blocks of 64", marks=FP4),
         ({"blocksize": 128}, "nf4 in blocks of 128"),
         ({"compress_statistics": True}, "nf4 in blocks of 64, double quantization in blocks of 256"),
     ],
@@ -121,6 +124,7 @@ def test_two_matrices_of_an_expert_in_different_ways(tmp_path, options, kind, ca
     refused(tmp_path, message, caplog, monkeypatch)
 
 
+@FP4
 def test_two_parameters_in_different_ways(tmp_path):
     values = packed(tmp_path)
     rewrite(
@@ -144,7 +148,7 @@ def packed_again(tensors, end, **options):
 def test_an_expert_of_another_shape(tmp_path, caplog, monkeypatch):
     saved(tmp_path, "qwen3_moe")
     rewrite(tmp_path, lambda tensors: tensors.update({EXPERT: tensors[EXPERT][:32]}))
-    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     with patches.quantize_experts():
         message = r"expert 2 of \S+up_proj.weight has shape \(32, 64\), expert 0 \(64, 64\)"
         refused(tmp_path, message, caplog, monkeypatch, quantization_config=config)

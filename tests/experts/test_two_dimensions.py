@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder):
-    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, device_map={"": "cpu"}, dtype=torch.float32
     )

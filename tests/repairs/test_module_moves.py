@@ -7,6 +7,7 @@ import torch
 from bitsandbytes.nn import Embedding4bit, Embedding8bit, Int8Params, Linear4bit, Linear8bitLt
 
 import patches
+from patches.engine.gate import satisfied
 from tests.repairs.tagged import Tagged4, Tagged8
 
 FOUR, EIGHT = "bitsandbytes-linear4bit-meta-moves", "bitsandbytes-int8-meta-moves"
@@ -29,6 +30,7 @@ def test_a_subclass_goes_to_meta_and_back(layer, cls):
         assert type(made.weight) is cls and not made.weight.is_meta and made.weight.tag == "mine"
 
 
+@pytest.mark.skipif(not satisfied("bitsandbytes>=0.48"), reason="before 0.48 a move quantizes packed weights again")
 def test_scales_that_alone_are_on_meta_have_no_values_after_a_move():
     made = Embedding8bit(64, 64).to("cpu")
     made.weight.SCB = made.weight.SCB.to("meta")

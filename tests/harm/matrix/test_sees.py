@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from patches.engine.gate import satisfied
+
 from . import running
 from .judge import ERROR, RIGHT, SPOILT, WRONG, Outcome, fault
 from .trials import Trial
@@ -183,6 +185,8 @@ def on_its_day(what: str) -> Any:
 @pytest.mark.parametrize("what", map(on_its_day, TAKEN_OUT))
 def test_a_fix_that_is_taken_out_is_seen(what: str) -> None:
     without, names = TAKEN_OUT[what]
+    if what.startswith("A8:") and not satisfied("bitsandbytes>=0.50"):
+        pytest.skip("before 0.50 no optimizer of bitsandbytes steps on a CPU")
     chosen = [Trial.parse(name) for name in names]
     before = running.as_is(chosen)
     assert not running.worse(before, running.patched(chosen))

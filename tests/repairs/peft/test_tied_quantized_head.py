@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import patches
+from patches.engine.gate import satisfied
 from patches.repairs.helpers.adapters import unmerged
 from patches.repairs.peft import tied_quantized_head
 
@@ -52,6 +53,8 @@ CONFIGS = {
 IDS_OF_PATCHES = (
     "peft-tied-quantized-head", "bitsandbytes-linear4bit-plain-weight", "bitsandbytes-int8-plain-weight",
 )  # fmt: skip
+if not satisfied("bitsandbytes>=0.50"):
+    IDS_OF_PATCHES += ("bitsandbytes-int8-tied-state-dict",)  # the state dict of a tied INT8 head is an error there
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +147,9 @@ def test_layers_that_are_quantized_get_the_layer_of_peft_for_them(bits):
     base = Model(bits, tied=False)
     dense = base.head.weight.data
     base.head.weight = (
-        bnb.nn.Params4bit(dense, requires_grad=False) if bits == 4 else bnb.nn.Int8Params(dense, requires_grad=False)
+        bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4")
+        if bits == 4
+        else bnb.nn.Int8Params(dense, requires_grad=False)
     )
     model = peft.get_peft_model(base.to("cpu"), peft.LoraConfig(target_modules=["head"]))
     assert type(model.base_model.model.head).__module__ == "peft.tuners.lora.bnb"
