@@ -137,4 +137,6 @@ def test_the_memory_of_loading(tmp_path, fresh):
     out = fresh(MEMORY, str(tmp_path / "large"), str(tmp_path / "small"))
     peak, footprint = map(float, out.splitlines()[-1].split())
     assert footprint < 0.3 * whole
-    assert peak < footprint + 2 * layer + 16 < 0.75 * whole, (peak, footprint, layer, whole)
+    # Before 0.50 the kernel for a CPU compares each number with all 16 codes at once.
+    kernel = 16 if satisfied("bitsandbytes>=0.50") else 32
+    assert peak < footprint + 2 * layer + kernel < 0.8 * whole, (peak, footprint, layer, whole)
