@@ -141,11 +141,6 @@ def is_cast(weight: Any, layer: Any) -> bool:
     return torch.equal(codes.to(weight.device, weight.dtype), weight.detach().as_subclass(torch.Tensor))
 
 
-def uncast(weight: Any) -> Any:
-    """A weight with the codes that ``weight``, which :func:`is_cast`, has beside it, and its scales, if they are not lost."""
-    return type(weight)(weight.CB, requires_grad=False, CB=weight.CB, SCB=weight.SCB)
-
-
 def are_codes(weight: Tensor) -> bool:
     """Whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
     return bool(_are_codes(weight[:1])) and bool(_are_codes(weight))

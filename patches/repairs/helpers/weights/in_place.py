@@ -86,20 +86,21 @@ def _was_dequantized(weight: Any) -> bool:
 def plain(weight: Any) -> Any:
     """``weight``, an ``Int8Params``, as a plain parameter if its module reads numbers; else None: it may be quantized.
 
-    Raises if it holds codes that were cast, which a layer of bitsandbytes would quantize as if they were numbers. One that
-    is in no module yet is packed again: so accelerate, on bitsandbytes 0.46, brings back from the disk what it quantized.
+    Raises if it holds codes that were cast, which a layer of bitsandbytes would quantize as if they were numbers. A weight
+    that is in no module yet is quantized: accelerate, on bitsandbytes 0.46, makes one of the codes that it reads from the
+    disk, and gives it their scales afterwards.
     """
     import torch
 
     if torch.compiler.is_compiling() or not _was_dequantized(weight):
         return None
     modules = int8_settled.modules_of(weight)
-    if modules and all(map(int8_settled.is_foreign, modules)):  # no layer of bitsandbytes any more
+    if not modules:
+        return None
+    if all(map(int8_settled.is_foreign, modules)):  # no layer of bitsandbytes any more
         return torch.nn.Parameter(weight.data, weight.requires_grad)
     home = int8_settled.home_of(weight)
     layer = stack.mover_of(weight) if home is None else home
     if int8_plain.is_cast(weight, layer) and not (layer is not None and int8_settled.has_other_forward(layer)):
-        if not modules:
-            return int8_plain.uncast(weight)
         raise int8_plain.cast(layer)
     return None
