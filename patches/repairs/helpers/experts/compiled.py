@@ -71,7 +71,7 @@ def _shape_of(
 
 
 NAME = versioned("experts_product", _experts_product)
-"""Part of what experts say of themselves to torch, which keeps the graph on disk by that: the graph calls the operator."""
+"""Also part of the metadata of experts, by which torch finds a compiled graph on disk again: the graph calls the operator."""
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
 _library.define(
     f"{NAME}(Tensor rows, Tensor where, Tensor[] tensors, str layout, bool swapped, ScalarType dtype, bool grouped)"
