@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,8 @@ import patches  # noqa: E402
 from patches.repairs.helpers.experts import compiled  # noqa: E402
 from tests import forks  # noqa: E402
 from tests.experts.models import loaded, saved  # noqa: E402
-from tests.releases import SHORT  # noqa: E402
+from tests.releases import ROOT, SHORT  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.release("aot_eager, which traces the same graph"))
 
 
