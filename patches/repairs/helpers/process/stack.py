@@ -47,6 +47,14 @@ def running(*kinds: type[Module]) -> Module | None:
     return next((module for module in found if issubclass(type(module), kinds)), None)
 
 
+def target_name() -> str:
+    """The name of the module that peft puts an adapter at in this stack; empty if it puts none."""
+    for frame in _frames():
+        if frame.f_code.co_name == "_create_and_replace" and isinstance(name := frame.f_locals.get("current_key"), str):
+            return name
+    return ""
+
+
 def _frames() -> Iterator[FrameType]:
     """Those of the callers of this module, the innermost first."""
     frame: FrameType | None = sys._getframe(2)

@@ -96,12 +96,19 @@ def weight_or_dense(layer: Any, weight: Tensor) -> Tensor:
     return of_plain_codes(layer, weight) if is_plain_codes(layer, weight) else weight
 
 
-def base_of(tuner: Any) -> Tensor:
-    """``tuner.get_base_weight()`` of peft, also of a packed 4-bit weight in a plain parameter, as FSDP2 gathers it."""
+def base_of(tuner: Any, x: Tensor) -> Tensor:
+    """``tuner.get_base_weight()`` of peft, also of a packed 4-bit weight in a plain parameter, as FSDP2 gathers it.
+
+    A dequantized weight has the dtype of ``x``, the input that it is multiplied with.
+    """
     base = tuner.get_base_layer()
     plain = _is_sharded(base) and four_bit_state.of(base.weight) is None
-    weight: Tensor = of(base) if plain else tuner.get_base_weight()
-    return weight
+    return for_input(of(base) if plain else tuner.get_base_weight(), base, x)
+
+
+def for_input(weight: Tensor, layer: Any, x: Tensor) -> Tensor:
+    """``weight``, dequantized from ``layer``, in the dtype of ``x``, which it is multiplied with; else as it is."""
+    return weight.to(x.dtype) if x.is_floating_point() and packed(layer) else weight
 
 
 def shape_of(layer: Any) -> torch.Size:
@@ -111,14 +118,19 @@ def shape_of(layer: Any) -> torch.Size:
     return shape
 
 
+def packed(layer: Any) -> str:
+    """What the weight of ``layer`` holds, in words, if bitsandbytes packed it; else empty."""
+    if getattr(layer, "weight", None) is None:
+        return ""
+    if is_codes(layer) or is_plain_codes(layer, layer.weight):
+        return "packed INT8 weights"
+    return "packed 4-bit weights" if four_bit_state.is_packed(layer.weight) or _is_sharded(layer) else ""
+
+
 def unless_codes(layer: Any, tuner: Any) -> Any:
     """``layer``, or an error: what ``tuner`` adds to codes as if they were weights is lost, wraps around or does not fit."""
-    if not hasattr(layer, "weight"):
-        return layer
-    if is_codes(layer) or is_plain_codes(layer, layer.weight):
-        _refuse(layer, "packed INT8 weights", tuner)
-    if four_bit_state.is_packed(layer.weight) or _is_sharded(layer):
-        _refuse(layer, "packed 4-bit weights", tuner)
+    if what := packed(layer):
+        _refuse(layer, what, tuner)
     return layer
 
 
@@ -146,6 +158,10 @@ def refuse_no_merge(method: str) -> Rewrite:
     )
 
 
+_WITH_A_FLAG = ("hira", "lora", "pvera", "randlora", "road", "vera")
+"""Tuners that merge into packed weights, by layers of their own for models that say that they are quantized."""
+
+
 def _refuse(layer: Any, what: str, tuner: Any) -> NoReturn:
     name = type(tuner).__module__.partition("peft.tuners.")[2].partition(".")[0]
     which = f"the tuner {name!r}" if name else "a tuner"
@@ -153,6 +169,6 @@ def _refuse(layer: Any, what: str, tuner: Any) -> NoReturn:
         f"{type(layer).__name__} {int8_scales.name_of(layer)!r} holds {what}, and {which} of peft merges into unquantized "
         "weights only. Call dequantize() on the base model, load the adapter onto that, and merge there"
     )
-    if name == "lora":
+    if name in _WITH_A_FLAG:
         said += ". Or set is_loaded_in_8bit (or is_loaded_in_4bit) = True on the model before the adapter is added"
     raise NotImplementedError(said)

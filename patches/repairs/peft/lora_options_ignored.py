@@ -1,0 +1,168 @@
+"""LoRA options that quantized layers ignore, or compute from packed weights: another adapter is trained than was asked for.
+
+peft has LoRA layers of its own for models with ``is_loaded_in_4bit`` or ``is_loaded_in_8bit``. They know DoRA, aLoRA and
+Arrow, and no other variant:
+
+- ``monteclora_config``, ``use_bdlora`` and ``kasa_config`` are ignored, and there is no message: plain LoRA is trained and
+  saved, under a configuration that names the other method. ``use_bdlora`` since peft 0.19, ``monteclora_config`` since
+  0.20, ``kasa_config`` since 0.21.
+- ``velora_config`` raises ``Linear4bit does not support VeLoRA`` (0.20), although it changes nothing about the base weight.
+- Two variants at once raise an error on ``nn.Linear`` (0.20). On a quantized layer one of them is ignored.
+
+Two initializations take the dtype or the values of the packed weight for those of the weight:
+
+- ``init_lora_weights="orthogonal"`` casts the adapter to the dtype of the packed weight: ``Only Tensors of floating point
+  and complex dtype can require gradients``. With ``bnb_4bit_quant_storage=torch.bfloat16`` there is no error: a float32
+  adapter is rounded to bfloat16, and its product is 1.5e-4 at the start where it should be 9e-9. Since peft 0.16.
+- ``init_lora_weights="mica"`` needs the singular vectors of the weight: ``Please initialize MiCA under float32, float16,
+  or bfloat16``. Since 0.20.
+
+PiSSA, CorDA and LoRA-GA replace the base weight when they start. On packed weights they raise errors that name no layer
+(``Please initialize PiSSA under float32``; ``data set to a tensor that requires gradients must be floating point``), or
+with ``bnb_4bit_quant_storage=torch.bfloat16`` factor packed bits. (OLoRA quantizes the new weight again, by design.)
+
+The repair gives a quantized layer the variant that ``nn.Linear`` gets, with the name of the layer, which BD-LoRA needs.
+What is computed from the weight is computed from the dequantized weight, and an adapter has the dtype in which the layer
+computes. KaSA, PiSSA, CorDA and LoRA-GA raise an error that names the option and the layer and says what works: quantizing
+the weight that they make again would undo it. Unquantized layers give the same parameters as before, bit for bit.
+
+An adapter of such a configuration that was trained as plain LoRA on a quantized model has no weights of the variant. Loading
+it now warns of missing keys: remove the option from its ``adapter_config.json`` to use it as what it is.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ...engine import Finding, Patch, Rewrite
+from ...engine.gate import satisfied
+from ..helpers.adapters import base_weight
+from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.process import stack
+from ..helpers.weights import dense_weight
+
+
+def _variant(tuner: Any, config: Any) -> Any:
+    """Return the variant that ``config`` asks for: on a quantized layer the one that ``nn.Linear`` gets."""
+    if type(tuner).__module__ != "peft.tuners.lora.bnb":
+        return tuner.resolve_lora_variant(config=config)
+    from peft.tuners.lora.layer import Linear
+
+    variants: Any = vars(Linear).get("lora_variants", property(lambda _: None))  # since peft 0.20
+    asked: Any = SimpleNamespace(lora_variants=variants.fget(tuner))
+    return Linear.resolve_lora_variant(asked, config=config)
+
+
+def _unless_kasa(layer: Any) -> Any:
+    return base_weight.unless_packed(layer, "LoraConfig(kasa_config=...)", base_weight.UNQUANTIZED)
+
+
+def _unless_initialized(layer: Any, method: str) -> Any:
+    return base_weight.unless_packed(layer, f"LoraConfig(init_lora_weights={method!r})", base_weight.CONVERTED)
+
+
+def defect() -> Finding:
+    """An orthogonal initialization on a 4-bit layer whose packed weights are stored in bfloat16; PiSSA before peft 0.16."""
+    import bitsandbytes as bnb
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_storage=torch.bfloat16)
+    method = "orthogonal" if satisfied("peft>=0.16") else "pissa"
+    try:
+        peft = get_peft_model(
+            torch.nn.Sequential(layer).to("cpu"), LoraConfig(r=4, target_modules=["0"], init_lora_weights=method)
+        )
+    except (RuntimeError, ValueError) as error:
+        return Finding("Linear4bit" not in str(error), f"{method} on a 4-bit layer: {error}")
+    tuned: Any = peft.base_model.model[0]
+    product = (tuned.lora_B["default"].weight @ tuned.lora_A["default"].weight).abs().max().item()
+    return Finding(product > 1e-6, f"orthogonal factors on a 4-bit layer: a product of {product:.1e}, 0 was asked for")
+
+
+_LAYER, _VARIANTS = "peft.tuners.lora.layer:LoraLayer", "peft.tuners.lora.variants"
+_DTYPE = {"_patches_adapter_dtype": base_weight.adapter_dtype}
+
+
+def _dtype_of_base(function: str, when: str, count: int = 1) -> Rewrite:
+    find, replace = "base_layer.weight.dtype", "_patches_adapter_dtype(module)"
+    return Rewrite(f"{_VARIANTS}:{function}", find, replace, count=count, names=_DTYPE, when=when)
+
+
+def _refuse(function: str, statement: str, method: str, when: str = "") -> Rewrite:
+    """The edit of an initialization that replaces the base weight. ``{}`` stands in ``statement`` for its base layer."""
+    layer = "base_layer" if function == "lora_ga_init" else "self.get_base_layer()"
+    return Rewrite(
+        f"{_LAYER}.{function}",
+        find=statement.format(layer),
+        replace=statement.format(f"_patches_unless_initialized({layer}, {method})"),
+        names={"_patches_unless_initialized": _unless_initialized},
+        when=when,
+    )
+
+
+PATCH = Patch(
+    id="peft-lora-options-ignored",
+    summary="LoRA variants and initializations are ignored on quantized layers, or computed from packed weights",
+    links=(
+        "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/bnb.py",
+        "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/layer.py",
+    ),
+    requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=(
+        Rewrite(
+            f"{_LAYER}.update_layer",
+            find="self.resolve_lora_variant(config=config)",
+            replace="_patches_variant(self, config)",
+            names={"_patches_variant": _variant},
+            when="peft>=0.19",
+        ),
+        Rewrite(
+            f"{_LAYER}.update_layer",
+            find='kwargs.get("target_name", "")',
+            replace='kwargs.get("target_name") or _patches_target_name()',
+            names={"_patches_target_name": stack.target_name},  # which layers for packed weights do not pass on
+            when="peft>=0.19",
+        ),
+        Rewrite(
+            f"{_LAYER}.orthogonal_init",
+            find="self.get_base_layer().weight.dtype",
+            replace="_patches_adapter_dtype(self)",
+            names=_DTYPE,
+            when="peft>=0.16",
+        ),
+        _refuse("pissa_init", "weight = {}.weight", "init_lora_weights"),
+        _refuse("corda_init", "linear = {}", "init_lora_weights", "peft>=0.15"),
+        _refuse("lora_ga_init", "grad = {}._peft_loraga_grad", "'lora_ga'", "peft>=0.19"),
+        Rewrite(
+            "peft.tuners.lora.loraga:preprocess_loraga",
+            find='hasattr(module, "quant_state")',
+            replace="hasattr(_patches_unless_initialized(module, 'lora_ga'), 'quant_state')",
+            names={"_patches_unless_initialized": _unless_initialized},
+            when="peft>=0.19",
+        ),
+        Rewrite(
+            f"{_LAYER}.mica_init",
+            find="self.get_base_layer().weight",
+            replace="_patches_dense_weight(self.get_base_layer())",
+            names={"_patches_dense_weight": dense_weight.of},
+            when="peft>=0.20",
+        ),
+        _dtype_of_base("BdLoraLinearVariant.init", "peft>=0.19", count=2),
+        _dtype_of_base("BdLoraLinearVariant._get_bdlora_delta_weight", "peft>=0.19"),
+        _dtype_of_base("VeloraLinearVariant.init", "peft>=0.20"),
+        Rewrite(
+            f"{_VARIANTS}:KasaLinearVariant._truncate_base_weight",
+            find="module.get_base_layer()",
+            replace="_patches_unless_kasa(module.get_base_layer())",
+            names={"_patches_unless_kasa": _unless_kasa},
+            when="peft>=0.21",
+        ),
+        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+    ),
+    defect=defect,
+)
