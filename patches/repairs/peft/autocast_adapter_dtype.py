@@ -1,0 +1,134 @@
+"""``autocast_adapter_dtype=False`` is ignored on quantized layers: the adapters are float32, and take twice the memory.
+
+peft makes an adapter in float32 and moves it to the dtype of its base layer. With ``autocast_adapter_dtype=False`` it stays
+there, so an adapter on a 16-bit ``nn.Linear`` has 16 bits. A packed weight has an integer dtype:
+
+- on INT8 layers every adapter stays float32, in each release. peft #2893 left that open: "they don't have a compute dtype".
+- on 4-bit layers adapters stay float32 before peft 0.18. Since then they have the compute dtype, except the magnitude of
+  DoRA: it has the dtype that the weight had before it was quantized.
+
+Reported as peft #2889. There is no message.
+
+The repair casts the adapters of quantized layers, where a user passes ``False``: on 4-bit layers to the compute dtype, on
+INT8 layers to the dtype of the bias, or without a bias to that of the first floating-point parameter of the model. After
+``prepare_model_for_kbit_training`` that is float32. Adapters of unquantized layers, and all with the default ``True``, stay
+as they were. So do those of AdaLoRA, HiRA and FRoD on quantized layers, which compute in float32.
+
+A second load of such an adapter gives it the dtype that is asked for then; what is saved has the dtype of the adapter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Finding, Patch, Rewrite
+from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ..helpers.weights import dense_weight
+
+if TYPE_CHECKING:
+    import torch
+
+
+_IN_FLOAT32 = ("peft.tuners.adalora.bnb", "peft.tuners.hira.bnb", "peft.tuners.frod")
+"""Layers that cast their input to float32, or compute with a weight in float32, whatever dtype their adapter has."""
+
+
+def _cast(model: Any, adapter: str) -> None:
+    """Cast ``adapter`` on the quantized layers of ``model`` to the dtype that it has on an ``nn.Linear`` in their place."""
+    from peft.tuners._buffer_dict import BufferDict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    of_model = None
+    for layer in layers:
+        base = layer.get_base_layer()
+        if not dense_weight.packed(base) or type(layer).__module__.startswith(_IN_FLOAT32):
+            continue
+        dtype = _dtype_of(base)
+        if dtype is None:
+            dtype = of_model = of_model or _first_dtype(model, layers)
+        if dtype is None:
+            continue
+        for container in layer.modules():
+            if not isinstance(container, (nn.ModuleDict, nn.ParameterDict, BufferDict)) or adapter not in container:
+                continue
+            item: Any = container[adapter]
+            if isinstance(item, nn.Module):
+                item.to(dtype)  # leaves integers
+            elif not item.is_floating_point() or item.dtype == dtype:
+                continue
+            elif isinstance(item, nn.Parameter):
+                item.data = item.data.to(dtype)
+            else:
+                container[adapter] = item.to(dtype)
+
+
+def _dtype_of(layer: Any) -> torch.dtype | None:
+    """Return the dtype that a packed ``layer`` itself tells: its compute dtype, or that of its bias."""
+    dtype: torch.dtype | None = getattr(layer, "compute_dtype", None)
+    if dtype is None and getattr(layer, "bias", None) is not None:
+        dtype = layer.bias.dtype
+    return dtype
+
+
+def _first_dtype(model: Any, layers: list[Any]) -> torch.dtype | None:
+    """Return the dtype of the first floating-point parameter of ``model`` that is neither packed nor an adapter's."""
+    adapters = {id(p) for layer in layers for p in layer.parameters()}
+    bases = {
+        id(p) for layer in layers for p in layer.get_base_layer().parameters() if p is not layer.get_base_layer().weight
+    }
+    for module in model.modules():
+        skipped = module.weight if dense_weight.packed(module) else None
+        for parameter in module.parameters(recurse=False):
+            known = id(parameter) not in adapters or id(parameter) in bases
+            if known and parameter is not skipped and parameter.is_floating_point():
+                dtype: torch.dtype = parameter.dtype
+                return dtype
+    return None
+
+
+def defect() -> Finding:
+    """An adapter on an INT8 layer of a bfloat16 model that is to have the dtype of the model."""
+    import bitsandbytes as bnb
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    layer = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+    base = torch.nn.Sequential(torch.nn.LayerNorm(64, dtype=torch.bfloat16), layer).to("cpu")
+    model = get_peft_model(base, LoraConfig(target_modules=["1"]), autocast_adapter_dtype=False)
+    found = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    return Finding("float32" in found, f"adapter of a bfloat16 model with INT8 layers: {', '.join(sorted(found))}")
+
+
+def _edit(target: str, model: str, when: str) -> Rewrite:
+    return Rewrite(
+        f"peft.tuners.tuners_utils:{target}",
+        find="""
+            if not autocast_adapter_dtype:
+                return
+        """,
+        replace=f"""
+            if not autocast_adapter_dtype:
+                _patches_cast_adapter({model}, adapter_name)
+                return
+        """,
+        names={"_patches_cast_adapter": _cast},
+        when=when,
+    )
+
+
+PATCH = Patch(
+    id="peft-autocast-adapter-dtype",
+    summary="autocast_adapter_dtype=False is ignored on quantized layers: adapters are float32, twice as large",
+    links=("https://github.com/huggingface/peft/issues/2889", "https://github.com/huggingface/peft/pull/2893"),
+    requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.21.2",
+    seen_on=("2.13",),
+    edits=(
+        _edit("BaseTuner._cast_adapter_dtype", "self.model", "peft<0.18"),
+        _edit("cast_adapter_dtype", "model", "peft>=0.18"),
+        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+    ),
+    defect=defect,
+)
