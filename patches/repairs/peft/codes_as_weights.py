@@ -24,7 +24,8 @@ around (HRA: 12 % off the unmerged model). For INT8, as for 4 bits, ``merge`` no
 FSDP2 gathers packed weights into a plain ``Parameter``, and a pruned or parametrized layer has a plain tensor, which
 these four and DoRA's ``dequantize_module_weight`` do not recognize as quantized. They are dequantized by the scales of
 the layer as well. SHiRA reads ``quant_state`` of a 4-bit weight, which such a parameter does not have (since 0.20): it
-gets the weight by the quantization state of the layer.
+gets the weight by the quantization state of the layer. On INT8 layers of a 16-bit model it multiplies its input by a weight
+in float32: ``self and mat2 must have the same dtype``. It gets the weight in the dtype of the input.
 
 What it costs: one dequantized weight for each HRA, PEANuT and HiRA layer in a forward, as these tuners need for any
 layer.
@@ -106,7 +107,7 @@ PATCH = Patch(
         Rewrite(
             f"{_TUNERS}.shira.layer:Linear.forward",
             "self.get_base_weight()",
-            "_patches_base_weight(self)",
+            "_patches_base_weight(self, x)",
             names={"_patches_base_weight": dense_weight.base_of},
             when="peft>=0.20",
         ),

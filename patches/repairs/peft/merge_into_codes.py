@@ -9,7 +9,10 @@ three raise errors about shapes. FourierFT and WaveFT do so in 4 bits and INT8.
 
 LoRA and DoRA have layers of their own for models with ``is_loaded_in_8bit``. A model without this flag, whose user put
 in the bitsandbytes layers, gets the plain layer: ``merge(safe_merge=True)`` loses LoRA silently, DoRA adds to packed
-weights, and without ``safe_merge`` LoRA raises ``result type Float can't be cast``.
+weights, and without ``safe_merge`` LoRA raises ``result type Float can't be cast``. So do IA3, which loses what it
+multiplies by, RandLoRA, whose merged INT8 layer computes wrong outputs (130 % off), and AdaLoRA, VeRA, PVeRA and RoAd,
+which raise errors about a shape or dtype. GraLoRA, UniLoRA, VB-LoRA, AdaMSS and Super-Tuning raise such errors in any
+quantized model.
 
 IA3 and AdaLoRA have no merge into quantized layers, and raise a ``NotImplementedError`` without a message.
 
@@ -48,6 +51,23 @@ def defect() -> Finding:
     return Finding(lost > 0.5, f"C3A merged into INT8: {lost:.0%} of what it adds is lost")
 
 
+_PLAIN = {
+    "lora.layer:Linear": "",
+    "adalora.layer:SVDLinear": "",
+    "ia3.layer:Linear": "",
+    "randlora.layer:Linear": "",
+    "vblora.layer:Linear": "",
+    "vera.layer:Linear": "peft<0.20",
+    "road.layer:Linear": "peft>=0.18",
+    "adamss.layer:Linear": "peft>=0.19",
+    "gralora.layer:Linear": "peft>=0.19",
+    "pvera.layer:Linear": "peft>=0.19",
+    "unilora.layer:Linear": "peft>=0.20",
+    "supertuning.layer:Linear": "peft>=0.21",
+}
+"""Layers for unquantized weights that add to the weight of any layer; since 0.20 VeRA asks for what the layer is."""
+
+
 PATCH = Patch(
     id="peft-merge-into-codes",
     summary="merging C3A, or MiSS and Bone of older peft, into INT8 layers loses the adapter, silently",
@@ -61,7 +81,7 @@ PATCH = Patch(
         dense_weight.refuse_merge("bone.layer:BoneLinear.merge", "peft<0.19"),
         dense_weight.refuse_merge("fourierft.layer:FourierFTLinear.merge"),
         dense_weight.refuse_merge("waveft.layer:WaveFTLinear.merge", "peft>=0.18"),
-        dense_weight.refuse_merge("lora.layer:Linear.merge"),
+        *(dense_weight.refuse_merge(f"{layer}.merge", when) for layer, when in _PLAIN.items()),
         dense_weight.refuse_no_merge("merge"),
         dense_weight.refuse_no_merge("unmerge"),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer

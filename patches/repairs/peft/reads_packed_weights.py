@@ -1,4 +1,4 @@
-"""DeLoRA, TinyLoRA, FRoD, LoHa and LoKr fail on quantized layers, or use packed weights as values.
+"""DeLoRA, TinyLoRA, FRoD, LoHa, LoKr, OSF, PSOFT and Super-Tuning fail on quantized layers, or use packed weights as values.
 
 These tuners of peft have no code for quantized layers and read ``base_layer.weight`` as if it held values:
 
@@ -9,8 +9,13 @@ These tuners of peft have no code for quantized layers and read ``base_layer.wei
   and complex dtype can require gradients``.
 - LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is that of packed bytes: ``shape
   '[2048, 1]' is invalid for input of size 4096``. In INT8 they train correctly.
+- OSF (0.19) and PSOFT (0.20) factor the weight, and Super-Tuning (0.21) computes with it. They raise errors about a dtype
+  that name no layer, or factor packed bits that are stored as floats.
+- Trainable tokens of a quantized linear layer, and LN tuning if its ``target_modules`` name one: ``Only Tensors of floating
+  point``; stored as floats, packed bits are trained.
 
-The repair gives them the dequantized weight, or its shape. Quantized layers then equal the same adapter on the
+The repair gives them the dequantized weight, or its shape. LN tuning, which trains the weight itself, raises an error that
+names the layer. Quantized layers then equal the same adapter on the
 dequantized model. Unquantized layers give the same parameter as before.
 
 None of these tuners can merge into quantized layers: ``merge`` raises errors about a dtype or shape. It now raises an
@@ -25,6 +30,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
+from ..helpers.adapters import base_weight
 from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 from ..helpers.weights import dense_weight
 
@@ -36,6 +42,13 @@ def _stood_for(module: Any, weight: Tensor) -> Tensor:
     """The dequantized weight of ``module``; ``weight``, what FRoD takes for it, if that is not quantized."""
     dense = dense_weight.of(module)
     return weight if dense is module.weight else dense
+
+
+def _unless_trained(layer: Any) -> Any:
+    remedy = "Name the norms of the model in target_modules"
+    return base_weight.unless_packed(
+        layer, "LNTuningConfig(target_modules=...)", remedy, "trains the weight of its layer"
+    )
 
 
 def defect() -> Finding:
@@ -72,7 +85,7 @@ def _shape(function: str, when: str = "", layer: str = "base_layer") -> Rewrite:
 
 PATCH = Patch(
     id="peft-reads-packed-weights",
-    summary="DeLoRA, TinyLoRA, FRoD, LoHa and LoKr fail on quantized layers, or use packed bits as values",
+    summary="DeLoRA, FRoD, LoHa, LoKr, OSF, PSOFT and TinyLoRA fail on quantized layers, or use packed bits as values",
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/delora/layer.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lycoris_utils.py",
@@ -109,6 +122,57 @@ PATCH = Patch(
         _dense("frod.layer:Linear.get_delta_weight", "peft>=0.20", _BASE),
         _dense("frod.layer:Linear.forward", "peft>=0.20"),
         dense_weight.refuse_merge("frod.layer:Linear.merge", "peft>=0.20"),
+        Rewrite(
+            "peft.tuners.osf.model:OSFModel._create_and_replace",
+            "min(target.weight.shape)",
+            "min(_patches_shape_of(target))",
+            names=_NAMES,
+            when="peft>=0.19",
+        ),
+        _shape("osf.layer:OSFLayer.__init__", "peft>=0.19"),
+        _dense("osf.layer:OSFLayer.update_layer", "peft>=0.19"),
+        dense_weight.refuse_merge("osf.layer:OSFLayer.merge", "peft>=0.19"),
+        _dense("psoft.layer:PsoftLayer._build_psoft_ab_cache_buffers", "peft>=0.20", "base.weight"),
+        dense_weight.refuse_merge("psoft.layer:Linear.merge", "peft>=0.20"),
+        _dense("supertuning.layer:SupertuningLayer.update_layer", "peft>=0.21"),
+        _dense("supertuning.layer:Linear.get_delta_weight", "peft>=0.21", _BASE),
+        Rewrite(
+            "peft.tuners.supertuning.layer:Linear.forward",
+            "base_layer.weight",
+            "_patches_dense_weight(base_layer, x.dtype)",
+            names=_NAMES,
+            when="peft>=0.21",
+        ),
+        _dense("trainable_tokens.layer:TrainableTokensLayer.update_layer", "peft>=0.16", _BASE),
+        Rewrite(
+            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer",
+            "self.weight[self.token_indices[adapter_name]]",
+            "weight[self.token_indices[adapter_name]]",
+            when="peft>=0.16",
+        ),
+        _dense(
+            "trainable_tokens.layer:TrainableTokensLayer.get_merged_weights", "peft>=0.16", "self.base_layer.weight"
+        ),
+        Rewrite(
+            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.forward_adapters",
+            "self.get_merged_weights(active_adapters)",
+            "_patches_for_input(self.get_merged_weights(active_adapters), self.base_layer, x)",
+            names={"_patches_for_input": dense_weight.for_input},
+            when="peft>=0.16",
+        ),
+        Rewrite(
+            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.merge",
+            "merged = self.base_layer.weight.data",
+            "merged = _patches_unless_codes(self.base_layer, self).weight.data",
+            names={"_patches_unless_codes": dense_weight.unless_codes},
+            when="peft>=0.16",
+        ),
+        Rewrite(
+            "peft.tuners.ln_tuning.layer:LNTuningLayer.__init__",
+            find="self.base_layer = base_layer",
+            replace="self.base_layer = _patches_unless_trained(base_layer)",
+            names={"_patches_unless_trained": _unless_trained},
+        ),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
     ),
     defect=defect,
