@@ -63,19 +63,19 @@ def _unless_initialized(layer: Any, method: str) -> Any:
 
 
 def defect() -> Finding:
-    """An orthogonal initialization on a 4-bit layer whose packed weights are stored in bfloat16; PiSSA before peft 0.16."""
+    """An orthogonal initialization on a 4-bit layer, since peft 0.19 one that is stored in bfloat16; PiSSA before 0.16."""
     import bitsandbytes as bnb
     import torch
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    layer = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_storage=torch.bfloat16)
+    storage = torch.bfloat16 if satisfied("peft>=0.19") else torch.uint8
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "quant_type": "nf4", "quant_storage": storage}
+    base = torch.nn.Sequential(bnb.nn.Linear4bit(64, 64, bias=False, **options)).to("cpu")
     method = "orthogonal" if satisfied("peft>=0.16") else "pissa"
     try:
-        peft = get_peft_model(
-            torch.nn.Sequential(layer).to("cpu"), LoraConfig(r=4, target_modules=["0"], init_lora_weights=method)
-        )
-    except (RuntimeError, ValueError) as error:
+        peft = get_peft_model(base, LoraConfig(r=4, target_modules=["0"], init_lora_weights=method))
+    except (RuntimeError, TypeError, ValueError) as error:
         return Finding("Linear4bit" not in str(error), f"{method} on a 4-bit layer: {error}")
     tuned: Any = peft.base_model.model[0]
     product = (tuned.lora_B["default"].weight @ tuned.lora_A["default"].weight).abs().max().item()
