@@ -17,6 +17,17 @@ def nested(code: CodeType) -> list[CodeType]:
     return found
 
 
+def witnessed(code: CodeType) -> CodeType:
+    """``code`` with one more constant, also in code inside it: a code object that never runs and names what the code names.
+
+    Debuggers and profilers make code of code, with ``code.replace()`` or from its parts. What they make has the constants of
+    the old code, so the witness lives as long as anything made of ``code``, and can be held weakly.
+    """
+    inner = [witnessed(const) if isinstance(const, CodeType) else const for const in code.co_consts]
+    witness = compile("", code.co_filename, "exec").replace(co_names=code.co_names, co_firstlineno=code.co_firstlineno)
+    return code.replace(co_consts=(*inner, witness))
+
+
 def named_in(codes: Iterable[CodeType], names: Collection[str]) -> set[str]:
     """Those of ``names`` that ``codes``, or code inside them, look up."""
     return {name for code in codes for part in nested(code) for name in part.co_names if name in names}
@@ -32,10 +43,11 @@ def in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
 
 
 def holders(codes: Iterable[CodeType]) -> list[str]:
-    """The functions that have one of ``codes``, or code inside it, by their names. It walks over all that is alive."""
-    parts = [part for code in codes for part in nested(code)]
-    found = gc.get_referrers(*parts) if parts else []
-    return sorted({f"{f.__module__}.{f.__qualname__}" for f in found if isinstance(f, FunctionType)})
+    """The functions that run one of ``codes``, or what was made of it, by their names. It walks over all that is alive."""
+    parts = {id(part) for code in codes for part in nested(code)}
+    functions = [f for f in gc.get_objects() if type(f) is FunctionType] if parts else []
+    found = [f for f in functions if any(id(part) in parts for part in nested(f.__code__))]
+    return sorted({f"{f.__module__}.{f.__qualname__}" for f in found})
 
 
 def running() -> list[tuple[dict[str, Any], CodeType]]:

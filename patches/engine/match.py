@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 from .edits import Rewrite
+from .frames import witnessed
 from .locate import Conflict, FunctionNode, Source, compiled
 
 _SHARED = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)  # the parser has one node of each
@@ -63,7 +64,7 @@ def rewrite(source: Source, edits: Sequence[Rewrite]) -> CodeType:
         raise Conflict(
             f"{edits[0].target}: the edit would change the closure from {source.code.co_freevars} to {code.co_freevars}"
         )
-    return code
+    return witnessed(code)
 
 
 def check(edit: Rewrite) -> None:

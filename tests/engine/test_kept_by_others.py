@@ -38,6 +38,61 @@ def test_a_copy_of_a_patched_function(toy, registry):
     assert not r.report().notes and NAME not in vars(toy)
 
 
+def from_parts(code: types.CodeType) -> types.CodeType:
+    """Made anew, as pydevd and bytecode editors do, with more constants and names."""
+    return code.replace(
+        co_code=bytes(code.co_code),
+        co_consts=(*code.co_consts, "mine"),
+        co_names=(*code.co_names, "more"),
+        co_flags=code.co_flags,
+    )
+
+
+MADE = {
+    "renamed": lambda code: code.replace(co_name="mine"),
+    "with other constants and names": from_parts,
+    "made twice": lambda code: code.replace(co_name="mine").replace(co_firstlineno=code.co_firstlineno + 1),
+}
+
+
+@pytest.mark.parametrize("how", MADE)
+def test_a_copy_with_code_that_a_debugger_made_of_ours(how, toy, registry):
+    r = registry((EDIT,))
+    r.apply(strict=True)
+    mine = copied(toy.plain)
+    mine.__code__ = MADE[how](toy.plain.__code__)
+    report = r.revert()
+    assert (mine(3), toy.plain(3)) == (40, 8)
+    (note,) = report.notes
+    assert NAME in note and "toy.plain" in note
+    del mine
+    assert not r.report().notes and NAME not in vars(toy)
+
+
+def test_code_that_a_tool_made_of_ours_and_that_is_in_no_function(toy, registry):
+    r = registry((EDIT,))
+    r.apply(strict=True)
+    code = toy.plain.__code__.replace(co_name="mine")
+    r.revert()
+    assert types.FunctionType(code, vars(toy), "mine", None)(3, k=1) == 40
+    del code
+    assert not r.report().notes and NAME not in vars(toy)
+
+
+def test_a_function_inside_of_ours_with_code_that_was_replaced(registry, write_module):
+    """The inner function looks the name up, and outlives the call; its code is made of ours."""
+    write_module("closing", "def outer(x):\n    def inner(y):\n        return x + y\n    return inner\n")
+    module = importlib.import_module("closing")
+    r = registry((Rewrite("closing:outer", "x + y", f"{NAME}(x + y)", names={NAME: lambda y: y * 10}),))
+    r.apply(strict=True)
+    inner = module.outer(1)
+    inner.__code__ = inner.__code__.replace(co_name="mine")
+    r.revert()
+    assert inner(2) == 30
+    del inner
+    assert not r.report().notes and NAME not in vars(module)
+
+
 def test_a_tool_that_puts_back_the_code_that_it_found(toy, registry):
     """A tracer that swaps the code for a while; where it keeps ours, gc cannot see it."""
     r = registry((EDIT,))
