@@ -15,14 +15,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+# Whatever a verb needs: a signal handler may call one while another of the same thread is at its first import.
+from . import autoload
 from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError
 from .engine.report import Change, Report, Result, Status
+from .features import compile_options as _compiling
+from .features import experts as _experts
+from .features import inspection as _inspection
+from .features import verify as _verifying
 from .features.ranks import RanksDiffer, check_ranks
 from .registry import REGISTRY
 
 if TYPE_CHECKING:
-    from . import autoload
     from .features.compile_options import CompileOptions
     from .features.experts import Asked
     from .features.inspection import Inspection
@@ -77,19 +82,13 @@ def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -
     PatchError
         With ``strict``: a patch met a conflict or failed.
     """
-    settings = _settings()
+    settings = autoload.Settings.read(REGISTRY.patches)
     REGISTRY.disabled = settings.disabled
     return REGISTRY.apply(
         *ids,
         strict=settings.strict if strict is None else strict,
         untested=settings.untested if untested is None else untested,
     )
-
-
-def _settings() -> autoload.Settings:
-    from . import autoload
-
-    return autoload.Settings.read(REGISTRY.patches)
 
 
 @contextmanager
@@ -114,7 +113,7 @@ def applied(*ids: str, strict: bool = True, untested: bool = False) -> Iterator[
     PatchError
         With ``strict``: a patch met a conflict or failed. What was applied on entry is reverted.
     """
-    REGISTRY.disabled = _settings().disabled
+    REGISTRY.disabled = autoload.Settings.read(REGISTRY.patches).disabled
     with REGISTRY.applied(*ids, strict=strict, untested=untested) as report:
         yield report
 
@@ -144,9 +143,7 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     NoInterpreter
         This program is frozen: there is no Python to start.
     """
-    from .features.verify import verify
-
-    return verify(*ids, jobs=jobs, progress=progress)
+    return _verifying.verify(*ids, jobs=jobs, progress=progress)
 
 
 def inspect(model: Any, optimizer: Any = None) -> Inspection:
@@ -168,9 +165,7 @@ def inspect(model: Any, optimizer: Any = None) -> Inspection:
     TypeError
         ``model`` or ``optimizer`` has another type.
     """
-    from .features.inspection import inspect
-
-    return inspect(model, optimizer)
+    return _inspection.inspect(model, optimizer)
 
 
 @overload
@@ -221,9 +216,7 @@ def quantize_experts(model: Any = None) -> Any:
     NotImplementedError
         While loading: the device map sends experts to the disk, and the patch that keeps them there is not applied.
     """
-    from .features import experts
-
-    return experts.Asked() if model is None else experts.quantize(model)
+    return _experts.Asked() if model is None else _experts.quantize(model)
 
 
 def compile_options(
@@ -269,6 +262,4 @@ def compile_options(
     RuntimeError
         From the `with`: nothing in it was compiled, or accelerate is about to prepare a model uncompiled.
     """
-    from .features.compile_options import compile_options
-
-    return compile_options(options, mode, dynamic=dynamic, sample_packing=sample_packing)
+    return _compiling.compile_options(options, mode, dynamic=dynamic, sample_packing=sample_packing)

@@ -20,6 +20,7 @@ from .engine import gate, imports
 from .engine.patch import unknown
 from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Result, Status
+from .features import symptoms
 
 log = logging.getLogger("bnb_patches")
 
@@ -89,8 +90,6 @@ def _leave_alone_what_is_not_imported_yet() -> None:
 
 def _group(name: str, known: Iterable[str]) -> set[str]:
     """The patches that are listed in the group ``name``."""
-    from .features import symptoms
-
     return set(symptoms.read().grouped(known).get(name, ()))
 
 
