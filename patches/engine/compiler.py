@@ -138,7 +138,8 @@ def _stamp(path: str | None) -> _Stamp | None:
 def _engine() -> tuple[Any, ...] | None:
     """What another Python or another engine has not in common with this; None if our own files cannot be looked at."""
     stamps = [
-        _stamp(getattr(sys.modules[name], "__file__", None)) for name in (__name__, frames.__name__, locate.__name__, match.__name__)
+        _stamp(getattr(sys.modules[name], "__file__", None))
+        for name in (__name__, frames.__name__, locate.__name__, match.__name__)
     ]
     return (importlib.util.MAGIC_NUMBER, *stamps) if all(stamps) else None
 
