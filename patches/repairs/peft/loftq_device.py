@@ -4,7 +4,11 @@ It moves the original weight to ``"cuda"``, wherever the quantized layer is. On 
 with CUDA enabled``. For a layer on a second GPU, or on the CPU of a machine with a GPU, it raises an error about two
 devices. For an INT8 model it raises ``No bnb LoRA module found on the model``. All releases of peft that have it.
 
-The repair computes on the device of the quantized weight. It initializes LoRA on INT8 layers in the same way: by the
+``init_lora_weights="loftq"`` moves the weight of an unquantized layer to ``"cuda"`` in the same way, and fails where there is
+none.
+
+The repair computes on the device of the quantized weight, and for ``init_lora_weights="loftq"`` on the device of the weight
+where there is neither CUDA nor XPU. It initializes LoRA on INT8 layers in the same way: by the
 leading singular vectors of the quantization error, which peft's own function computes. On CUDA the 4-bit result stays
 the same.
 """
@@ -27,6 +31,14 @@ def _kinds(four_bits: type) -> tuple[type, ...]:
     from peft.tuners.lora import Linear8bitLt
 
     return four_bits, Linear8bitLt
+
+
+def _compute_device(weight: Tensor) -> Any:
+    """Where ``init_lora_weights="loftq"`` computes: on an accelerator as before, else where ``weight`` is."""
+    import torch
+
+    accelerator = "xpu" if hasattr(torch, "xpu") and torch.xpu.is_available() else "cuda"
+    return accelerator if accelerator == "xpu" or torch.cuda.is_available() else weight.device
 
 
 def _initial(init: Callable[..., Any], layer: Any, weight: Tensor, num_bits: int, reduced_rank: int) -> Any:
@@ -71,6 +83,11 @@ def defect() -> Finding:
 
 
 _TARGET = "peft.utils.loftq_utils:{}"
+_DEVICE = '"xpu" if is_xpu_available() else "cuda"'
+_ON: dict[str, Any] = {
+    "replace": "_patches_compute_device(weight)",
+    "names": {"_patches_compute_device": _compute_device},
+}
 
 PATCH = Patch(
     id="peft-loftq-device",
@@ -80,12 +97,9 @@ PATCH = Patch(
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
     edits=(
-        Rewrite(
-            _TARGET.format("_loftq_init_new"),
-            '"xpu" if is_xpu_available() else "cuda"',
-            "qweight.device",
-            when="peft>=0.15",
-        ),
+        Rewrite(_TARGET.format("loftq_init"), _DEVICE, when="peft>=0.15", **_ON),
+        Rewrite(_TARGET.format("loftq_init"), '"cuda"', when="peft<0.15", **_ON),
+        Rewrite(_TARGET.format("_loftq_init_new"), _DEVICE, "qweight.device", when="peft>=0.15"),
         Rewrite(_TARGET.format("_loftq_init_new"), '"cuda"', "qweight.device", when="peft<0.15"),
         Rewrite(
             _TARGET.format("replace_lora_weights_loftq"),

@@ -17,13 +17,13 @@ Two initializations take the dtype or the values of the packed weight for those 
 - ``init_lora_weights="mica"`` needs the singular vectors of the weight: ``Please initialize MiCA under float32, float16,
   or bfloat16``. Since 0.20.
 
-PiSSA, CorDA and LoRA-GA replace the base weight when they start. On packed weights they raise errors that name no layer
+PiSSA, CorDA, LoftQ and LoRA-GA replace the base weight when they start. On packed weights they raise errors that name no layer
 (``Please initialize PiSSA under float32``; ``data set to a tensor that requires gradients must be floating point``), or
 with ``bnb_4bit_quant_storage=torch.bfloat16`` factor packed bits. (OLoRA quantizes the new weight again, by design.)
 
 The repair gives a quantized layer the variant that ``nn.Linear`` gets, with the name of the layer, which BD-LoRA needs.
 What is computed from the weight is computed from the dequantized weight, and an adapter has the dtype in which the layer
-computes. KaSA, PiSSA, CorDA and LoRA-GA raise an error that names the option and the layer and says what works: quantizing
+computes. KaSA, PiSSA, CorDA, LoftQ and LoRA-GA raise an error that names the option and the layer and says what works: quantizing
 the weight that they make again would undo it. Unquantized layers give the same parameters as before, bit for bit.
 
 An adapter of such a configuration that was trained as plain LoRA on a quantized model has no weights of the variant. Loading
@@ -59,7 +59,8 @@ def _unless_kasa(layer: Any) -> Any:
 
 
 def _unless_initialized(layer: Any, method: str) -> Any:
-    return base_weight.unless_packed(layer, f"LoraConfig(init_lora_weights={method!r})", base_weight.CONVERTED)
+    remedy = base_weight.AFTERWARDS if method == "loftq" else base_weight.CONVERTED
+    return base_weight.unless_packed(layer, f"LoraConfig(init_lora_weights={method!r})", remedy)
 
 
 def defect() -> Finding:
@@ -137,6 +138,7 @@ PATCH = Patch(
         ),
         _refuse("pissa_init", "weight = {}.weight", "init_lora_weights"),
         _refuse("corda_init", "linear = {}", "init_lora_weights", "peft>=0.15"),
+        _refuse("loftq_init", "weight = {}.weight", "'loftq'"),
         _refuse("lora_ga_init", "grad = {}._peft_loraga_grad", "'lora_ga'", "peft>=0.19"),
         Rewrite(
             "peft.tuners.lora.loraga:preprocess_loraga",

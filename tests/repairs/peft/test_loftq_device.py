@@ -74,3 +74,40 @@ def test_a_model_without_quantized_layers_is_still_refused(tmp_path):
     save_file({"0.weight": torch.ones(8, 8)}, tmp_path / "model.safetensors")
     with patches.applied(ID), pytest.raises(ValueError, match="No bnb LoRA module"):
         peft.replace_lora_weights_loftq(model, model_path=str(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA it computes there, as before")
+class TestOfAnUnquantizedWeight:
+    """``init_lora_weights="loftq"``, where there is no accelerator."""
+
+    @pytest.mark.parametrize("iterations", [1, 3])
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_lora_holds_what_quantization_takes_away(self, bits, iterations):
+        torch.manual_seed(0)
+        weight = torch.randn(48, 64)
+        with patches.applied():
+            base, a, b = peft.utils.loftq_utils.loftq_init(weight, bits, reduced_rank=16, num_iter=iterations)
+        assert base.dtype == weight.dtype and not torch.equal(base, weight)
+        assert float((base + b @ a - weight).norm()) < 0.8 * float((base - weight).norm())
+
+    def test_without_the_patch_it_asks_for_cuda(self):
+        with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+            peft.utils.loftq_utils.loftq_init(torch.randn(48, 64), 4, reduced_rank=16)
+
+    def test_as_an_option_of_lora(self):
+        pytest.importorskip("scipy", reason="peft asks for scipy, which is not installed")
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(torch.nn.Linear(64, 48))
+        expected = plain(X)
+        with patches.applied():
+            config = peft.LoraConfig(
+                r=16,
+                lora_alpha=16,
+                target_modules=["0"],
+                init_lora_weights="loftq",
+                loftq_config={"loftq_bits": 4, "loftq_iter": 1},
+            )
+            model = peft.get_peft_model(plain, config)
+            error = float((model(X) - expected).norm())
+            with model.disable_adapter():
+                assert error < 0.8 * float((model(X) - expected).norm())

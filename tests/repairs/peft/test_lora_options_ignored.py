@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 
 import pytest
 
@@ -28,6 +29,8 @@ if satisfied("peft>=0.20"):
     VARIANTS["monteclora_config"] = lambda: configs.MontecloraConfig(num_samples=2, buffer_size=2)
 INITIALIZED = (["orthogonal"] if satisfied("peft>=0.16") else []) + (["mica"] if satisfied("peft>=0.20") else [])
 REPLACING = {"pissa": {"init_lora_weights": "pissa"}, "pissa_niter_4": {"init_lora_weights": "pissa_niter_4"}}
+if importlib.util.find_spec("scipy"):  # which peft asks for
+    REPLACING["loftq"] = {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}}
 if satisfied("peft>=0.15"):
     REPLACING["corda"] = {"init_lora_weights": "corda"}
 if satisfied("peft>=0.21"):
@@ -212,6 +215,8 @@ class TestLoraGa:
 def test_unquantized_layers_are_bit_identical(option):
     if option == "corda":
         pytest.skip("it needs covariances of the model, and raises its own error without them")
+    if option == "loftq" and not torch.cuda.is_available():
+        pytest.skip("without this project's peft-loftq-device it needs CUDA")
     options = (
         {option: VARIANTS[option]()} if option in VARIANTS else REPLACING.get(option, {"init_lora_weights": option})
     )

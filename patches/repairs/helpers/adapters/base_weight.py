@@ -16,6 +16,11 @@ CONVERTED = (
     "save_pretrained(folder, path_initial_model_for_weight_conversion=...), and load that onto the quantized model"
 )
 """The remedy where a plain LoRA adapter can hold what the option changes in the base weight."""
+AFTERWARDS = (
+    "Leave the option out, and call peft.replace_lora_weights_loftq(model) after get_peft_model; or make the adapter on the model "
+    "loaded without quantization_config"
+)
+"""The remedy for LoftQ, which peft has for packed weights too."""
 UNQUANTIZED = "Load the model without quantization_config, or leave the option out"
 """The remedy where nothing but the changed base weight can."""
 
