@@ -42,10 +42,13 @@ def in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
     return used
 
 
-def holders(codes: Iterable[CodeType]) -> list[str]:
-    """The functions that run one of ``codes``, or what was made of it, by their names. It walks over all that is alive."""
+def holders(codes: Iterable[CodeType], spaces: Iterable[dict[str, Any]]) -> list[str]:
+    """The functions with globals ``spaces`` that run one of ``codes``, or what was made of it. It walks over all that is alive.
+
+    Not by ``gc.get_objects``: to hold a tuple that another thread is just filling makes ``tuple()`` fail there.
+    """
     parts = {id(part) for code in codes for part in nested(code)}
-    functions = [f for f in gc.get_objects() if type(f) is FunctionType] if parts else []
+    functions = [f for f in gc.get_referrers(*spaces) if isinstance(f, FunctionType)] if parts else []
     found = [f for f in functions if any(id(part) in parts for part in nested(f.__code__))]
     return sorted({f"{f.__module__}.{f.__qualname__}" for f in found})
 

@@ -61,7 +61,8 @@ def left_behind(state: State) -> Iterator[str]:
         return
     names = {slot.attribute for slot in idle if isinstance(slot, NameSlot)}
     codes = [code for code in in_use(state) if frames.named_in([code], names)]
-    who = ", ".join(frames.holders(codes)) or "a frame, a generator or a tool that keeps it"
+    spaces = {id(module): vars(module) for slot in idle if (module := slot.held()) is not None}
+    who = ", ".join(frames.holders(codes, spaces.values())) or "a frame, a generator or a tool that keeps it"
     yield (
         f"{who} still runs code of reverted patches, so the names that this code uses stay: "
         f"{', '.join(sorted(s.name for s in idle))}. Once the code has ended, patches.report(), apply() or revert() "
