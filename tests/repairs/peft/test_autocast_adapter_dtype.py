@@ -36,7 +36,11 @@ def folders(tmp_path_factory):
 
 
 def loaded(folder: str, dtype: torch.dtype, bits: int):
-    options = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype}
+    options = (
+        {"load_in_8bit": True}
+        if bits == 8
+        else {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_type": "nf4"}
+    )
     config = transformers.BitsAndBytesConfig(**options)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
 
@@ -87,7 +91,7 @@ def test_the_magnitude_of_dora_has_the_compute_dtype(folders):
     """Of a 4-bit layer that was quantized from float32, and computes in bfloat16."""
 
     def made():
-        base = torch.nn.Sequential(bnb.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16)).to("cpu")
+        base = torch.nn.Sequential(bnb.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16, quant_type="nf4")).to("cpu")
         config = peft.LoraConfig(target_modules=["0"], use_dora=True)
         return peft.get_peft_model(base, config, autocast_adapter_dtype=False)
 
