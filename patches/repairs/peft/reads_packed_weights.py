@@ -9,7 +9,7 @@ These tuners of peft have no code for quantized layers and read ``base_layer.wei
   and complex dtype can require gradients``.
 - LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is that of packed bytes: ``shape
   '[2048, 1]' is invalid for input of size 4096``. In INT8 they train correctly.
-- OSF (0.19) and PSOFT (0.20) factor the weight, and Super-Tuning (0.21) computes with it. They raise errors about a dtype
+- OSF and PSOFT (0.19) factor the weight, and Super-Tuning (0.21) computes with it. They raise errors about a dtype
   that name no layer, or factor packed bits that are stored as floats.
 - Trainable tokens of a quantized linear layer, and LN tuning if its ``target_modules`` name one: ``Only Tensors of floating
   point``; stored as floats, packed bits are trained.
@@ -132,8 +132,8 @@ PATCH = Patch(
         _shape("osf.layer:OSFLayer.__init__", "peft>=0.19"),
         _dense("osf.layer:OSFLayer.update_layer", "peft>=0.19"),
         dense_weight.refuse_merge("osf.layer:OSFLayer.merge", "peft>=0.19"),
-        _dense("psoft.layer:PsoftLayer._build_psoft_ab_cache_buffers", "peft>=0.20", "base.weight"),
-        dense_weight.refuse_merge("psoft.layer:Linear.merge", "peft>=0.20"),
+        _dense("psoft.layer:PsoftLayer._build_psoft_ab_cache_buffers", "peft>=0.19", "base.weight"),
+        dense_weight.refuse_merge("psoft.layer:Linear.merge", "peft>=0.19"),
         _dense("supertuning.layer:SupertuningLayer.update_layer", "peft>=0.21"),
         _dense("supertuning.layer:Linear.get_delta_weight", "peft>=0.21", _BASE),
         Rewrite(

@@ -158,7 +158,7 @@ def refuse_no_merge(method: str) -> Rewrite:
     )
 
 
-_WITH_A_FLAG = ("hira", "lora", "pvera", "randlora", "road", "vera")
+_WITH_A_FLAG = ("hira", "lora", "oft", "pvera", "randlora", "road", "vera")
 """Tuners that merge into packed weights, by layers of their own for models that say that they are quantized."""
 
 
