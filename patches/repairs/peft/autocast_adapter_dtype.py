@@ -74,18 +74,11 @@ def _dtype_of(layer: Any) -> torch.dtype | None:
 
 def _first_dtype(model: Any, layers: list[Any]) -> torch.dtype | None:
     """Return the dtype of the first floating-point parameter of ``model`` that is neither packed nor an adapter's."""
-    adapters = {id(p) for layer in layers for p in layer.parameters()}
-    bases = {
-        id(p) for layer in layers for p in layer.get_base_layer().parameters() if p is not layer.get_base_layer().weight
-    }
-    for module in model.modules():
-        skipped = module.weight if dense_weight.packed(module) else None
-        for parameter in module.parameters(recurse=False):
-            known = id(parameter) not in adapters or id(parameter) in bases
-            if known and parameter is not skipped and parameter.is_floating_point():
-                dtype: torch.dtype = parameter.dtype
-                return dtype
-    return None
+    packed = {id(module.weight) for module in model.modules() if dense_weight.packed(module)}
+    bases = {id(parameter) for layer in layers for parameter in layer.get_base_layer().parameters()}
+    adapters = {id(parameter) for layer in layers for parameter in layer.parameters()} - bases
+    left = (parameter for parameter in model.parameters() if id(parameter) not in packed | adapters)
+    return next((parameter.dtype for parameter in left if parameter.is_floating_point()), None)
 
 
 def defect() -> Finding:

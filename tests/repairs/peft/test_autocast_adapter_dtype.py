@@ -124,6 +124,16 @@ def test_a_layer_that_tells_nothing_keeps_float32():
         assert dtypes(model) == {torch.float32}
 
 
+def test_a_module_whose_weight_is_a_number_is_passed_over():
+    class Loss(torch.nn.Module):
+        weight = 0.5
+
+    base = torch.nn.Sequential(Loss(), torch.nn.LayerNorm(64, dtype=torch.bfloat16), int8(None)).to("cpu")
+    with patches.applied():
+        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["2"]), autocast_adapter_dtype=False)
+        assert dtypes(model) == {torch.bfloat16}
+
+
 def test_the_bias_of_a_layer_tells_more_than_the_model():
     base = torch.nn.Sequential(torch.nn.LayerNorm(64), int8(torch.bfloat16)).to("cpu")
     with patches.applied():

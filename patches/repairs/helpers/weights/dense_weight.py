@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ....engine import Rewrite
@@ -119,12 +120,15 @@ def shape_of(layer: Any) -> torch.Size:
 
 
 def packed(layer: Any) -> str:
-    """What the weight of ``layer`` holds, in words, if bitsandbytes packed it; else empty."""
-    if getattr(layer, "weight", None) is None:
+    """What the weight of ``layer`` holds, in words, if bitsandbytes packed it; else empty. It imports nothing."""
+    import torch
+
+    weight = getattr(layer, "weight", None)  # of a module of a user's it may be a number
+    if "bitsandbytes.nn" not in sys.modules or not isinstance(weight, torch.Tensor):
         return ""
-    if is_codes(layer) or is_plain_codes(layer, layer.weight):
+    if is_codes(layer) or is_plain_codes(layer, weight):
         return "packed INT8 weights"
-    return "packed 4-bit weights" if four_bit_state.is_packed(layer.weight) or _is_sharded(layer) else ""
+    return "packed 4-bit weights" if four_bit_state.is_packed(weight) or _is_sharded(layer) else ""
 
 
 def unless_codes(layer: Any, tuner: Any) -> Any:
