@@ -1,6 +1,6 @@
-"""``python -m tests.adapters [--unpatched] [--known] [WORD ...]``: the product, or the trials with all the words; each difference in a line.
+"""``python -m tests.adapters [WORD ...]``: the product, or the trials with all the words; each difference in a line.
 
-``--known`` prints what is known to stay, too.
+``--unpatched`` runs it without the plugin, ``--known`` prints the differences that are known to stay, too.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _hints(cls: type) -> dict[str, Any]:
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        module = typing.cast(Any, __import__("sys")).modules[base.__module__]
+        module = sys.modules[base.__module__]
         for name, hint in vars(base).get("__annotations__", {}).items():
             if isinstance(hint, str):
                 try:

@@ -20,7 +20,7 @@ class Outcome:
     """What came of it; a step that raised an error has the error instead."""
 
     errors: dict[str, str] = field(default_factory=dict)
-    """By step: "made", "trained", "loaded", "merged"."""
+    """By step: "made", "train", "load", "merge"."""
     trained: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     """Shape and dtype of each parameter that is trained, by name."""
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -33,8 +33,6 @@ class Outcome:
     after: torch.Tensor | None = None
     loaded: torch.Tensor | None = None
     merged: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    """The base weight after the adapter was made."""
 
 
 def name(option: Option, asked: Asked, autocast: bool) -> str:
@@ -101,7 +99,7 @@ def _made(option: Option, asked: Asked, autocast: bool, plain: bool, outcome: Ou
 def _train(
     model: Any, option: Option, asked: Asked, autocast: bool, plain: bool, outcome: Outcome, adapter: Any
 ) -> None:
-    """One step of gradients from given values, then a step of the adapter."""
+    """The gradients at given values with some noise, and the output there."""
     with torch.no_grad():
         named = dict(model.named_parameters())
         torch.manual_seed(4)
