@@ -67,7 +67,8 @@ def _is_off() -> bool:
 
 def _started() -> bool:
     """Whether an earlier import has started it: what still waits for a package then is to wait no more."""
-    return f"{_PACKAGE}.autoload" in sys.modules
+    registry = getattr(sys.modules.get(f"{_PACKAGE}.registry"), "REGISTRY", None)
+    return registry is not None and registry.on_change is not None
 
 
 def _package() -> ModuleType:
