@@ -37,7 +37,7 @@ def _compute_device(weight: Tensor) -> Any:
     """Where ``init_lora_weights="loftq"`` computes: on an accelerator as before, else where ``weight`` is."""
     import torch
 
-    accelerator = "xpu" if hasattr(torch, "xpu") and torch.xpu.is_available() else "cuda"
+    accelerator = "xpu" if torch.xpu.is_available() else "cuda"
     return accelerator if accelerator == "xpu" or torch.cuda.is_available() else weight.device
 
 
@@ -91,7 +91,7 @@ _ON: dict[str, Any] = {
 
 PATCH = Patch(
     id="peft-loftq-device",
-    summary="replace_lora_weights_loftq fails without CUDA, on a second GPU, and for INT8 layers",
+    summary="LoftQ fails without CUDA, and replace_lora_weights_loftq on a second GPU and for INT8 layers",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/loftq_utils.py",),
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

@@ -17,17 +17,19 @@ Two initializations take the dtype or the values of the packed weight for those 
 - ``init_lora_weights="mica"`` needs the singular vectors of the weight: ``Please initialize MiCA under float32, float16,
   or bfloat16``. Since 0.20.
 
-PiSSA, CorDA, LoftQ and LoRA-GA replace the base weight when they start. On packed weights they raise errors that name no layer
-(``Please initialize PiSSA under float32``; ``data set to a tensor that requires gradients must be floating point``), or
+PiSSA, CorDA, LoftQ and LoRA-GA replace the base weight when they start. On packed weights they raise errors that name no
+layer (``Please initialize PiSSA under float32``; ``data set to a tensor that requires gradients must be floating point``), or
 with ``bnb_4bit_quant_storage=torch.bfloat16`` factor packed bits. (OLoRA quantizes the new weight again, by design.)
 
 The repair gives a quantized layer the variant that ``nn.Linear`` gets, with the name of the layer, which BD-LoRA needs.
 What is computed from the weight is computed from the dequantized weight, and an adapter has the dtype in which the layer
-computes. KaSA, PiSSA, CorDA, LoftQ and LoRA-GA raise an error that names the option and the layer and says what works: quantizing
-the weight that they make again would undo it. Unquantized layers give the same parameters as before, bit for bit.
+computes. KaSA, PiSSA, CorDA, LoftQ and LoRA-GA raise an error that names the option and the layer and says what works,
+because quantizing the weight that they make again would undo it. Unquantized layers give the same parameters as before, bit
+for bit.
 
-An adapter of such a configuration that was trained as plain LoRA on a quantized model has no weights of the variant. Loading
-it now warns of missing keys: remove the option from its ``adapter_config.json`` to use it as what it is.
+An adapter that was trained as plain LoRA under such a configuration has no weights of the variant. With MonteCLoRA it loads
+as before, with a warning of missing keys; with BD-LoRA and KaSA loading it raises an error. Remove the option from its
+``adapter_config.json`` to load it as the plain LoRA that it is.
 """
 
 from __future__ import annotations

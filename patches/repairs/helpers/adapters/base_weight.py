@@ -17,8 +17,8 @@ CONVERTED = (
 )
 """The remedy where a plain LoRA adapter can hold what the option changes in the base weight."""
 AFTERWARDS = (
-    "Leave the option out, and call peft.replace_lora_weights_loftq(model) after get_peft_model; or make the adapter on the model "
-    "loaded without quantization_config"
+    "Leave the option out, and call peft.replace_lora_weights_loftq(model) after get_peft_model; or make the adapter on the "
+    "model loaded without quantization_config, and save it with init_lora_weights=True in its configuration"
 )
 """The remedy for LoftQ, which peft has for packed weights too."""
 UNQUANTIZED = "Load the model without quantization_config, or leave the option out"
