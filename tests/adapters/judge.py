@@ -25,7 +25,7 @@ KNOWN = {
     r"^(Frod|OSF|Supertuning)Config.* int8 (bfloat16|float16) .*(gradient|trained)": (
         "they factor or sort the weight, which an nn.Linear rounds to 16 bits before"
     ),
-    r"^LoraConfig\(init_lora_weights='olora'\).* start": "peft quantizes again what OLoRA leaves of the weight, by design",
+    r"^LoraConfig\(init_lora_weights='olora'\).* (start|trained):": "peft quantizes again what OLoRA leaves of the weight, by design",
 }
 """Differences that stay, by trial and text, with the reason."""
 
