@@ -19,29 +19,16 @@ Upstream: https://github.com/huggingface/peft/pull/1550 (recommended storage und
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.four_bit import four_bit_state
+from ..helpers.distributed import gathered
 
 if TYPE_CHECKING:
     import torch
 
 _CASTS_NOTHING = "param_dtype == self.orig_dtype"
-
-
-def holds_codes(parameter: Any) -> bool:
-    """Whether an ``FSDPParam`` shards the packed weight of a layer that bitsandbytes has quantized to 4 bits."""
-    modules = sys.modules.get("bitsandbytes.nn.modules")
-    if modules is None:
-        return False
-    owner = parameter._module_info
-    if owner.param_name != "weight" or not isinstance(owner.module, (modules.Linear4bit, modules.Embedding4bit)):
-        return False
-    # The weight is a DTensor by now; the statistics on the layer are how its forward knows as well.
-    return four_bit_state.of(owner.module) is not None
 
 
 def defect() -> Finding:
@@ -96,7 +83,7 @@ PATCH = Patch(
             "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_dtype_attrs",
             find=_CASTS_NOTHING,
             replace=f"({_CASTS_NOTHING} or _patches_holds_codes(self))",
-            names={"_patches_holds_codes": holds_codes},
+            names={"_patches_holds_codes": gathered.holds_codes},
         ),
     ),
     defect=defect,
