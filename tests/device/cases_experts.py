@@ -8,6 +8,7 @@ import transformers
 
 import patches
 from patches.repairs.helpers.experts import dense
+from patches.repairs.helpers.experts import packed as packed_experts
 from patches.repairs.helpers.experts.found import experts_in, is_quantized
 from tests.device import watch
 from tests.device.models import quantization
@@ -84,21 +85,44 @@ def test_a_device_map_counts_packed_experts(mixture, packed, form, device, by_th
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])  # grouped_mm: CPU kernels have no histc of integers
-def test_a_step_keeps_no_expert_in_floating_point(mixture, implementation, checkpointing, device, by_the_name_of_cuda):
-    """Beyond packed weights and what floating point takes for activations: two experts' matrices."""
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_a_step_keeps_no_expert_in_floating_point(
+    mixture, implementation, checkpointing, at_once, device, by_the_name_of_cuda, monkeypatch
+):
+    """Beyond packed weights and what floating point takes for activations: the matrices of as many as it is told."""
     took, size = {}, {}
+    monkeypatch.setattr(packed_experts, "AT_ONCE", at_once * 2 * 256 * 128)
     for kind in ("nf4", None):
         model = load(mixture, {"": device}, kind, experts_implementation=implementation)
         experts = [one.parameter for one in experts_in(model)]
-        two = 2 * 2 * sum(parameter[0].numel() for parameter in experts[:2])
+        few = (1 + at_once) * 2 * sum(parameter[0].numel() for parameter in experts[:2])
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         dense.COUNTS.clear()
         took[kind], size[kind] = step(model, device), sum(parameter.nbytes for parameter in experts)
         del model, experts
-    assert took["nf4"] <= took[None] + two and not dense.COUNTS
-    if implementation == "eager":  # batched_mm in floating point copies an expert for each token
+    assert took["nf4"] <= took[None] + few and not dense.COUNTS
+    if implementation == "eager" and at_once == 1:  # batched_mm in floating point copies an expert for each token
         assert took["nf4"] + size["nf4"] <= 0.35 * (took[None] + size[None])
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
+def test_several_experts_dequantized_at_once_are_the_same_to_the_bit(
+    mixture, kind, device, by_the_name_of_cuda, monkeypatch
+):
+    model = load(mixture, {"": device}, kind)
+    for one in list(experts_in(model))[:2]:  # with two matrices in an expert, and with one
+        experts = one.parameter
+        for numbers in (list(range(32)), [3, 4, 5], [31, 2, 2, 17]):
+            monkeypatch.setattr(packed_experts, "AT_ONCE", 3 * 2 * experts[0].numel())
+            with watch.watch() as seen:
+                several = list(experts.each(numbers))
+            monkeypatch.setattr(packed_experts, "AT_ONCE", 0)
+            with watch.watch() as alone:
+                expected = list(experts.each(numbers))
+            assert len(several) == len(numbers) and all(map(torch.equal, several, expected))
+            at_once, each = (found.kernels.count("bitsandbytes::dequantize_4bit") for found in (seen, alone))
+            assert at_once < each
 
 
 def step(model, device):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TABLES = ("code", "nested_code")
 """Tensors that all experts share."""
+AT_ONCE = 2**25
+"""Bytes of experts that an accelerator dequantizes in one kernel: starting one for each takes longer than it runs."""
 Layout = tuple[tuple[tuple[tuple[int, int], tuple[str, ...]], ...], tuple[Any, ...]]
 """For each part its shape and the names of its tensors; the fields of :class:`Kind`."""
 
@@ -188,41 +190,74 @@ class Packed:
         if self.kind.int8:
             matrices = [int8.dequantized(part.codes[expert], part.absmax[expert], dtype) for part in self.parts]
         elif len(self.parts) > 1 and self._in_whole_blocks():
-            return self._joined(expert).to(dtype)
+            return self._joined([expert])[0].to(dtype)
         else:
             matrices = [dequantize_4bit(codes, state).to(dtype) for codes, state in self.matrices(expert)]
         return matrices[0] if len(matrices) == 1 else joined(matrices, torch.cat)
 
+    def dequantize_each(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """One after the other, as :meth:`dequantize`. An accelerator dequantizes several at once, up to :data:`AT_ONCE`."""
+        size = self.shape[1] * self.shape[2] * self.kind.dtype.itemsize
+        count = AT_ONCE // size if self.device.type != "cpu" and not self.kind.int8 and self._in_whole_blocks() else 1
+        for first in range(0, len(experts), max(count, 1)):
+            if count > 1:
+                yield from self._joined(experts[first : first + count]).to(dtype)
+            else:
+                yield self.dequantize(experts[first], dtype)
+
     def _in_whole_blocks(self) -> bool:
         return all(part.shape[0] * part.shape[1] % self.kind.blocksize == 0 for part in self.parts)
 
-    def _joined(self, expert: int) -> torch.Tensor:
-        """All matrices of one expert at once: packed weights are joined, which are an eighth of what they stand for."""
+    def _joined(self, experts: Sequence[int]) -> torch.Tensor:
+        """All matrices of ``experts`` at once: packed weights are joined, which are an eighth of what they stand for."""
         import torch
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         kind = self.kind
+        codes = joined([_at(part.codes, experts) for part in self.parts], _side_by_side)
+        absmax = joined([self._block_absmax(part, experts) for part in self.parts], _side_by_side)
         state = QuantState(
-            absmax=torch.cat([self._block_absmax(part, expert) for part in self.parts]),
-            shape=torch.Size(self.shape[1:]),
+            absmax=absmax.flatten(),
+            shape=torch.Size((len(experts) * self.shape[1], self.shape[2])),
             code=self.code,
             blocksize=kind.blocksize,
             quant_type=kind.quant_type,
             dtype=kind.dtype,
         )
-        codes = torch.cat([part.codes[expert] for part in self.parts])
-        whole: torch.Tensor = dequantize_4bit(codes.unsqueeze(-1), state)
-        return whole
+        whole: torch.Tensor = dequantize_4bit(codes.view(-1, 1), state)
+        return whole.view(len(experts), *self.shape[1:])
 
-    def _block_absmax(self, part: Part, expert: int) -> torch.Tensor:
-        """The absmax of each block in floating point."""
-        if part.offset is None:
-            return part.absmax[expert]
-        from bitsandbytes.functional import dequantize_blockwise
+    def _block_absmax(self, part: Part, experts: Sequence[int]) -> torch.Tensor:
+        """The absmax of each block in floating point: (experts, blocks)."""
+        absmax = _at(part.absmax, experts)
+        if part.offset is None or part.nested_absmax is None:
+            return absmax
+        import torch
+        from bitsandbytes.functional import QuantState, dequantize_blockwise
 
-        state = self.state(part, expert)
-        found: torch.Tensor = dequantize_blockwise(state.absmax, state.state2) + state.offset
-        return found.float()
+        size = self.kind.nested_blocksize
+        if len(experts) > 1 and absmax.shape[1] % size:  # a block of blocks would reach into the next expert
+            return torch.cat([self._block_absmax(part, [expert]) for expert in experts])
+        nested = _at(part.nested_absmax, experts).flatten()
+        double = QuantState(absmax=nested, code=self.nested_code, blocksize=size, dtype=torch.float32)
+        found: torch.Tensor = dequantize_blockwise(absmax.flatten(), double).view(absmax.shape)
+        return (found + _at(part.offset, experts).view(-1, 1)).float()
+
+
+def _at(tensor: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
+    """Of ``experts``; a view where they follow one another."""
+    first, count = experts[0], len(experts)
+    if list(experts) == list(range(first, first + count)):
+        return tensor[first : first + count]
+    import torch
+
+    return tensor[torch.tensor(experts, device=tensor.device)]
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), 1)
 
 
 def joined(matrices: Sequence[torch.Tensor], how: Callable[..., torch.Tensor]) -> torch.Tensor:

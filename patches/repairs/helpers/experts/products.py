@@ -1,4 +1,4 @@
-"""Products with quantized experts: one expert at a time, and only if rows chose it.
+"""Products with quantized experts: one expert at a time (an accelerator dequantizes a few at once), if rows chose it.
 
 In 4 bits it is dequantized. In INT8 the product with an expert is that of ``Linear8bitLt``, and the product of the
 backward dequantizes, as there. Which one it is says the orientation: the rows of an expert are what it puts out.
@@ -6,6 +6,7 @@ backward dequantizes, as there. Which one it is says the orientation: the rows o
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -26,11 +27,25 @@ def mm(left: torch.Tensor, right: torch.Tensor) -> Any:
 
 def times(rows: torch.Tensor, experts: QuantizedExperts, number: Any) -> torch.Tensor:
     """``rows`` times expert ``number`` of all, as this view shows it."""
-    kind = experts.packed.kind
-    if kind.threshold is None or not experts.swapped or rows.dtype != experts.dtype:
+    threshold = experts.packed.kind.threshold
+    if threshold is None or not _in_int8(rows.dtype, experts):
         return torch.mm(rows, experts.expert(number))
-    out = [int8.product(rows, p.codes[number], p.absmax[number], kind.threshold) for p in experts.packed.parts]
+    out = [int8.product(rows, p.codes[number], p.absmax[number], threshold) for p in experts.packed.parts]
     return out[0] if len(out) == 1 else torch.cat(out, -1)
+
+
+def each_times(
+    groups: Iterable[torch.Tensor], dtype: torch.dtype, experts: QuantizedExperts, numbers: Sequence[int]
+) -> Iterator[torch.Tensor]:
+    """For the rows (of ``dtype``) that chose each of ``numbers`` what :func:`times` gives."""
+    if _in_int8(dtype, experts):
+        return (times(rows, experts, number) for rows, number in zip(groups, numbers))
+    return (torch.mm(rows, matrix) for rows, matrix in zip(groups, experts.each(numbers)))
+
+
+def _in_int8(dtype: torch.dtype, experts: QuantizedExperts) -> bool:
+    """Whether the product with rows of ``dtype`` is that of ``Linear8bitLt``."""
+    return experts.packed.kind.threshold is not None and experts.swapped and dtype == experts.dtype
 
 
 def _is_one(tensor: torch.Tensor) -> TypeGuard[QuantizedExperts]:
@@ -90,10 +105,11 @@ def by_choice(other: torch.Tensor, experts: QuantizedExperts) -> torch.Tensor:
     """Each matrix of ``other`` with the expert that ``experts.chosen`` says."""
     assert isinstance(experts.chosen, torch.Tensor)
     out = _room(experts, other, left=False)
-    for number in experts.chosen.unique().tolist():
-        where = (experts.chosen == number).nonzero()[:, 0]
-        rows = other[where]
-        out[where] = times(rows.flatten(0, 1), experts, number).view(*rows.shape[:2], -1)
+    numbers = experts.chosen.unique().tolist()
+    places = [(experts.chosen == number).nonzero()[:, 0] for number in numbers]
+    groups = (other[where].flatten(0, 1) for where in places)
+    for where, product in zip(places, each_times(groups, other.dtype, experts, numbers)):
+        out[where] = product.view(len(where), other.shape[1], -1)
     return out
 
 
@@ -123,11 +139,13 @@ if hasattr(aten, "_grouped_mm"):  # since torch 2.7
 
 def by_group(rows: torch.Tensor, experts: QuantizedExperts, offs: torch.Tensor) -> torch.Tensor:
     """Rows up to ``offs[0]`` with the first expert, from there to ``offs[1]`` with the next, and so on."""
-    out, start = rows.new_zeros(rows.shape[0], experts.shape[2]), 0
-    for number, end in zip(experts.numbers(), offs.tolist()):
-        if end > start:
-            out[start:end] = times(rows[start:end], experts, number)
-        start = end
+    out, ends = rows.new_zeros(rows.shape[0], experts.shape[2]), offs.tolist()
+    spans = [slice(start, end) for start, end in zip([0, *ends], ends)]
+    numbers = [number for number, span in zip(experts.numbers(), spans) if span.stop > span.start]
+    spans = [span for span in spans if span.stop > span.start]
+    groups = (rows[span] for span in spans)
+    for span, product in zip(spans, each_times(groups, rows.dtype, experts, numbers)):
+        out[span] = product
     return out
 
 

@@ -9,7 +9,7 @@ and nothing that is dequantized is kept. Any other operation gets all experts in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +84,11 @@ class QuantizedExperts(torch.Tensor):
         """Expert ``number`` of all, in floating point, as this view shows it."""
         matrix = self.packed.dequantize(number, self.dtype)
         return matrix.t() if self.swapped else matrix
+
+    def each(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
+        """The experts ``numbers`` of all, one after the other, as :meth:`expert` gives them."""
+        for matrix in self.packed.dequantize_each(numbers, self.dtype):
+            yield matrix.t() if self.swapped else matrix
 
     def dequantize(self) -> torch.Tensor:
         """What it stands for, in floating point, whole."""
