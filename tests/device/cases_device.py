@@ -9,6 +9,8 @@ import torch
 from tests.device import watch
 from tests.device.layers import KINDS
 
+pytestmark = pytest.mark.usefixtures("only_simulated")
+
 
 def test_it_computes_what_the_cpu_computes(device):
     torch.manual_seed(0)

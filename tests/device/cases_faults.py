@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-from tests.device.layers import KINDS, difference, inputs, same, stack, step
+from tests.device.layers import KINDS, difference, inputs, rounds_alike, same, stack, step
 
 pytestmark = pytest.mark.usefixtures("patched")
 
@@ -26,6 +26,8 @@ WAYS = {
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "nf4" in kind])
 def test_layers_that_are_offloaded_before_they_are_quantized(kind, way, device, tmp_path):
     """The second call cast floating point to the dtype of codes, under a state that looked valid: 1.5 to 2 off."""
+    if not rounds_alike(kind, device):
+        pytest.skip("quantized on the CPU and on the GPU")
     x = inputs(device)
     expected = step(stack(kind, device), x)
     model = stack(kind, None)

@@ -108,7 +108,7 @@ def test_loaded_on_a_map(kind, rest, place, device, other, llama, tmp_path, by_t
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_a_map_that_accelerate_makes(kind, device, llama, by_the_name_of_cuda):
+def test_a_map_that_accelerate_makes(kind, device, other, llama, by_the_name_of_cuda):
     expected = logits(load(llama, kind, {"": device}), device)
     assert torch.equal(logits(load(llama, kind, "auto"), device), expected)
     model = load(llama, kind, "auto", max_memory={0: 140_000, 1: 200_000, "cpu": 10**9})

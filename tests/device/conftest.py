@@ -4,33 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
+import torch
 
 import patches
 from tests import device as simulated
 
 KIND = simulated.kind()
+GPUS = 0 if KIND else torch.cuda.device_count()
+LOG = {"watch", "simulated"}
+"""Names by which a case asks what the simulated device has logged."""
 
 
 @pytest.fixture
-def device() -> str:
-    """The first of the two devices."""
-    if not KIND:
+def device(request: pytest.FixtureRequest) -> str:
+    """The first of the two devices; the GPU of a machine that has one, for what needs no log."""
+    if not KIND and not GPUS:
         pytest.skip(f"needs the simulated device: {simulated.VARIABLE}={'|'.join(simulated.KINDS)}")
-    return f"{KIND}:0"
+    if not KIND and LOG & _names(request.function):
+        pytest.skip("counts what the simulated device logs; a GPU logs nothing")
+    return f"{KIND or 'cuda'}:0"
+
+
+def _names(function: FunctionType) -> set[str]:
+    """Those that ``function`` and the functions beside it in its file, as far as it calls them, look up."""
+    found: set[str] = set()
+    codes: list[CodeType] = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        new = set(code.co_names) - found
+        found |= new
+        beside = (function.__globals__.get(name) for name in new)
+        codes += [
+            each.__code__
+            for each in beside
+            if getattr(each, "__module__", "") == function.__module__ and isinstance(each, FunctionType)
+        ]
+    return found
 
 
 @pytest.fixture
 def other() -> str:
     """The second one."""
-    return f"{KIND}:1"
+    if not KIND and GPUS < 2:
+        pytest.skip("needs two devices")
+    return f"{KIND or 'cuda'}:1"
+
+
+@pytest.fixture
+def only_simulated() -> None:
+    """The case is about the simulated device itself."""
+    if not KIND:
+        pytest.skip("is about the simulated device itself")
 
 
 @pytest.fixture
 def by_the_name_of_cuda() -> None:
     """The code under test asks for "cuda" by name."""
-    if KIND != "cuda":
+    if KIND != "cuda" and not GPUS:
         pytest.skip('for a device that is not called "cuda" upstream has no such path')
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import patches
+from patches.engine.gate import satisfied
 from patches.repairs.helpers.reproducers.graphs import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -40,7 +41,7 @@ def step(call, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_one_graph_of_the_same_step(kind, device):
     model, x = model_of(kind, device), torch.randn(2, 3, 64, device=device)
-    assert pieces(model, x) > 1
+    assert pieces(model, x) > 1 or kind == "plain" and satisfied("torch<2.13")
     expected = step(model, model, x)
     with patches.applied(DEQUANTIZE):
         assert all(map(torch.equal, step(model, model, x), expected)), "eager changed"

@@ -127,6 +127,8 @@ def test_the_weight_stays_the_same_parameter(kind, dropout, device):
 )
 def test_packed_weights_that_were_replaced_before_the_first_forward_count(device):
     """``weight.data`` is new and ``weight.CB`` is not: a parameter that ``to`` makes has both from the data."""
+    if device != "cpu":
+        pytest.skip("peft moves no weight that is on a GPU, and there `weight.CB` counts, with and without the patch")
     x = inputs(device)
     with patches.applied(ID):
         base = base_of("int8-0", device)

@@ -61,7 +61,7 @@ def out_of_place(layer):
 def test_in_place_gives_what_out_of_place_does(kind, shape, training, device):
     layer = make(kind, device, training)
     expected = gradients(out_of_place(layer), *shape, device=device)
-    if len(shape) == 3:
+    if len(shape) == 3 and not (kind == "nf4" and device != "cpu"):  # whose kernel for a GPU makes no view
         with pytest.raises(RuntimeError, match="This view was created inside a custom Function"):
             gradients(in_place(layer), *shape, device=device)
     with patches.applied(ID):

@@ -40,11 +40,19 @@ def lowered(call, x: torch.Tensor) -> list[list[str]]:
         shape = f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
         return f"{node.op if node.op == 'placeholder' else node.target}: {shape}"
 
+    def viewed(node):
+        """What a view of packed weights looks at: before 2.13 torch saves such a view in place of its source."""
+        value = node.meta.get("val")
+        while node.target is torch.ops.aten.view.default and value.dtype == torch.uint8:
+            node = node.args[0]
+        return node
+
     def keep(graph, _):
         inputs = sorted(described(n) for n in graph.graph.nodes if n.op == "placeholder")
-        found.append(inputs + [described(n) for n in graph.graph.nodes if n.op != "placeholder"])
+        rest = [n for n in graph.graph.nodes if n.op != "placeholder" and viewed(n) is n]
+        found.append(inputs + [described(n) for n in rest])
         (output,) = graph.graph.find_nodes(op="output")
-        found[-1] += sorted(described(n) for n in output.all_input_nodes)  # results, and what backward is left
+        found[-1] += sorted(described(viewed(n)) for n in output.all_input_nodes)  # results, and what backward is left
         return graph.forward
 
     torch.compiler.reset()

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import patches
+from patches.engine.gate import satisfied
 from patches.repairs.helpers.reproducers.graphs import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -18,11 +19,18 @@ ID = "bitsandbytes-int8-outlier-columns"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+COLD = "bitsandbytes-int8-cold-state"
+"""Before 2.13 torch refuses what this layer writes into its state while a checkpoint is traced."""
+
+
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Training on a CPU takes MatMul8bitFp, which has no outlier columns; a GPU has no such way around."""
-    if hasattr(functions, "MatMul8bitFp"):
-        monkeypatch.setattr(functions, "MatMul8bitFp", functions.MatMul8bitLt)
+    if device != "cpu" or not hasattr(functions, "MatMul8bitFp"):
+        return
+    if satisfied("torch<2.13"):
+        pytest.skip("before torch 2.13 what stands in the place of MatMul8bitFp is not recognized; a GPU has it not")
+    monkeypatch.setattr(functions, "MatMul8bitFp", functions.MatMul8bitLt)
 
 
 def layer_of(dtype: torch.dtype, bias: bool, device: str, threshold: float = 6.0) -> torch.nn.Module:
@@ -104,7 +112,7 @@ def test_checkpointing_recomputes_the_operator(as_on_a_gpu, device):
     layer, x = layer_of(torch.bfloat16, False, device), input_of(torch.bfloat16, device)
     layer(x)
     expected = step(layer, layer, x)
-    with patches.applied(ID):
+    with patches.applied(ID, COLD):
         for reentrant in (False, True):
             torch.compiler.reset()
 
