@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cost, present, run
-from .cases import CASES, SIZES, Case, configurations
+from .cases import CASES, MORE, SIZES, Case, configurations
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,13 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for size in sizes:
         name = device.partition(":")[0] + (f"-{size}" if size != "small" else "")
         for data in _measure(options, chosen, device, size):
-            _write(data, options.output / name)  # after each case, so that an interrupted run has what it did
+            # after each round, so that an interrupted run has what it did
+            present.write(options.output / name, data, present.table(data))
+        _plot(data, options.output / name)
         print(present.table(data))
     return 0
 
 
-def _write(data: dict[str, Any], stem: Path) -> None:
-    present.write(stem, data, present.table(data))
+def _plot(data: dict[str, Any], stem: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         print("no plot: pip install 'bnb-patches[bench]'", file=sys.stderr)
     elif data["cases"]:
@@ -41,8 +42,10 @@ def _write(data: dict[str, Any], stem: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    names = ", ".join(case.name for case in CASES)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"names or patterns, of {names}; default all")
+    first, more = (", ".join(case.name for case in cases) for cases in (CASES, MORE))
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"names or patterns; default {first}; there are {more}, too"
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds: a look, not a figure")
     parser.add_argument("--rounds", type=int, help="rounds of all configurations (default 15; quick: 3)")
     parser.add_argument("--steps", type=int, help="steps a round of each (default 3; quick: 1)")
@@ -55,13 +58,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=_cores(), help="OMP_NUM_THREADS of what is measured")
     parser.add_argument("--only", nargs="+", metavar="CONFIGURATION", help='such as "patched compiled"')
     parser.add_argument("--newest", metavar="FOLDER", help="holds another bitsandbytes, measured unpatched beside")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="cases whose first steps run at once: "
+                        "sooner done, on a machine of many cores, but first calls are no figures then")  # fmt: skip
     parser.add_argument("--no-cost", action="store_true", help="leave out what the patches themselves cost")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     return parser
 
 
 def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size: str) -> Iterator[dict[str, Any]]:
-    """What is known so far, after each case and at the end."""
+    """What is known so far, after each round and at the end."""
     rounds = options.rounds or (3 if options.quick else 15)
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     other, label = _newest(options.newest)
@@ -75,9 +80,11 @@ def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size:
         "rounds": rounds,
         "cases": {},
     }
-    for case in chosen:
-        results = run.measure(
-            case,
+    data["at_once"] = options.at_once
+    for at in range(0, len(chosen), options.at_once):
+        cases = chosen[at : at + options.at_once]
+        for results in run.measure(
+            cases,
             SIZES[size],
             setups,
             device=device,
@@ -85,10 +92,11 @@ def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size:
             backend=options.backend,
             rounds=rounds,
             steps=options.steps or (1 if options.quick else 3),
-            tell=lambda text: print(text, file=sys.stderr),
-        )
-        data["cases"][case.name] = {"text": case.text, "results": results}
-        yield data
+            tell=lambda text: print(text, file=sys.stderr, flush=True),
+        ):
+            for case in cases:
+                data["cases"][case.name] = {"text": case.text, "results": results[case.name]}
+            yield data
     if not options.no_cost:
         print("what the patches cost", file=sys.stderr)
         data["cost"] = cost.measure(device, rounds=max(3, rounds // 2))
@@ -96,10 +104,10 @@ def _measure(options: argparse.Namespace, chosen: list[Case], device: str, size:
 
 
 def _chosen(patterns: Sequence[str]) -> list[Case]:
-    found = [c for c in CASES if not patterns or any(fnmatch.fnmatch(c.name, p) for p in patterns)]
+    found = [c for p in patterns for c in (*CASES, *MORE) if fnmatch.fnmatch(c.name, p)] if patterns else list(CASES)
     if not found:
-        sys.exit(f"no case is named {' or '.join(patterns)}; there are {', '.join(c.name for c in CASES)}")
-    return found
+        sys.exit(f"no case is named {' or '.join(patterns)}; there are {', '.join(c.name for c in (*CASES, *MORE))}")
+    return list(dict.fromkeys(found))
 
 
 def _newest(folder: str | None) -> tuple[str, str]:

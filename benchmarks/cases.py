@@ -20,7 +20,7 @@ class Size:
 SIZES = {
     "tiny": Size(layers=1, hidden=64, sequence=16),  # for the test that the harness runs
     "small": Size(layers=4, hidden=256, sequence=128),
-    "large": Size(layers=8, hidden=2048, sequence=1024, vocabulary=32000),  # on a CUDA device
+    "large": Size(layers=4, hidden=2048, sequence=1024, vocabulary=32000),  # on a CUDA device
 }
 
 
@@ -43,6 +43,13 @@ CASES = (
     Case("int8", "INT8, threshold 6", bits=8, checkpointing=False),
     Case("int8-checkpoint", "INT8, threshold 6, checkpointing", bits=8, checkpointing=True),
 )
+MORE = (
+    Case("nf4", "4-bit", bits=4, checkpointing=False),
+    Case("int8-dora-checkpoint", "INT8 DoRA, threshold 6, checkpointing", bits=8, checkpointing=True, dora=True),
+    Case("nf4-dora", "4-bit DoRA", bits=4, checkpointing=False, dora=True),
+    Case("int8-dora", "INT8 DoRA, threshold 6", bits=8, checkpointing=False, dora=True),
+)
+"""Measured where they are named, or all with ``*``."""
 
 
 @dataclass(frozen=True)

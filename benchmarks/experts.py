@@ -13,7 +13,6 @@ import argparse
 import logging
 import platform
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -21,11 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from .mixtures import RANK, TOP, WIDE, mixture, size_of, step, with_linears, with_lora
 from .present import markdown, write
 
-RANK = 8
-TOP = 4
-WIDE = dict(hidden_size=512, moe_intermediate_size=256, num_hidden_layers=2)
 TOKENS = 256
 
 
@@ -97,24 +94,24 @@ def _compared(implementation: str, count: int, rounds: int) -> dict[str, Any]:
     import torch
 
     made: dict[str, Callable[[], Any]] = {
-        "float32": lambda: _model(count, implementation),
-        "bfloat16": lambda: _model(count, implementation, torch.bfloat16),
-        "a Linear4bit an expert": lambda: _linears(_model(count, implementation, four=True)),
+        "float32": lambda: mixture(count, implementation),
+        "bfloat16": lambda: mixture(count, implementation, torch.bfloat16),
+        "a Linear4bit an expert": lambda: with_linears(mixture(count, implementation, four=True)),
         "experts in 4 bits": lambda: _quantized(count, implementation),
         "experts in 4 bits, bfloat16": lambda: _quantized(count, implementation, torch.bfloat16),
     }
     models, found = {}, {}
     for name, make in made.items():
         base = make()
-        found[name], models[name] = {"bytes": _bytes(base)}, _lora(base, name.startswith("a Linear"))
+        found[name], models[name] = {"bytes": size_of(base)}, with_lora(base, name.startswith("a Linear"))
     ids = torch.randint(0, 512, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     times: dict[str, list[float]] = {name: [] for name in models}
     for name, model in models.items():
-        _step(model, ids)
-        found[name]["peak"] = _bytes(model) + _peak(lambda model=model: _step(model, ids))
+        step(model, ids)
+        found[name]["peak"] = size_of(model) + _peak(lambda model=model: step(model, ids))
     for _ in range(rounds):
         for name, model in models.items():
-            times[name].append(_timed(lambda model=model: _step(model, ids)))
+            times[name].append(_timed(lambda model=model: step(model, ids)))
     for name, one in found.items():
         one["ms"] = 1e3 * median(times[name])
         one["ratio"] = median(a / b for a, b in zip(times[name], times["float32"], strict=True))
@@ -127,123 +124,30 @@ def _grown(count: int, rounds: int) -> dict[str, Any]:
 
     ids = torch.randint(0, 512, (1, 16), generator=torch.Generator().manual_seed(1))
     base = _quantized(count, "eager")
-    found = {"experts": count, "bytes": _bytes(base)}
-    model = _lora(base, False, on_experts=False)
-    _step(model, ids)
-    found["above"] = _peak(lambda: _step(model, ids))
-    found["ms"] = median(_timed(lambda: _step(model, ids)) for _ in range(rounds)) * 1e3
-    both = _lora(_quantized(count, "eager"), False)
-    _step(both, ids)
-    found["above_lora"] = _peak(lambda: _step(both, ids))
+    found = {"experts": count, "bytes": size_of(base)}
+    model = with_lora(base, False, on_experts=False)
+    step(model, ids)
+    found["above"] = _peak(lambda: step(model, ids))
+    found["ms"] = median(_timed(lambda: step(model, ids)) for _ in range(rounds)) * 1e3
+    both = with_lora(_quantized(count, "eager"), False)
+    step(both, ids)
+    found["above_lora"] = _peak(lambda: step(both, ids))
     return found
-
-
-# -- models ------------------------------------------------------------------------------------------
-
-
-def _model(count: int, implementation: str, dtype: Any = None, four: bool = False) -> Any:
-    """A Qwen3-MoE from disk; ``four``: its linear layers in 4 bits, and experts as ``load_in_4bit`` leaves them."""
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
-
-    dtype = dtype or torch.float32
-    sizes = dict(vocab_size=512, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
-    config = Qwen3MoeConfig(**WIDE, **sizes, num_experts=count, num_experts_per_tok=TOP)
-    torch.manual_seed(0)
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    options = {"quantization_config": nf4, "device_map": {"": "cpu"}} if four else {}
-    with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-        made = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, experts_implementation=implementation, **options
-        )
-    return made.requires_grad_(False)
 
 
 def _quantized(count: int, implementation: str, dtype: Any = None) -> Any:
     import patches
 
-    return patches.quantize_experts(_model(count, implementation, dtype, four=True))
-
-
-def _linears(model: Any) -> Any:
-    """As transformers 4 had it: three layers an expert, and a loop over the experts that tokens chose."""
-    for name, module in list(model.named_modules()):
-        if name.endswith("mlp.experts"):
-            model.set_submodule(name, _experts_of_linears(module))
-    return model
-
-
-def _experts_of_linears(module: Any) -> Any:
-    import torch
-    from bitsandbytes.nn import Linear4bit
-
-    def layer(weight: Any) -> Any:
-        options = {"bias": False, "quant_type": "nf4", "compress_statistics": False, "compute_dtype": weight.dtype}
-        new = Linear4bit(weight.shape[1], weight.shape[0], **options)
-        new.load_state_dict({"weight": weight})
-        return new.to("cpu")
-
-    class Experts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            gates = [weight.chunk(2) for weight in module.gate_up_proj.data]
-            self.gate_proj = torch.nn.ModuleList(layer(gate) for gate, _ in gates)
-            self.up_proj = torch.nn.ModuleList(layer(up) for _, up in gates)
-            self.down_proj = torch.nn.ModuleList(layer(down) for down in module.down_proj.data)
-
-        def forward(self, hidden: Any, chosen: Any, weights: Any) -> Any:
-            out = torch.zeros_like(hidden)
-            mask = torch.nn.functional.one_hot(chosen, len(self.gate_proj)).permute(2, 1, 0)
-            for number in mask.sum((-1, -2)).nonzero()[:, 0].tolist():
-                place, token = torch.where(mask[number])
-                x = hidden[token]
-                x = self.down_proj[number](module.act_fn(self.gate_proj[number](x)) * self.up_proj[number](x))
-                out.index_add_(0, token, x * weights[token, place, None])
-            return out
-
-    return Experts()
-
-
-def _lora(model: Any, linears: bool, on_experts: bool = True) -> Any:
-    import torch
-    from bitsandbytes.nn import Linear4bit
-    from peft import LoraConfig, get_peft_model
-
-    names = ["q_proj", "v_proj"]
-    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if on_experts and not linears else None
-    if linears:
-        names += [
-            name for name, module in model.named_modules() if isinstance(module, Linear4bit) and ".experts." in name
-        ]
-    torch.manual_seed(1)
-    config = LoraConfig(r=RANK, target_modules=names, target_parameters=parameters, init_lora_weights=False)
-    made = get_peft_model(model, config, autocast_adapter_dtype=False).train()
-    made.enable_input_require_grads()
-    return made
+    return patches.quantize_experts(mixture(count, implementation, dtype, four=True))
 
 
 # -- measures ----------------------------------------------------------------------------------------
-
-
-def _step(model: Any, ids: Any) -> None:
-    model(input_ids=ids, labels=ids).loss.backward()
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 def _timed(work: Callable[[], None]) -> float:
     start = time.process_time()
     work()
     return time.process_time() - start
-
-
-def _bytes(model: Any) -> int:
-    """Of parameters and quantization states."""
-    from bitsandbytes.nn import Params4bit
-
-    every = list(model.parameters())
-    return sum(p.nbytes + (p.quant_state.absmax.nbytes if isinstance(p, Params4bit) else 0) for p in every)
 
 
 def _peak(work: Callable[[], None]) -> int:

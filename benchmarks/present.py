@@ -37,7 +37,7 @@ def table(data: dict[str, Any]) -> str:
     parts = [_heading(data)]
     for name, case in data.get("cases", {}).items():
         parts.append(f"{case['text']} ({name})\n\n{_case(case['results'])}")
-        parts.append(_ratios(name, case["results"], data["size"]))
+        parts.append(_ratios(name, case["results"], data["size"], data.get("at_once", 1) > 1))
     if cost := data.get("cost"):
         parts.append(_cost(cost))
     return "\n\n".join(parts)
@@ -48,6 +48,7 @@ def _heading(data: dict[str, Any]) -> str:
     return (
         f"Llama {size['layers']} x {size['hidden']}, sequence {size['sequence']}, batch {size['batch']}, "
         f"{data['dtype']}, {data['backend']}, {data['rounds']} rounds; {host['device']}, {host['threads']} threads, load {host['load']}"
+        + ("; first calls ran at once and are no figures" if data.get("at_once", 1) > 1 else "")
     )
 
 
@@ -59,6 +60,9 @@ def _case(results: dict[str, dict[str, Any]]) -> str:
         if "error" in r:
             rows.append((name, f"failed: {r['error'][:80]}"))
             continue
+        if not r.get("seconds") or "peak_mib" not in r:
+            rows.append((name, "not finished"))
+            continue
         eager = name.replace("compiled", "eager")
         compiled = name != eager
         counts = (r["graphs"], r["breaks"], r["eager_frames"]) if compiled else ("", "", "")
@@ -69,7 +73,7 @@ def _case(results: dict[str, dict[str, Any]]) -> str:
     return markdown(head, rows)
 
 
-def _ratios(name: str, results: dict[str, dict[str, Any]], size: str) -> str:
+def _ratios(name: str, results: dict[str, dict[str, Any]], size: str, together: bool) -> str:
     target = f"{TARGETS[name]:.2f}" if size == "small" and name in TARGETS else ""
     rows: list[tuple[Any, ...]] = [
         (text, *(_number(ratio(results, above, below, key)) for key in ("seconds", "cpu_s")), goal)
@@ -80,7 +84,7 @@ def _ratios(name: str, results: dict[str, dict[str, Any]], size: str) -> str:
         )
     ]
     one, other = (results.get(f"{state} compiled", {}) for state in ("patched", "unpatched"))
-    if "error" not in one and "error" not in other and one and other:
+    if not together and "error" not in one and "error" not in other and one and other:
         first = (_number(one[key] / other[key]) for key in ("first_s", "first_cpu_s"))
         rows.append(
             (

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Process:
 
 
 def measure(
-    case: Case,
+    cases: Sequence[Case],
     size: Size,
     configurations: Sequence[Configuration],
     *,
@@ -83,40 +84,51 @@ def measure(
     rounds: int,
     steps: int,
     tell: Callable[[str], None] = lambda _: None,
-) -> dict[str, dict[str, Any]]:
-    """Measure ``case`` in each of ``configurations``.
+) -> Iterator[dict[str, dict[str, dict[str, Any]]]]:
+    """Measure ``cases`` in each of ``configurations``; what is known so far, after the first steps and each round.
 
-    Returns, by the name of the configuration: ``seconds`` and ``cpu_s`` (the median step of each round),
-    ``first_s`` and ``first_cpu_s``, ``graphs``, ``breaks``, ``eager_frames``, ``peak_mib``, ``loss``, ``versions``,
-    ``applied``, and ``limit`` if eager (see :meth:`Worker.finish`); or ``error``.
+    The first steps, which compile, run one after the other for one case, and all at once for several: then they share
+    the processor, and only the rounds are measured alone.
+
+    Yields, by the name of the case and that of the configuration: ``seconds`` and ``cpu_s`` (the median step of each
+    round), ``first_s`` and ``first_cpu_s``, ``graphs``, ``breaks``, ``eager_frames``, ``peak_mib``, ``loss``,
+    ``versions``, ``applied``, and ``limit`` if eager (see :meth:`Worker.finish`); or ``error``.
     """
+    keys = [(case, c) for case in cases for c in configurations]
+    results: dict[str, dict[str, dict[str, Any]]] = {case.name: {} for case in cases}
     with tempfile.TemporaryDirectory(prefix="bnb-patches-bench-") as name:
         folder = Path(name)
-        with _processes(folder, configurations) as processes:
-            answer = processes[configurations[0].name]("save", str(folder / "model"), vars(size))
+        with _processes(folder, [c for _, c in keys]) as started:
+            processes = dict(zip(keys, started))
+            answer = started[0]("save", str(folder / "model"), vars(size))
             if "error" in answer:
                 raise RuntimeError(f"the model could not be saved: {answer['error']}")
-            results: dict[str, dict[str, Any]] = {}
-            for c in configurations:
-                tell(f"{case.name}: {c.name}: the first step")
-                job = Job(case, size, c, device, dtype, backend, str(folder / "model"))
-                results[c.name] = _begin(processes[c.name], job)
-            alive = [c.name for c in configurations if "error" not in results[c.name]]
-            for name in alive:
-                results[name].update(seconds=[], cpu_s=[])
+
+            def begin(key: tuple[Case, Configuration]) -> dict[str, Any]:
+                tell(f"{key[0].name}: {key[1].name}: the first step")
+                return _begin(processes[key], Job(key[0], size, key[1], device, dtype, backend, str(folder / "model")))
+
+            with ThreadPoolExecutor(len(keys) if len(cases) > 1 else 1) as pool:
+                for (case, c), result in zip(keys, pool.map(begin, keys)):
+                    results[case.name][c.name] = result
+            alive = [(case, c) for case, c in keys if "error" not in results[case.name][c.name]]
+            for case, c in alive:
+                results[case.name][c.name].update(seconds=[], cpu_s=[])
+            yield results
             for turn in range(rounds):
-                tell(f"{case.name}: round {turn + 1} of {rounds}")
+                tell(f"{', '.join(case.name for case in cases)}: round {turn + 1} of {rounds}")
                 # forth and back, so that none always follows the same other
-                for name in alive if turn % 2 == 0 else reversed(alive):
-                    answer = processes[name]("steps", steps)
+                for case, c in alive if turn % 2 == 0 else reversed(alive):
+                    answer, result = processes[case, c]("steps", steps), results[case.name][c.name]
                     if "error" in answer:
-                        results[name]["error"] = answer["error"]
+                        result["error"] = answer["error"]
                     else:
                         for key in ("seconds", "cpu_s"):
-                            results[name][key].append(statistics.median(answer[key]))
-            for name in alive:
-                results[name].update(processes[name]("finish"))
-    return results
+                            result[key].append(statistics.median(answer[key]))
+                yield results
+            for case, c in alive:
+                results[case.name][c.name].update(processes[case, c]("finish"))
+            yield results
 
 
 def ratio(results: dict[str, dict[str, Any]], above: str, below: str, key: str = "seconds") -> float | None:
@@ -131,16 +143,17 @@ def ratio(results: dict[str, dict[str, Any]], above: str, below: str, key: str =
 
 
 @contextlib.contextmanager
-def _processes(folder: Path, configurations: Sequence[Configuration]) -> Iterator[dict[str, Process]]:
-    processes: dict[str, Process] = {}
+def _processes(folder: Path, configurations: Sequence[Configuration]) -> Iterator[list[Process]]:
+    """A process for each of ``configurations``, in their order."""
+    processes: list[Process] = []
     try:
         for number, c in enumerate(configurations):
             # an empty cache for each: the first step is the first step of a user
             cache = str(folder / f"inductor{number}")
-            processes[c.name] = Process(folder / f"{number}.log", c.folder, TORCHINDUCTOR_CACHE_DIR=cache)
+            processes.append(Process(folder / f"{number}.log", c.folder, TORCHINDUCTOR_CACHE_DIR=cache))
         yield processes
     finally:
-        for process in processes.values():
+        for process in processes:
             process.end()
 
 
