@@ -65,10 +65,10 @@ mutants: .venv/.dev  ## a piece out of each patch, one at a time: which its own 
 	$(PY) -m tools.mutants $(IDS) $(if $(SAMPLE),--sample $(SAMPLE))
 
 gpu-wheels: .venv/.dev  ## what a machine with a GPU and no network needs for `make gpu`, in .gpu/wheels; WHEELS="--cuda 128"
-	$(PY) -m tools.gpu_wheels $(WHEELS)
+	$(PY) -m tools.gpu.wheels $(WHEELS)
 
-gpu:  ## on a machine with CUDA, with its own stack, no network: suite, verify, demo, benchmarks; STEPS="suite demo"
-	$(PYTHON) -m tools.gpu $(STEPS)
+gpu:  ## on a machine with CUDA, with its own stack, in nine minutes, without a network: results in build/gpu; GPU="--minutes 5 smoke training"
+	$(PYTHON) -m tools.gpu $(GPU)
 
 bench-eager: .venv/.bench  ## what the patches cost in eager: steps, products, saved bytes, calls; three minutes on an idle machine
 	$(PY) -m benchmarks.eager $(BENCH)

@@ -27,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = device.partition(":")[0] + (f"-{size}" if size != "small" else "")
         for data in _measure(options, chosen, device, size):
             # after each round, so that an interrupted run has what it did
-            present.write(options.output / name, data, present.table(data))
-        _plot(data, options.output / name)
+            present.write(options.output / name, data, "" if options.data_only else present.table(data))
+        if not options.data_only:
+            _plot(data, options.output / name)
         print(present.table(data))
     return 0
 
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="cases whose first steps run at once: "
                         "sooner done, on a machine of many cores, but first calls are no figures then")  # fmt: skip
     parser.add_argument("--no-cost", action="store_true", help="leave out what the patches themselves cost")
+    parser.add_argument("--data-only", action="store_true", help="write no table and no plot")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     return parser
 

@@ -26,18 +26,20 @@ _COLORS = {
 
 
 def write(stem: Path, data: dict[str, Any], table: str) -> None:
-    """Put what was measured and its ``table`` into the files ``<stem>.json`` and ``<stem>.md``."""
+    """Put what was measured into ``<stem>.json``, and its ``table``, if there is one, into ``<stem>.md``."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(table + "\n")
+    if table:
+        stem.with_suffix(".md").write_text(table + "\n")
 
 
 def table(data: dict[str, Any]) -> str:
     """Everything that was measured, for a terminal or a Markdown page."""
     parts = [_heading(data)]
     for name, case in data.get("cases", {}).items():
-        parts.append(f"{case['text']} ({name})\n\n{_case(case['results'])}")
-        parts.append(_ratios(name, case["results"], data["size"], data.get("at_once", 1) > 1))
+        together = data.get("at_once", 1) > 1
+        parts.append(f"{case['text']} ({name})\n\n{_case(case['results'], together)}")
+        parts.append(_ratios(name, case["results"], data["size"], together))
     if cost := data.get("cost"):
         parts.append(_cost(cost))
     return "\n\n".join(parts)
@@ -52,9 +54,9 @@ def _heading(data: dict[str, Any]) -> str:
     )
 
 
-def _case(results: dict[str, dict[str, Any]]) -> str:
-    head = ("", "ms a step", "CPU ms", "of eager", "graphs", "breaks", "eager frames",
-            "first call s", "CPU s", "peak MiB")  # fmt: skip
+def _case(results: dict[str, dict[str, Any]], together: bool) -> str:
+    first_calls = () if together else ("first call s", "CPU s")
+    head = ("", "ms a step", "CPU ms", "of eager", "graphs", "breaks", "eager frames", *first_calls, "peak MiB")
     rows = []
     for name, r in results.items():
         if "error" in r:
@@ -68,7 +70,7 @@ def _case(results: dict[str, dict[str, Any]]) -> str:
         counts = (r["graphs"], r["breaks"], r["eager_frames"]) if compiled else ("", "", "")
         of_eager = _number(ratio(results, name, eager)) if compiled else ""
         times = (f"{median(r[key]) * 1000:.1f}" for key in ("seconds", "cpu_s"))
-        first = (f"{r[key]:.1f}" for key in ("first_s", "first_cpu_s"))
+        first = (f"{r[key]:.1f}" for key in ("first_s", "first_cpu_s") if not together)
         rows.append((name, *times, of_eager, *counts, *first, f"{r['peak_mib']:.0f}"))
     return markdown(head, rows)
 
@@ -95,7 +97,8 @@ def _ratios(name: str, results: dict[str, dict[str, Any]], size: str, together: 
         )
     if limit := results.get("patched eager", {}).get("limit"):
         rows.insert(1, ("the same, if all that Inductor can compile took no time", "", _number(limit), ""))
-    return markdown(("ratio", "of seconds", "of CPU seconds", "target"), rows)
+    head = ("ratio", "of seconds", "of CPU seconds", *(("target",) if size == "small" else ()))
+    return markdown(head, [row[: len(head)] for row in rows])
 
 
 def _cost(cost: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 64
 """MiB that fit through what carries the folder."""
 BESIDE = (
@@ -60,7 +60,7 @@ def _stays(name: str, wanted: Callable[[str], bool]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="make gpu-wheels", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.wheels", description=__doc__.splitlines()[0])
     parser.add_argument("--bitsandbytes", default="0.50.2", metavar="RELEASE")
     parser.add_argument("--cuda", nargs="+", default=["126", "128", "130"], metavar="VERSION",
                         help="the CUDA versions that torch may be built for on that machine, 12.8 as 128")  # fmt: skip

@@ -1,0 +1,71 @@
+"""What a run on a GPU does, in the order of what it is worth: where time ends, what is worth least is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MINUTES = 9
+"""What the limits below are made for; they grow and shrink with what is asked for."""
+REST = 10_000
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program that writes into ``file`` of the folder for results, all along, or prints there if it is ``printed``."""
+
+    name: str
+    text: str
+    seconds: float
+    """Its limit, of :data:`MINUTES`."""
+    file: str
+    command: tuple[str, ...]
+    """Arguments of Python; ``FILE`` and ``FOLDER`` stand for the file and its folder."""
+    rehearsal: tuple[str, ...] = ()
+    """What is added on a machine without a GPU, where the program has to be small."""
+    printed: bool = False
+    environ: dict[str, str] = field(default_factory=dict)
+    simulated: bool = False
+    """Whether a rehearsal runs on the simulated accelerator of ``tests/device``."""
+
+    def arguments(self, folder: Path, rehearsed: bool) -> list[str]:
+        places = {"FILE": str(folder / self.file), "FOLDER": str(folder)}
+        return [places.get(word, word) for word in (*self.command, *(self.rehearsal if rehearsed else ()))]
+
+
+def steps(jobs: int) -> tuple[Step, ...]:
+    """All steps, for a machine of ``jobs`` cores."""
+    return (
+        Step("smoke", "a 4-bit and an INT8 layer, forward and backward; the device, versions", 40, "smoke.json",
+             ("-m", "tools.gpu.smoke", "FILE"), ("--device", "cpu")),
+        Step("report", "what the plugin has changed here", 30, "report.txt",
+             ("-m", "patches", "report", "--all"), printed=True),
+        Step("does_not_fit", "a model that does not fit: training, memory, bytes moved", 150, "does_not_fit.json",
+             ("-m", "benchmarks.does_not_fit", "--output", "FILE"),
+             ("--layers", "4", "--hidden", "128", "--rounds", "1"), simulated=True),
+        Step("training", "a step, unpatched and patched, eager and compiled", 190, "cuda-large.json",
+             ("-m", "benchmarks", "*", "--at-once", "4", "--rounds", "5", "--size", "large", "--threads", "1", "--no-cost", "--data-only",
+              "--output", "FOLDER"),
+             ("--size", "tiny", "--rounds", "1", "--at-once", "1"),
+             environ={"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, jobs // 4))}),
+        Step("experts", "experts in 4 bits beside bfloat16", 60, "experts_on_device.json",
+             ("-m", "benchmarks.experts_on_device", "--output", "FILE"),
+             ("--device", "cpu", "--experts", "8", "--tokens", "64", "--rounds", "1", "--hidden_size", "64",
+              "--moe_intermediate_size", "64", "--num_hidden_layers", "1", "--vocab_size", "256")),
+        Step("verify", "the reproducer of each patch", 130, "verify.json",
+             ("-m", "tools.gpu.verified", "FILE", "--jobs", str(jobs)), ("bitsandbytes-bias-written-in-forward",)),
+        Step("tests", "the tests that take a device", REST, "tests.jsonl",
+             ("-m", "pytest", "-q", "-n", str(max(1, jobs // 2)), "--dist", "loadfile", "-p", "tools.gpu.each_test",
+              "-k", "cuda or cases_", *with_device()),
+             ("-k", "cpu", "-n", "0", "tests/repairs/bitsandbytes/four_bit/test_params4bit_chunk.py")),
+    )  # fmt: skip
+
+
+def with_device() -> Sequence[str]:
+    """The files with tests that ask for ``device``."""
+    asks = re.compile(r"^ *def test_\w+\([^)]*\bdevice\b", re.MULTILINE)
+    files = [*(ROOT / "tests" / "repairs").rglob("test_*.py"), *(ROOT / "tests" / "device").glob("cases_*.py")]
+    return [str(file.relative_to(ROOT)) for file in sorted(files) if asks.search(file.read_text("utf-8"))]
