@@ -12,7 +12,7 @@ from pathlib import Path
 
 from patches import REGISTRY
 
-from . import DOCS, architectures, commands, figures, page, reports, stacks, symptoms
+from . import DOCS, architectures, commands, figures, gpu, page, reports, stacks, symptoms
 
 PAGES, FRAGMENTS = DOCS / "patches", DOCS / "generated"
 
@@ -33,6 +33,7 @@ def files(found: Sequence[reports.Report] = ()) -> dict[Path, str]:
         FRAGMENTS / "commands.md": commands.fragment(),
         FRAGMENTS / "stacks.md": stacks.fragment(),
         FRAGMENTS / "architectures.md": architectures.fragment(),
+        FRAGMENTS / "gpu.md": gpu.fragment(),
     }
 
 

@@ -1,8 +1,8 @@
 """A parameter that looks like the experts of a layer in floating point, and holds packed weights.
 
-Indexing, slicing over experts and transposing give views. A product (``.products``) dequantizes one expert at a time.
-Autograd saves the view, which costs no bytes, and the product of the backward dequantizes again. So no model is edited,
-and nothing that is dequantized is kept. Any other operation gets all experts in floating point, and says so
+Indexing, slicing over experts and transposing give views. A product (``.products``) dequantizes one expert at a time (an
+accelerator a few). Autograd saves the view, which costs no bytes, and the product of the backward dequantizes again. So no
+model is edited, and nothing that is dequantized is kept. Any other operation gets all experts in floating point, and says so
 (``.dense``); one that would write into them raises an error.
 """
 
