@@ -22,7 +22,7 @@ BY_NAME = {
         "bitsandbytes' kernels read beyond the end of an absmax that was cut, with the plugin and without; as is, a cast that "
         "destroys the packed weights, or a state dict that is not loaded, ends in an error before"
     ),
-    r"^(nf4|fp4)-stored.*evaluated \+ (.* \+ )?(weight_plain_codes|call_with_plain)": (
+    r"^(nf4|fp4)-stored.*evaluated \+ (.* \+ )?call_with_plain": (
         "packed weights of another layer are read with the layer's own statistics, with the plugin and without; as is, the "
         "assertion of the repacking on AVX512-BF16 comes first"
     ),

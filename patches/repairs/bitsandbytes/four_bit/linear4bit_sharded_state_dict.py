@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Patch, SetAttribute
 from ...helpers.distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS
-from ...helpers.four_bit import four_bit_state
+from ...helpers.four_bit import four_bit_foreign, four_bit_state
 from ...helpers.four_bit.quant_state_dict import bytes_of_codes, read
 from ...helpers.four_bit.quant_state_names import NESTED, OWN, packed_key
 from ...helpers.weights.own_codes import are_own
@@ -44,6 +44,7 @@ def saving(original: Callable[..., None]) -> Callable[..., None]:
 
     def _save_to_state_dict(self: Linear4bit, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         state = four_bit_state.of(self)
+        four_bit_foreign.refuse(self)
         if state is not None and _is_sharded(self):
             _lend(state, self.weight)
             original(self, destination, prefix, keep_vars)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import bitsandbytes as bnb
@@ -68,6 +69,65 @@ def test_packed_codes_are_never_taken_for_numbers(storage):
         layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
         with pytest.raises(Exception):  # noqa: B017  whatever the release says: there is nothing to read them by
             layer(x)
+
+
+def two(device: str, **options) -> tuple[bnb.nn.Linear4bit, bnb.nn.Linear4bit]:
+    """Two quantized layers of one shape that differ in all packed weights."""
+    one, other = linear(**options), linear(**options)
+    other.weight.data.neg_().add_(0.01)
+    return one.to(device), other.to(device)
+
+
+def plain(weight: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(weight.data.detach().clone(), requires_grad=False)
+
+
+STATES = "bitsandbytes-linear4bit-sharded-state-dict"
+
+
+def test_packed_weights_of_another_layer_are_refused_by_the_name_of_the_layer(device):
+    model, x = torch.nn.Sequential(*two(device)), torch.randn(4, 64, device=device)
+    expected = model[0](x)
+    with patches.applied(ID, STATES):
+        model[0].weight = plain(model[1].weight)
+        copied = copy.deepcopy(model)
+        for use in (lambda: model[0](x), model.state_dict, lambda: copied[0](x)):
+            with pytest.raises(RuntimeError, match="weight of Linear4bit '0' was replaced .* load_state_dict"):
+                use()
+    assert not torch.equal(model[0](x), expected), "as is it computes, with the statistics of other weights"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_its_own_packed_weights_compute_whatever_stood_in_between(nested, device):
+    (one, other), x = two(device, compress_statistics=nested), torch.randn(4, 64, device=device)
+    expected, of_other, own, whole = one(x), other(x), plain(one.weight), other.weight
+    with patches.applied(ID, STATES):
+        one.weight = own
+        assert torch.equal(one(x), expected) and "weight" in one.state_dict()
+        one.weight = plain(other.weight)
+        one.weight = plain(own)  # from a weight that tells nothing: nothing is known, as before
+    one, _ = two(device, compress_statistics=nested)
+    with patches.applied(ID, STATES):
+        one.weight = plain(other.weight)
+        one.weight = plain(own)
+        assert torch.equal(one(x), expected) and "weight" in one.state_dict()
+        one.weight = plain(other.weight)
+        with pytest.raises(RuntimeError, match="was replaced by a plain tensor"):
+            one(x)
+        one.weight = whole  # with its state, which the layer reads from now on
+        bias = one.bias - other.bias
+        assert torch.equal(one(x) - bias, of_other)
+
+
+def test_after_revert_nothing_is_compared(device):
+    (one, other), x = two(device), torch.randn(4, 64, device=device)
+    with patches.applied(ID):
+        one.weight = plain(other.weight)
+        with pytest.raises(RuntimeError):
+            one(x)
+    one(x)
+    one.weight = plain(one.weight)
+    assert "__setattr__" not in vars(bnb.nn.Linear4bit)
 
 
 @pytest.mark.parametrize(
