@@ -5,6 +5,9 @@ Each lies alone in ``.stacks``: on top of the torch that is installed here, so t
 the main flows are run, and what they say goes into ``docs/stacks.json``, which ``docs/releases.md`` is built from. ``ONLY="verify"`` runs one part of
 three (names, verify, flows), ``IDS`` the reproducers of these patches only, and ``FLOWS="graphs FSDP2"`` the flows that have
 one of these words in their names.
+
+A stack with a ``python`` of its own lies in an environment of that Python, with its own torch, which may be gigabytes: it is
+run where it is named, and with ``TORCH=pinned``.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
-from tools.commands import Failed, run
+from tools.commands import Failed, expect, run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,7 +51,15 @@ for name in sys.argv[1:]:
         pass
 print(json.dumps(found))
 """
+FOR_TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "packaging")
 Stack = Mapping[str, Any]
+
+
+class Place(NamedTuple):
+    """Where a stack is run: by which Python, with which variables."""
+
+    python: Path
+    environ: Mapping[str, str]
 
 
 def declared() -> dict[str, Stack]:
@@ -62,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"no stack is named {unknown[0]!r}; there are: {', '.join(stacks)}", file=sys.stderr)
         return 2
     asked = os.environ.get("TORCH", "")
-    for name in arguments or stacks:
+    for name in arguments or [name for name in stacks if asked == "pinned" or "python" not in stacks[name]]:
         measured(name, stacks[name], stacks[name]["torch"] if asked == "pinned" else asked)
         print(f"{name}: done", flush=True)
     return 0
@@ -70,34 +81,37 @@ def main(arguments: Sequence[str]) -> int:
 
 def measured(name: str, stack: Stack, torch: str = "") -> None:
     """Note what ``verify`` says on ``stack``, what its flows say, and which names of torch are not there."""
-    path = os.pathsep.join(map(str, (*folders(name, stack, torch), ROOT)))
+    other = stack.get("python", "")
+    python = _python(name, stack, torch) if other else Path(sys.executable)
+    path = os.pathsep.join(map(str, (*([] if other else folders(name, stack, torch)), ROOT)))
     environ = {"PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
-    versions = json.loads(run(sys.executable, "-c", VERSIONS, *PACKAGES, cwd=ROOT, **environ))
-    run(sys.executable, "-c", f"import {', '.join(versions)}", cwd=ROOT, **environ)  # a package is missing, or too new
+    versions = json.loads(run(python, "-c", VERSIONS, *PACKAGES, cwd=ROOT, **environ))
+    run(python, "-c", f"import {', '.join(versions)}", cwd=ROOT, **environ)  # a package is missing, or too new
+    versions |= {"python": other} if other else {}
     for part in os.environ.get("ONLY", " ".join(PARTS)).split():
-        _keep(name, versions, part, PARTS[part](environ))
+        _keep(name, versions, part, PARTS[part](Place(python, environ)))
 
 
-def _verified(environ: Mapping[str, str]) -> list[dict[str, str]]:
-    return list(_said(_json(environ, "patches", "verify", "--json", *_words("IDS"))["rows"]))
+def _verified(place: Place) -> list[dict[str, str]]:
+    return list(_said(_json(place, "patches", "verify", "--json", *_words("IDS"))["rows"]))
 
 
 def _words(variable: str) -> list[str]:
     return os.environ.get(variable, "").split()
 
 
-PARTS: dict[str, Callable[[Mapping[str, str]], Any]] = {
-    "names": lambda environ: _json(environ, "tests.stacks.names"),
+PARTS: dict[str, Callable[[Place], Any]] = {
+    "names": lambda place: _json(place, "tests.stacks.names"),
     "verify": _verified,
-    "flows": lambda environ: _json(environ, "tests.stacks.flows", *_words("FLOWS")),
+    "flows": lambda place: _json(place, "tests.stacks.flows", *_words("FLOWS")),
 }
 
 
-def _json(environ: Mapping[str, str], module: str, *arguments: str) -> Any:
+def _json(place: Place, module: str, *arguments: str) -> Any:
     """What a module prints; `verify` ends with 1 where a row is wrong, and prints all the same."""
     code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode > 1)"
-    words = (sys.executable, "-W", "ignore", "-m", module, *arguments)
-    said = run(sys.executable, "-c", code, *words, cwd=ROOT, **environ)
+    words = (str(place.python), "-W", "ignore", "-m", module, *arguments)
+    said = run(place.python, "-c", code, *words, cwd=ROOT, **place.environ)
     return json.loads(said[said.index("{") :].replace(str(ROOT), ""))
 
 
@@ -180,6 +194,27 @@ def folders(name: str, stack: Stack, torch: str = "") -> list[Path]:
     if torch and torch != here["torch"]:
         folders.append(_installed(f"torch-{torch}", f"torch=={torch}"))
     return folders
+
+
+def _python(name: str, stack: Stack, torch: str = "") -> Path:
+    """The Python of an environment that holds all of ``stack``; made anew if that is not what it was made of."""
+    what = [f"torch=={torch or stack['torch']}", *_pins(stack), *stack.get("beside", ()), *FOR_TESTS]
+    folder = ROOT / ".stacks" / _slug(name)
+    python, done = folder / "bin" / "python", folder / "complete"
+    if not done.exists() or done.read_text("utf-8").split() != what:
+        shutil.rmtree(folder, ignore_errors=True)
+        run(_found(stack["python"]), "-m", "venv", folder)
+        run(python, *"-m pip install --quiet --no-compile".split(), *what)
+        done.write_text("\n".join(what), "utf-8")
+    return python
+
+
+def _found(release: str) -> Path:
+    """A Python of this release: of pyenv, or on the path. Raises ``Failed`` if there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    there = [*pyenv.glob(f"{release}.*/bin/python"), *filter(None, [shutil.which(f"python{release}")])]
+    expect(bool(there), f"Python {release} is not installed: `pyenv install {release}`")
+    return Path(there[0])
 
 
 def _installed(name: str, *what: str) -> Path:

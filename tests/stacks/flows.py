@@ -56,6 +56,11 @@ def _forked(flow: Callable[[str], float | str], folder: str, patched: bool) -> s
         try:
             for stream in (1, 2):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            # torch gives up the pool of threads of the process that was forked where it is first asked for, and two threads
+            # of autograd that ask at once abort the process ("Invalid thread pool!"; torch 2.11).
+            import torch
+
+            torch.set_num_threads(1)
             if patched:
                 import patches
 
@@ -69,8 +74,8 @@ def _forked(flow: Callable[[str], float | str], folder: str, patched: bool) -> s
     os.close(send)
     with os.fdopen(receive, "rb") as pipe:
         said = pipe.read().decode()
-    os.waitpid(child, 0)
-    return said or "the process ended without an answer"
+    _, status = os.waitpid(child, 0)
+    return said or f"the process ended without an answer, exit code {os.waitstatus_to_exitcode(status)}"
 
 
 FLOWS: dict[str, Callable[[str], float | str]] = {

@@ -30,6 +30,11 @@ def fragment() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def verified() -> tuple[str, list[dict[str, Any]]]:
+    """The torch that reproducers were run with on a GPU, and their rows."""
+    return _read("smoke.json").get("versions", {}).get("torch", "0.0"), _read("verify.json").get("rows", [])
+
+
 def _read(name: str) -> dict[str, Any]:
     file = RESULTS / name
     return json.loads(file.read_text("utf-8")) if file.exists() else {}

@@ -12,6 +12,8 @@ from typing import Any
 from tests.stacks.flows import FLOWS, is_right
 from tools.stacks import RESULTS, declared, series
 
+from . import gpu
+
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "trl")
 HOW = ("unpatched", "patched")
 LEFT = "this release has the defect, and the patch does not repair it here"
@@ -88,12 +90,12 @@ def _runs(known: Found) -> Iterator[tuple[str, str, Found]]:
 
 
 def shown_on(patch_id: str) -> set[str]:
-    """The series of torch on which a stack showed the defect and its repair."""
-    known = results()
+    """The series of torch on which a stack, or a GPU, showed the defect and its repair."""
+    runs = [*((torch, found["verify"]) for _, torch, found in _runs(results())), gpu.verified()]
     return {
         series(torch)
-        for _, torch, found in _runs(known)
-        for row in found["verify"]
+        for torch, rows in runs
+        for row in rows
         if row["id"] == patch_id and row["verdict"] == "ok" and not row["reason"]  # with a reason it is not affected
     }
 
