@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     sizes = [options.size] if options.size else ["small"] if device == "cpu" else ["small", "large"]
     for size in sizes:
-        name = device.partition(":")[0] + (f"-{size}" if size != "small" else "")
+        name = options.name or device.partition(":")[0] + (f"-{size}" if size != "small" else "")
         for data in _measure(options, chosen, device, size):
             # after each round, so that an interrupted run has what it did
             present.write(options.output / name, data, "" if options.data_only else present.table(data))
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="cases whose first steps run at once: "
                         "sooner done, on a machine of many cores, but first calls are no figures then")  # fmt: skip
     parser.add_argument("--no-cost", action="store_true", help="leave out what the patches themselves cost")
+    parser.add_argument("--name", help="of the files that are written; default that of the device, and the size")
     parser.add_argument("--data-only", action="store_true", help="write no table and no plot")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     return parser

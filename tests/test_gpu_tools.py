@@ -101,16 +101,17 @@ def rehearsed(folder: Path, minutes: str, *names: str) -> tuple[int, dict]:
 
 
 def test_a_rehearsal_leaves_a_file_for_each_step_that_began(tmp_path):
-    """In half a minute, which is too short for most: these are cut off, and those that time is left for begin all the same."""
+    """In half a minute, which is too short for most: they are cut off, and one that no time is left for does not begin."""
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    _, ended = rehearsed(tmp_path, "0.5", "smoke", "training", "verify")
-    assert list(ended) == ["smoke", "training", "verify"]
+    code, ended = rehearsed(tmp_path, "0.5", "smoke", "training", "tests")
+    assert code == 1 and list(ended) == ["smoke", "training", "tests"]
     for name, step in ended.items():
-        assert (tmp_path / step["file"]).exists() or step["ended"] == "not begun", name
-        assert step["ended"] == "not begun" or step["seconds"] <= step["limit"] + gpu.GRACE + 5, name
-    assert ended["training"]["ended"] == "cut off" and ended["verify"]["ended"] != "not begun"
-    assert json.loads((tmp_path / "smoke.json").read_text() or "{}") or ended["smoke"]["ended"] == "cut off"
+        began = step["ended"] != "not begun"
+        assert (tmp_path / step["file"]).exists() is began, name
+        assert not began or step["seconds"] <= step["limit"] + gpu.GRACE + 5, name
+    assert ended["training"]["ended"] == "cut off" and ended["training"]["limit"] < 11
+    assert ended["smoke"]["ended"] == "cut off" or json.loads((tmp_path / "smoke.json").read_text())
 
 
 @pytest.mark.release("half a minute of it, in which most steps are cut off")
@@ -120,6 +121,9 @@ def test_a_rehearsal_with_time_passes(tmp_path):
     code, ended = rehearsed(tmp_path, "20")
     assert {name: step["ended"] for name, step in ended.items()} == dict.fromkeys(ended, "passed"), ended
     assert code == 0 and len(ended) == len(steps.steps(2))
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"run.json", *(step.file for step in steps.steps(2))} and len(written) <= 8
+    assert list(json.loads((tmp_path / "training.json").read_text())["cases"]) == ["nf4", "int8"]
     smoke, fit, experts, verify = (
         json.loads((tmp_path / name).read_text())
         for name in ("smoke.json", "does_not_fit.json", "experts_on_device.json", "verify.json")

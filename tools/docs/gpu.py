@@ -22,7 +22,7 @@ def fragment() -> str:
     parts = [_machine(smoke)]
     for title, file, table in (
         ("A model that does not fit", "does_not_fit.json", does_not_fit.table),
-        ("A training step", "cuda-large.json", _steps),
+        ("A training step", "training.json", _steps),
         ("Experts in 4 bits", "experts_on_device.json", experts_on_device.table),
     ):
         found = _read(file)

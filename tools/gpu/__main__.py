@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"--minutes must be more than 0, not {options.minutes:g}")
     if not options.rehearse and (problem := _no_wheels() or no_device()):
         return _refuse(problem)
-    known = {"run.json", *(file for step in plan for file in (step.file, Path(step.file).stem + ".md"))}
+    known = {"run.json", *(step.file for step in plan)}
     there = {path.name for path in options.output.glob("*")}
     if there - known:
         return _refuse(f"{options.output} holds other files, such as {min(there - known)}: name a new folder")

@@ -112,7 +112,7 @@ def test_checkpointing_recomputes_the_operator(as_on_a_gpu, device):
     layer, x = layer_of(torch.bfloat16, False, device), input_of(torch.bfloat16, device)
     layer(x)
     expected = step(layer, layer, x)
-    with patches.applied(ID, COLD):
+    with patches.applied(ID, *([COLD] if satisfied("torch<2.13") else [])):
         for reentrant in (False, True):
             torch.compiler.reset()
 
