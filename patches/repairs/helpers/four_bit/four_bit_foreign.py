@@ -2,13 +2,14 @@
 
 Packed weights do not tell their quantization state, and that of the layer fits only those that it was quantized to. So the
 contents are compared when the plain tensor takes the place of the layer's own weight: later there is nothing to compare
-with. A layer that holds others keeps a digest of its own, by which it knows them if they come back.
+with. A layer that holds others keeps a digest of its own, by which it knows them if they come back. If the layer gets
+another quantization state, or its state another absmax, that is taken to fit what the layer holds.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..process import stack
 from ..weights.own_codes import same_bits
@@ -18,20 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NOTED = "_patches_packed_replaced"
-
-
-class _Noted(NamedTuple):
-    own: bytes
-    """Digest of the packed weights that the quantization state of the layer is for."""
-    foreign: bool
-    """Whether the layer holds others."""
+Noted = tuple[bytes, Any, Any, bool]
+"""Digest of the packed weights that the layer was quantized to, its quantization state and absmax at that time, and whether
+it holds other packed weights. Plain values: a pickle of the layer loads without the plugin."""
 
 
 def replaced(layer: Any, old: Any) -> None:
     """The weight ``old`` of ``layer`` was replaced: note whether its quantization state still fits."""
     from bitsandbytes.nn import Params4bit
 
-    weight, noted = layer._parameters.get("weight"), vars(layer).get(_NOTED)
+    weight, noted = layer._parameters.get("weight"), _noted(layer)
     if weight is None or weight is old:
         return
     if isinstance(weight, Params4bit):
@@ -39,24 +36,38 @@ def replaced(layer: Any, old: Any) -> None:
     elif not _is_plain_packed(layer, weight):
         return
     elif noted is not None:
-        setattr(layer, _NOTED, noted._replace(foreign=_digest(weight) != noted.own))
-    elif isinstance(old, Params4bit) and four_bit_state.of(old) is not None and not old.is_meta:
+        setattr(layer, _NOTED, (*noted[:3], _digest(weight) != noted[0]))
+    elif isinstance(old, Params4bit) and four_bit_state.of(old) is four_bit_state.of(layer) and not old.is_meta:
         own = old.detach().as_subclass(type(weight.data))
         fits = own.shape == weight.shape and own.dtype == weight.dtype
         if not fits or not same_bits(own, weight.detach().to(own.device)):
-            setattr(layer, _NOTED, _Noted(_digest(own), True))
+            state: Any = four_bit_state.of(layer)
+            setattr(layer, _NOTED, (_digest(own), state, state.absmax, True))
+
+
+def _noted(layer: Any) -> Noted | None:
+    """What was noted of ``layer``, as long as it has the statistics that it was noted of."""
+    noted: Noted | None = vars(layer).get(_NOTED)
+    if noted is None:
+        return None
+    state = four_bit_state.of(layer)
+    if state is noted[1] and state is not None and state.absmax is noted[2]:
+        return noted
+    vars(layer).pop(_NOTED)
+    return None
 
 
 def refuse(layer: Any) -> None:
     """Raise if ``layer`` holds packed weights that are not its own, and no quantization state for them."""
-    noted = vars(layer).get(_NOTED)
-    if noted is not None and noted.foreign and four_bit_state.of(layer.weight) is None:
-        if _is_plain_packed(layer, layer.weight):
-            raise RuntimeError(
-                f"the weight of {type(layer).__name__} {stack.name_of(layer)!r} was replaced by a plain tensor that differs from the "
-                "packed weight of the layer, so the quantization state of the layer (layer.quant_state) does not fit it. "
-                "Assign the Params4bit of the other layer, or load 'weight' and its statistics with load_state_dict"
-            )
+    noted = _noted(layer)
+    if noted is None or not noted[3] or four_bit_state.of(layer.weight) is not None:
+        return
+    if _is_plain_packed(layer, layer.weight):
+        raise RuntimeError(
+            f"the weight of {type(layer).__name__} {stack.name_of(layer)!r} was replaced by a plain tensor that differs from the "
+            "packed weight of the layer, so the quantization state of the layer (layer.quant_state) does not fit it. "
+            "Assign the Params4bit of the other layer, or load 'weight' and its statistics with load_state_dict"
+        )
 
 
 def _is_plain_packed(layer: Any, weight: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 
 import bitsandbytes as bnb
 import pytest
@@ -94,7 +95,11 @@ def test_packed_weights_of_another_layer_are_refused_by_the_name_of_the_layer(de
         for use in (lambda: model[0](x), model.state_dict, lambda: copied[0](x)):
             with pytest.raises(RuntimeError, match="weight of Linear4bit '0' was replaced .* load_state_dict"):
                 use()
+        loaded = pickle.loads(pickle.dumps(model))
     assert not torch.equal(model[0](x), expected), "as is it computes, with the statistics of other weights"
+    assert not any(
+        type(each).__module__.startswith("patches") for each in loaded[0].__dict__["_patches_packed_replaced"]
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -117,6 +122,22 @@ def test_its_own_packed_weights_compute_whatever_stood_in_between(nested, device
         one.weight = whole  # with its state, which the layer reads from now on
         bias = one.bias - other.bias
         assert torch.equal(one(x) - bias, of_other)
+
+
+@pytest.mark.parametrize("first", ["weight", "state", "absmax alone"])
+def test_with_the_statistics_of_the_other_layer_its_packed_weights_compute(first, device):
+    """As programs do that quantize by hand: a plain weight, and the state beside it."""
+    (one, other), x = two(device, compress_statistics=False), torch.randn(4, 64, device=device)
+    expected = other(x) - other.bias + one.bias
+    with patches.applied(ID, STATES):
+        if first == "state":
+            one.quant_state = other.quant_state
+        one.weight = plain(other.weight)
+        if first == "weight":
+            one.quant_state = other.quant_state
+        elif first == "absmax alone":
+            one.quant_state.absmax = other.quant_state.absmax
+        assert torch.allclose(one(x), expected, atol=1e-6) and "weight" in one.state_dict()
 
 
 def test_after_revert_nothing_is_compared(device):
