@@ -20,12 +20,12 @@ Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563 (sto
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Patch, Rewrite, SetAttribute
 from ...helpers.four_bit import four_bit_state
 from ...helpers.int8 import int8_scales
+from ...helpers.weights.replaced import make_setattr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,13 +39,15 @@ def _shards(old: Any, new: Any) -> bool:
 
 
 def _note_storage(layer: Any, old: Any) -> None:
-    weight = layer._parameters["weight"]
+    weight = layer._parameters.get("weight")
     if four_bit_state.is_packed(old) and _shards(old, weight):
         layer.quant_storage = weight.dtype
 
 
 def _note_scales(layer: Any, old: Any) -> None:
-    weight = layer._parameters["weight"]
+    weight = layer._parameters.get("weight")
+    if old is None or weight is None:
+        return
     if int8_scales.has_scales(weight):
         vars(layer).pop(_SCALES, None)
     elif int8_scales.is_int8(old) and int8_scales.has_scales(old) and _shards(old, weight):
@@ -59,26 +61,6 @@ def scales(layer: Any) -> Tensor | None:
         return int8_scales.of(weight)
     kept: Tensor | None = vars(layer).get(_SCALES)
     return None if kept is None else kept.to(weight.device)
-
-
-def _setattr(cls: str, note: Callable[[Any, Any], None]) -> Callable[[Any], Callable[..., None]]:
-    def make(original: Callable[..., None] | None) -> Callable[..., None]:
-        import bitsandbytes.nn.modules as nn
-
-        kind = getattr(nn, cls)
-
-        def __setattr__(self: Any, name: str, value: Any) -> None:
-            old = self._parameters.get("weight") if name == "weight" else None
-            if original is None:
-                super(kind, self).__setattr__(name, value)
-            else:
-                original(self, name, value)
-            if old is not None and self._parameters.get("weight") is not None:
-                note(self, old)
-
-        return __setattr__
-
-    return make
 
 
 def defect() -> Finding:
@@ -126,9 +108,9 @@ PATCH = Patch(
     seen_on=("2.13",),
     edits=(
         SetAttribute(
-            "bitsandbytes.nn.modules:Embedding4bit.__setattr__", make=_setattr("Embedding4bit", _note_storage)
+            "bitsandbytes.nn.modules:Embedding4bit.__setattr__", make=make_setattr("Embedding4bit", _note_storage)
         ),
-        SetAttribute(f"{_EIGHT}.__setattr__", make=_setattr("Embedding8bit", _note_scales)),
+        SetAttribute(f"{_EIGHT}.__setattr__", make=make_setattr("Embedding8bit", _note_scales)),
         Rewrite(
             f"{_EIGHT}.forward",
             find='not hasattr(self.weight, "SCB")',

@@ -11,7 +11,8 @@ The repair gives the ``DTensor`` the layer's quantization state while a state di
 ``torch.distributed.checkpoint.state_dict`` reads with ``getattr``, and reads it from the state dict on loading. Each
 rank saves and holds the whole quantization state, as in forward; only packed weights are sharded. Packed weights
 without a quantization state are accepted if they equal those of the layer (an older checkpoint, resumed over the same
-base). Otherwise they raise an error.
+base). Otherwise they raise an error. So does saving a layer that ``bitsandbytes-linear4bit-plain-weight`` has seen to hold
+the packed weights of another one.
 
 ``set_model_state_dict(broadcast_from_rank0=True)`` sends everything in the file of rank 0, and the other ranks keep
 only parameters and buffers. With the repair they keep the quantization states too. Without the plugin, torch rejects the

@@ -14,13 +14,13 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
 from ...helpers.int8 import int8_plain, int8_scales, int8_settled
 from ...helpers.weights import on_meta
 from ...helpers.weights.module_moves import make_apply
+from ...helpers.weights.replaced import make_setattr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,21 +41,6 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     own = () if weight.is_floating_point() else (weight.detach(), int8_plain.scale(layer, weight))
     product: Tensor = bnb.matmul(x, weight, bias=bias, state=int8_scales.make_state(layer, *own))
     return product
-
-
-def make_setattr(original: Callable[..., None] | None) -> Callable[..., None]:
-    from bitsandbytes.nn.modules import Linear8bitLt
-
-    def __setattr__(self: Any, name: str, value: Any) -> None:
-        old = self._parameters.get("weight") if name == "weight" else None
-        if original is None:
-            super(Linear8bitLt, self).__setattr__(name, value)
-        else:
-            original(self, name, value)
-        if name == "weight":
-            int8_plain.replaced(self, old)
-
-    return __setattr__
 
 
 def _note(layer: Any, old: dict[str, Any], address: int) -> None:
@@ -109,7 +94,7 @@ PATCH = Patch(
             names={"_patches_plain_forward": _plain_forward},
         ),
         int8_settled.SCALES_OF_THE_LAYER,
-        SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr),
+        SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr("Linear8bitLt", int8_plain.replaced)),
         SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_note)),
     ),
     defect=defect,

@@ -12,7 +12,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from ..process import stack
-from ..weights.own_codes import same_bits
+from ..weights.own_codes import are_own
 from . import four_bit_state
 
 if TYPE_CHECKING:
@@ -38,11 +38,9 @@ def replaced(layer: Any, old: Any) -> None:
     elif noted is not None:
         setattr(layer, _NOTED, (*noted[:3], _digest(weight) != noted[0]))
     elif isinstance(old, Params4bit) and four_bit_state.of(old) is four_bit_state.of(layer) and not old.is_meta:
-        own = old.detach().as_subclass(type(weight.data))
-        fits = own.shape == weight.shape and own.dtype == weight.dtype
-        if not fits or not same_bits(own, weight.detach().to(own.device)):
+        if old.dtype != weight.dtype or not are_own(weight, old):
             state: Any = four_bit_state.of(layer)
-            setattr(layer, _NOTED, (_digest(own), state, state.absmax, True))
+            setattr(layer, _NOTED, (_digest(old), state, state.absmax, True))
 
 
 def _noted(layer: Any) -> Noted | None:
@@ -83,5 +81,5 @@ def _is_plain_packed(layer: Any, weight: Any) -> bool:
 def _digest(packed: Tensor) -> bytes:
     import torch
 
-    data = packed.detach().cpu().contiguous().view(torch.uint8).flatten()
+    data = packed.detach().as_subclass(torch.Tensor).cpu().contiguous().view(torch.uint8).flatten()
     return hashlib.blake2b(data.numpy().data, digest_size=16).digest()

@@ -140,6 +140,16 @@ def test_with_the_statistics_of_the_other_layer_its_packed_weights_compute(first
         assert torch.allclose(one(x), expected, atol=1e-6) and "weight" in one.state_dict()
 
 
+def test_a_subclass_may_assign_before_it_is_a_module():
+    class Early(bnb.nn.Linear4bit):
+        def __init__(self) -> None:
+            self.weight = None
+            super().__init__(64, 32)
+
+    with patches.applied(ID):
+        assert type(Early().weight) is bnb.nn.Params4bit
+
+
 def test_after_revert_nothing_is_compared(device):
     (one, other), x = two(device), torch.randn(4, 64, device=device)
     with patches.applied(ID):
