@@ -13,7 +13,7 @@ from typing import Any
 from tests import device as simulated
 
 
-def name(device: str) -> str:
+def device_name(device: str) -> str:
     import torch
 
     if device == "cpu":
@@ -21,7 +21,7 @@ def name(device: str) -> str:
     return "simulated" if simulated.kind() else torch.cuda.get_device_name()
 
 
-def seconds(call: Callable[[], Any], device: str) -> float:
+def seconds_of(call: Callable[[], Any], device: str) -> float:
     """Of a call, until the device has done its work."""
     import torch
 
@@ -32,7 +32,7 @@ def seconds(call: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def held(device: str) -> int:
+def bytes_held(device: str) -> int:
     """Bytes that tensors hold on the device, garbage collected first; 0 on a processor, where torch does not say."""
     import torch
 
@@ -42,8 +42,8 @@ def held(device: str) -> int:
     return torch.ops.simulated.memory(0) if simulated.kind() else torch.cuda.memory_allocated()
 
 
-def peak(call: Callable[[], Any], device: str) -> int:
-    """The most that tensors held during ``call``, as :func:`held`."""
+def peak_bytes(call: Callable[[], Any], device: str) -> int:
+    """The most that tensors held during ``call``, as :func:`bytes_held`."""
     import torch
 
     if device == "cpu":
@@ -54,7 +54,7 @@ def peak(call: Callable[[], Any], device: str) -> int:
     return torch.ops.simulated.peak(0) if simulated.kind() else torch.cuda.max_memory_allocated()
 
 
-def copied(call: Callable[[], Any]) -> int | None:
+def bytes_copied(call: Callable[[], Any]) -> int | None:
     """Bytes that ``call`` copies from the host to the device, as the device logs them; None if it logs none."""
     if simulated.kind():
         from tests.device import watch
@@ -71,3 +71,9 @@ def copied(call: Callable[[], Any]) -> int | None:
         events = json.loads(file.read_text())["traceEvents"]
     copies = [event["args"]["bytes"] for event in events if event.get("name", "").startswith("Memcpy HtoD")]
     return sum(copies) if copies else None
+
+
+def map_with(away: int, layers: int, device: int | str, place: str) -> dict[str, int | str]:
+    """A device map of a Llama: the last ``away`` of its ``layers`` are in ``place``, the rest on ``device``."""
+    outside = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), device)
+    return {**outside, **{f"model.layers.{i}": device if i < layers - away else place for i in range(layers)}}

@@ -28,7 +28,7 @@ from typing import Any
 from tests import device as simulated
 
 from . import device
-from .present import markdown
+from .present import markdown, write
 
 DEVICE = "cuda:0"
 STEPS, TOKENS, SHARE = 5, 512, 0.6
@@ -101,8 +101,7 @@ def main() -> None:
     patches.apply()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         for data in _measured(Path(name), options.layers, options.hidden, options.rounds):
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(data, indent=1) + "\n")
+            write(options.output, data)
     print(table(data))
 
 
@@ -133,7 +132,7 @@ def _measured(folder: Path, layers: int, hidden: int, rounds: int) -> Iterator[d
     """What is known so far, after each part."""
     versions = {name: __import__(name).__version__ for name in ("torch", "bitsandbytes", "transformers", "peft")}
     data: dict[str, Any] = {
-        "host": {"device": device.name(DEVICE), **versions},
+        "host": {"device": device.device_name(DEVICE), **versions},
         "layers": layers,
         "hidden": hidden,
         "ways": {},
@@ -156,12 +155,12 @@ def _measured(folder: Path, layers: int, hidden: int, rounds: int) -> Iterator[d
     times: dict[str, list[float]] = {name: [] for name in trained}
     for _ in range(rounds):
         for name, one in trained.items():
-            times[name].append(device.seconds(one.step, DEVICE))
+            times[name].append(device.seconds_of(one.step, DEVICE))
         for name in trained:
             data["ways"][name] |= _compared(name, times)
         yield data
     for name, one in trained.items():
-        data["ways"][name]["to_device"] = device.copied(one.step)
+        data["ways"][name]["to_device"] = device.bytes_copied(one.step)
         yield data
 
 
@@ -201,7 +200,7 @@ def _trained(folder: Path, way: Way, known: dict[str, Any], said: dict[str, Any]
     """The model of one way after its first steps; sizes and times go into ``said``."""
     import torch
 
-    before = device.held(DEVICE)
+    before = device.bytes_held(DEVICE)
     os.environ.pop("PATCHES_READ_AHEAD", None)
     if not way.ahead:
         os.environ["PATCHES_READ_AHEAD"] = "0"
@@ -215,7 +214,7 @@ def _trained(folder: Path, way: Way, known: dict[str, Any], said: dict[str, Any]
     said["adapter_bytes"] = sum(parameter.nbytes for parameter in adapters)
     optimizer = torch.optim.AdamW(adapters, lr=1e-3)
     losses: list[float] = []
-    most = device.peak(lambda: losses.extend(_step(model, optimizer) for _ in range(STEPS)), DEVICE)
+    most = device.peak_bytes(lambda: losses.extend(_step(model, optimizer) for _ in range(STEPS)), DEVICE)
     said["losses"], said["peak"] = losses, most - before
     return Trained(model, optimizer, losses)
 
@@ -235,9 +234,7 @@ def _loaded(folder: Path, way: Way, known: dict[str, Any]) -> Any:
     elif way.place:
         away = known[way.name.replace("16 bits", "4 bits")]["away"]
         layers = json.loads((folder / "base" / "config.json").read_text())["num_hidden_layers"]
-        outside = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), 0)
-        inside = {f"model.layers.{i}": 0 if i < layers - away else way.place for i in range(layers)}
-        options |= {"device_map": {**outside, **inside}, "offload_folder": folder / way.name}
+        options |= {"device_map": device.map_with(away, layers, 0, way.place), "offload_folder": folder / way.name}
     return AutoModelForCausalLM.from_pretrained(
         folder / "base", dtype=torch.bfloat16, attn_implementation="eager", **options
     )

@@ -8,7 +8,6 @@ torch had allocated at most during a step, without what the other models hold.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import tempfile
 import warnings
@@ -19,7 +18,7 @@ from typing import Any
 
 from . import device
 from .mixtures import TOP, load_mixture, save_mixture, size_of, step, with_linears, with_lora
-from .present import markdown
+from .present import markdown, write
 
 SIZES = dict(hidden_size=1024, moe_intermediate_size=512, num_hidden_layers=4, vocab_size=32_000)
 FLOAT = "bfloat16"
@@ -47,7 +46,11 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     patches.apply()
     sizes = {name: getattr(options, name) for name in SIZES}
-    host = {"device": device.name(options.device), "torch": torch.__version__, "bitsandbytes": bitsandbytes.__version__}
+    host = {
+        "device": device.device_name(options.device),
+        "torch": torch.__version__,
+        "bitsandbytes": bitsandbytes.__version__,
+    }
     data: dict[str, Any] = {
         "host": host,
         "sizes": sizes,
@@ -60,8 +63,7 @@ def main() -> None:
         for implementation in ("grouped_mm", "eager"):
             for models in _compared(folder, implementation, options):
                 data["steps"][implementation] = models
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(data, indent=1) + "\n")
+                write(options.output, data)
     print(table(data))
 
 
@@ -110,13 +112,13 @@ def _compared(folder: str, implementation: str, options: argparse.Namespace) -> 
     models: dict[str, Any] = {}
     found: dict[str, dict[str, Any]] = {name: {} for name in ways}
     for name, make in ways.items():
-        before = device.held(options.device)
+        before = device.bytes_held(options.device)
         try:
             base = make()
             found[name]["bytes"] = size_of(base)
             model = with_lora(base, name.startswith("a Linear"))
             step(model, ids)
-            found[name]["peak"] = device.peak(lambda model=model: step(model, ids), options.device) - before
+            found[name]["peak"] = device.peak_bytes(lambda model=model: step(model, ids), options.device) - before
             models[name] = model
         except Exception as error:  # a way that fails is a result
             found[name]["error"] = f"{type(error).__name__}: {error}"[:500]
@@ -124,7 +126,7 @@ def _compared(folder: str, implementation: str, options: argparse.Namespace) -> 
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(options.rounds):
         for name, model in models.items():
-            times[name].append(device.seconds(lambda model=model: step(model, ids), options.device))
+            times[name].append(device.seconds_of(lambda model=model: step(model, ids), options.device))
     for name, taken in times.items():
         found[name]["ms"] = 1e3 * median(taken)
         found[name]["ratio"] = median(a / b for a, b in zip(taken, times.get(FLOAT, taken)))

@@ -25,6 +25,7 @@ from typing import Any
 
 from patches.repairs.helpers.loading.reading_ahead import Region, regions
 
+from .device import map_with
 from .present import markdown, write
 
 LAYERS, ON_DEVICE = 8, 1
@@ -98,9 +99,7 @@ def _load(folder: Path, kind: str, device: str, place: str) -> Any:
         )
     elif kind == "INT8":
         how["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    outside = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), device)
-    layers = {f"model.layers.{i}": device if i < ON_DEVICE else place for i in range(LAYERS)}
-    where = {**outside, **layers} if place else {"": device}
+    where = map_with(LAYERS - ON_DEVICE, LAYERS, device, place) if place else {"": device}
     return LlamaForCausalLM.from_pretrained(
         folder / kind, device_map=where, dtype=torch.bfloat16, offload_folder=folder / "off", **how
     )

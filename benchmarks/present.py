@@ -25,7 +25,7 @@ _COLORS = {
 }
 
 
-def write(stem: Path, data: dict[str, Any], table: str) -> None:
+def write(stem: Path, data: dict[str, Any], table: str = "") -> None:
     """Put what was measured into ``<stem>.json``, and its ``table``, if there is one, into ``<stem>.md``."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import logging
 import platform
@@ -22,13 +21,15 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable()
     began = time.perf_counter()
-    data: dict[str, Any] = {"python": platform.python_version(), "versions": _versions(), "layers": {}}
+    data: dict[str, Any] = {"python": platform.python_version(), "layers": {}}
 
     import bitsandbytes  # noqa: F401  which applies the plugin
     import torch
 
     import patches
+    from patches.engine import gate
 
+    data["versions"] = {name: gate.installed(name) or "" for name in PACKAGES}
     report = patches.report()
     data["statuses"] = {status.name.lower(): len(report.with_status(status)) for status in patches.Status}
     data["device"] = options.device
@@ -46,16 +47,6 @@ def main() -> None:
     print(json.dumps(data, indent=1))
     if not data["statuses"]["applied"] or any(isinstance(one, str) for one in data["layers"].values()):
         raise SystemExit(1)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
 
 
 def _four_bit(nested: bool) -> Any:

@@ -40,18 +40,7 @@ def steps(jobs: int) -> tuple[Step, ...]:
     """All steps, for a machine of ``jobs`` cores."""
     smoke = ("-m", "tools.gpu.smoke", "FILE")
     fit = ("-m", "benchmarks.does_not_fit", "--output", "FILE")
-    training = (
-        "-m",
-        "benchmarks",
-        "--data-only",
-        "--no-cost",
-        "--threads",
-        "1",
-        "--name",
-        "training",
-        "--output",
-        "FOLDER",
-    )
+    training = ("-m", "benchmarks", *"--data-only --no-cost --threads 1 --name training --output FOLDER".split())
     experts = ("-m", "benchmarks.experts_on_device", "--output", "FILE")
     tiny = {"--experts": 8, "--tokens": 64, "--hidden_size": 64, "--moe_intermediate_size": 64, "--num_hidden_layers": 1,
             "--vocab_size": 256, "--rounds": 1}  # fmt: skip
