@@ -198,8 +198,9 @@ class Packed:
     def dequantize_each(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """One after the other, as :meth:`dequantize`. An accelerator dequantizes several at once, up to :data:`AT_ONCE`."""
         size = self.shape[1] * self.shape[2] * self.kind.dtype.itemsize
-        count = AT_ONCE // size if self.device.type != "cpu" and not self.kind.int8 and self._in_whole_blocks() else 1
-        for first in range(0, len(experts), max(count, 1)):
+        several = self.device.type != "cpu" and not self.kind.int8 and self._in_whole_blocks()
+        count = max(1, AT_ONCE // size) if several else 1
+        for first in range(0, len(experts), count):
             if count > 1:
                 yield from self._joined(experts[first : first + count]).to(dtype)
             else:
