@@ -12,7 +12,7 @@ Reported as peft #2889. There is no message.
 The repair casts the adapters of quantized layers, where a user passes ``False``: on 4-bit layers to the compute dtype, on
 INT8 layers to the dtype of the bias, or without a bias to that of the first floating-point parameter of the model. After
 ``prepare_model_for_kbit_training`` that is float32. Adapters of unquantized layers, and all with the default ``True``, stay
-as they were. So do those of AdaLoRA, HiRA and FRoD on quantized layers, which compute in float32.
+as they were. So do those of AdaLoRA, HiRA and FRoD on quantized layers of 16-bit models, which compute in float32.
 
 A second load of such an adapter gives it the dtype that is asked for then; what is saved has the dtype of the adapter.
 """
@@ -35,6 +35,7 @@ _IN_FLOAT32 = ("peft.tuners.adalora.bnb", "peft.tuners.hira.bnb", "peft.tuners.f
 
 def _cast(model: Any, adapter: str) -> None:
     """Cast ``adapter`` on the quantized layers of ``model`` to the dtype that it has on an ``nn.Linear`` in their place."""
+    import torch
     from peft.tuners._buffer_dict import BufferDict
     from peft.tuners.tuners_utils import BaseTunerLayer
     from torch import nn
@@ -43,12 +44,12 @@ def _cast(model: Any, adapter: str) -> None:
     of_model = None
     for layer in layers:
         base = layer.get_base_layer()
-        if not dense_weight.packed(base) or type(layer).__module__.startswith(_IN_FLOAT32):
+        if not dense_weight.packed(base):
             continue
         dtype = _dtype_of(base)
         if dtype is None:
             dtype = of_model = of_model or _first_dtype(model, layers)
-        if dtype is None:
+        if dtype is None or (dtype != torch.float32 and type(layer).__module__.startswith(_IN_FLOAT32)):
             continue
         for container in layer.modules():
             if not isinstance(container, (nn.ModuleDict, nn.ParameterDict, BufferDict)) or adapter not in container:
