@@ -7,6 +7,9 @@ devices. For an INT8 model it raises ``No bnb LoRA module found on the model``. 
 ``init_lora_weights="loftq"`` moves the weight of an unquantized layer to ``"cuda"`` in the same way, and fails where there is
 none.
 
+In peft 0.14 every merge into a quantized layer on a CPU, and OLoRA there, moves the weight to ``"cuda"``, too. Since 0.15
+they ask whether there is one.
+
 The repair computes on the device of the quantized weight, and for ``init_lora_weights="loftq"`` on the device of the weight
 where there is neither CUDA nor XPU. It initializes LoRA on INT8 layers in the same way: by the
 leading singular vectors of the quantization error, which peft's own function computes. On CUDA the 4-bit result stays
@@ -112,6 +115,13 @@ PATCH = Patch(
             "_loftq_init_new(module.weight, tensor, num_bits=4, reduced_rank=reduced_rank)",
             "_patches_initial(_loftq_init_new, module, tensor, num_bits=4, reduced_rank=reduced_rank)",
             names={"_patches_initial": _initial},
+        ),
+        Rewrite(
+            "peft.utils.integrations:dequantize_bnb_weight",
+            'torch.device("cuda")',
+            "torch.device(_patches_compute_device(weight))",
+            names={"_patches_compute_device": _compute_device},
+            when="peft<0.15",
         ),
         *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
     ),

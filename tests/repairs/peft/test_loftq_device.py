@@ -83,6 +83,8 @@ class TestOfAnUnquantizedWeight:
     @pytest.mark.parametrize("iterations", [1, 3])
     @pytest.mark.parametrize("bits", [4, 8])
     def test_lora_holds_what_quantization_takes_away(self, bits, iterations):
+        if bits == 8:
+            pytest.importorskip("scipy", reason="peft asks for scipy, which is not installed")
         torch.manual_seed(0)
         weight = torch.randn(48, 64)
         with patches.applied():
@@ -111,3 +113,19 @@ class TestOfAnUnquantizedWeight:
             error = float((model(X) - expected).norm())
             with model.disable_adapter():
                 assert error < 0.8 * float((model(X) - expected).norm())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA peft computes there, as before")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_lora_is_merged_on_a_cpu(bits):
+    """peft 0.14 moved the weight to CUDA for it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(layer(bits, bias=False)).to("cpu")
+    model.is_loaded_in_8bit, model.is_loaded_in_4bit = bits == 8, bits == 4
+    x = torch.randn(4, 64)
+    with patches.applied(), torch.no_grad():
+        config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config).eval()
+        expected = model(x)
+        model.merge_adapter()
+        assert float((model(x) - expected).norm() / expected.norm()) < (0.02 if bits == 8 else 0.2)
