@@ -1,13 +1,17 @@
-"""OFT of older peft silently merges the transposed base weight into quantized layers.
+"""OFT of older peft silently merges the transposed base weight into quantized layers, or cannot be added to them.
 
 ``merge`` of quantized layers dequantizes the weight, transposes it, rotates it, transposes the product back, and then
 quantizes the transposed weight instead of the product. After that a square layer, such as most attention projections,
 holds its own transpose, silently: relative error 1.4 in INT8 and in 4 bits. Other layers get the wrong shape.
-``unmerge`` of 4-bit layers has the same mistake. peft 0.16 to 0.19; 0.20 cannot add OFT to quantized layers, and from
-0.21 on OFT merges through a backend that is right.
+``unmerge`` of 4-bit layers has the same mistake. peft 0.16 to 0.20; from 0.21 on OFT merges through a backend that is
+right.
+
+peft 0.20 cannot add OFT to a model that says that it is quantized, as ``from_pretrained`` makes it: ``Linear4bit.__init__()
+missing 1 required positional argument: 'config'``. What makes the layer passes the configuration as ``oft_config``.
 
 The repair quantizes the product, so the merge is as exact as quantizing the merged weight. Unquantized layers have
-their own ``merge``, which is right. ``unmerge_oft.py`` makes unmerging exact.
+their own ``merge``, which is right. ``unmerge_oft.py`` makes unmerging exact. In peft 0.20 the configuration is passed as
+``config``, and unmerging is exact with this patch alone, because such a layer could not be unmerged before.
 """
 
 from __future__ import annotations
@@ -16,17 +20,18 @@ import warnings
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
+from ..helpers.adapters import merging
 from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:
-    """A model before and after OFT was merged into its INT8 layer."""
+    """Add OFT to an INT8 model, and merge it."""
     import bitsandbytes as bnb
     import peft
     import torch
 
-    if satisfied("peft>=0.20"):
-        raise CannotShow("from peft 0.20 on OFT merges in other code, without this defect")
+    if satisfied("peft>=0.21"):
+        raise CannotShow("from peft 0.21 on OFT merges in other code, without this defect")
     torch.manual_seed(0)
     base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)).to("cpu")
     vars(base)["is_loaded_in_8bit"] = True  # as from_pretrained says it
@@ -34,11 +39,14 @@ def defect() -> Finding:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft: merging rounds
         config = peft.OFTConfig(r=0, oft_block_size=16, target_modules=["0"], init_weights=False)
-        model = peft.get_peft_model(base, config)
+        try:
+            model = peft.get_peft_model(base, config)
+        except TypeError as error:
+            return Finding(True, f"OFT on a quantized model: {error}")
         expected = model(x)
         model.merge_adapter()
-        error = float((model(x) - expected).norm() / expected.norm())
-    return Finding(error > 0.1, f"merged into INT8: relative error of the output {error:.2f}")
+        off = float((model(x) - expected).norm() / expected.norm())
+    return Finding(off > 0.1, f"merged into INT8: relative error of the output {off:.2f}")
 
 
 def _product(method: str) -> Rewrite:
@@ -49,17 +57,29 @@ def _product(method: str) -> Rewrite:
     )
 
 
+def _config(bits: int, layer: str, options: str) -> Rewrite:
+    return Rewrite(
+        f"peft.tuners.oft.bnb:dispatch_bnb_{bits}bit",
+        find=f"{layer}(target, adapter_name, **{options})",
+        replace=f'{layer}(target, adapter_name, {options}.pop("oft_config"), **{options})',
+        when="peft>=0.20",
+    )
+
+
 PATCH = Patch(
     id="peft-merge-oft",
-    summary="OFT of older peft silently merges the transposed base weight into quantized layers",
+    summary="OFT of older peft silently merges the transposed base weight into quantized layers, or cannot be added to them",
     links=("https://github.com/huggingface/peft/blob/v0.19.1/src/peft/tuners/oft/bnb.py",),
-    requires=("peft>=0.16,<0.20", "bitsandbytes>=0.46.1"),
-    tested_up_to="0.19.1",
+    requires=("peft>=0.16,<0.21", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.20.0",
     seen_on=("2.13",),
     edits=(
         _product("Linear8bitLt.merge"),
         _product("Linear4bit.merge"),
         _product("Linear4bit.unmerge"),
+        _config(8, "Linear8bitLt", "eightbit_kwargs"),
+        _config(4, "Linear4bit", "fourbit_kwargs"),
+        *merging.edits("oft.bnb", *merging.IN_BNB, when="peft>=0.20"),
         *KEEP_CODES_BEFORE_048,  # a merge moves the layer
     ),
     defect=defect,

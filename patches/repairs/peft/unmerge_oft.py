@@ -1,8 +1,8 @@
 """Merging OFT into a quantized layer and unmerging it changes the layer for good.
 
-OFT has its own copy of the code that ``unmerge_lora.py`` describes, with the same rounding: peft 0.16 to 0.19. 0.20
-cannot add OFT to quantized layers (TypeError), and from 0.21 on they merge as ``unmerge_through_backend.py``
-describes. Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
+OFT has its own copy of the code that ``unmerge_lora.py`` describes, with the same rounding: peft 0.16 to 0.20, where
+``merge_oft.py`` makes it possible to add OFT to quantized layers. From 0.21 on they merge as
+``unmerge_through_backend.py`` describes. Upstream: trl #3466, #6688 (for LoRA). The repair is the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:
+    if satisfied("peft>=0.21"):
+        raise CannotShow("from peft 0.21 on OFT merges in other code: see peft-unmerge-through-backend")
     if satisfied("peft>=0.20"):
-        raise CannotShow("from peft 0.20 on OFT merges in other code: see peft-unmerge-through-backend")
+        raise CannotShow(
+            "on peft 0.20 another defect comes first: OFT cannot be added to a quantized model (peft-merge-oft)"
+        )
     return merging.defect("OFTConfig", r=0, oft_block_size=16, init_weights=False)
 
 
@@ -23,8 +27,8 @@ PATCH = Patch(
     id="peft-unmerge-oft",
     summary="merging OFT and unmerging it silently changes quantized layers for good",
     links=merging.LINKS,
-    requires=("peft>=0.16,<0.20", "bitsandbytes>=0.46.1"),
-    tested_up_to="0.19.1",
+    requires=("peft>=0.16,<0.21", "bitsandbytes>=0.46.1"),
+    tested_up_to="0.20.0",
     seen_on=("2.13",),
     edits=(*merging.edits("oft.bnb", *merging.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
     defect=defect,
