@@ -19,8 +19,11 @@ REFUSED = re.compile(
 KNOWN = {
     r"^HiraConfig\(rank_pattern.* has shape": "nn.Linear ignores rank_pattern of HiRA",
     r"^AdaLoraConfig.* does not train .*ranknum": "a count, which peft casts to the dtype of an nn.Linear and trains",
-    r"^(AdaLora|Frod|Hira)Config.* int8 .*own dtype.* is torch.float32": "these layers compute in float32, whatever their adapter has",
-    r"^(AdaLora|IA3|Pvera|RandLora|Road)Config.* flagged .*the output is torch.float32": "peft's layer returns float32",
+    r"^(AdaLora|Frod|Hira)Config.* (int8|nf4) .*own dtype.* is torch.float32": "these layers compute in float32, whatever their adapter has",
+    r"^(AdaLora|IA3|Pvera|RandLora|Road|Vera)Config.* flagged .*the output is torch.float32": "peft's layer returns float32",
+    r"^OSFConfig.* int8 .*float16 .* is torch.float32": "peft 0.18 gives factors the dtype of the weight, here the dequantized one",
+    r"^DeloraConfig.* nf4-stored .*gradient of .*delora_lambda": "peft before 0.19 rounds its norms to the dtype of the storage",
+    r"^PveraConfig.* flagged .*shapes cannot be multiplied": "peft 0.19 has no PVeRA for models that say that they are quantized",
     r"^TinyLoraConfig\(init_weights=False\)": "peft leaves the values uninitialized",
     r"^(Frod|OSF|Supertuning)Config.* int8 (bfloat16|float16) .*(gradient|trained)": (
         "they factor or sort the weight, which an nn.Linear rounds to 16 bits before"

@@ -1,6 +1,6 @@
-"""HRA, PEANuT, DEFT and HiRA compute with INT8 packed weights as if these were values.
+"""HRA, PEANuT, DEFT, HiRA, Bone and MiSS compute with INT8 packed weights as if these were values.
 
-Most tuners of peft without code for quantized layers call the layer and add their own part, which is right. Four of
+Most tuners of peft without code for quantized layers call the layer and add their own part, which is right. Six of
 them read ``base_layer.weight`` instead. The weight of a ``Linear8bitLt`` holds packed weights from -127 to 127, and
 its scales are stored elsewhere. There is no message:
 
@@ -10,9 +10,12 @@ its scales are stored elsewhere. There is no message:
 - DEFT starts as the identity with respect to what it reads: 1.2 before the first step. Since 0.20.
 - HiRA multiplies the weight by what it trains. It has its own INT8 layers for models with ``is_loaded_in_8bit``. A
   model without this flag, whose user put in the bitsandbytes layers, gets the plain one. Since 0.20.
+- Bone and MiSS with ``init_weights="bat"`` multiply blocks of the weight by what they train, and do not call the layer:
+  an output that is tens of times too large, also untrained. Bone in 0.16 to 0.18, MiSS in 0.17 to 0.19.
 
 An adapter that was trained like this fits no other base: neither the unquantized model nor the 4-bit one. In 4 bits
-all four raise errors about shapes. Upstream repaired one such tuner, KappaTune (peft #3736).
+all raise errors about shapes; on INT8 HRA and Bone before 0.16 raise one about dtypes. Upstream repaired one such tuner, KappaTune (peft
+#3736).
 
 The repair gives them the dequantized weight. INT8 and 4-bit layers then equal the same adapter on the dequantized
 model. Unquantized layers give the same parameter as before. An adapter that was trained on packed weights now gives
@@ -49,7 +52,10 @@ def defect() -> Finding:
     x = torch.randn(4, 64)
     expected = base(x).detach()
     model = get_peft_model(torch.nn.Sequential(base), HRAConfig(r=4, target_modules=["0"]))
-    error = ((model(x) - expected).norm() / expected.norm()).item()
+    try:
+        error = ((model(x) - expected).norm() / expected.norm()).item()
+    except RuntimeError as raised:
+        return Finding(True, f"HRA on an INT8 layer: {raised}")
     return Finding(error > 0.05, f"HRA before its first step: relative error of the output {error:.3f}")
 
 
@@ -61,14 +67,24 @@ _NOT_PARAMETER = "if isinstance(weight, torch.Tensor):"
 _NOT_QUANTIZED = 'if cls_name not in ("Params4bit", "Int8Params"):'
 
 
+def _bat(forward: str, when: str) -> Rewrite:
+    return Rewrite(
+        f"{_TUNERS}.{forward}",
+        "self.base_layer.weight.data.clone()",
+        "_patches_dense_weight(self.base_layer, x.dtype).data.clone()",
+        names=_NAMES,
+        when=when,
+    )
+
+
 PATCH = Patch(
     id="peft-codes-as-weights",
-    summary="HRA, PEANuT, DEFT and HiRA use INT8 packed weights as if they were dequantized: outputs and gradients are wrong",
+    summary="HRA, PEANuT, DEFT, HiRA, Bone and MiSS use INT8 packed weights as if they were dequantized: outputs and gradients are wrong",
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/hra/layer.py",
         "https://github.com/huggingface/peft/issues/3736",
     ),
-    requires=("peft>=0.16", "bitsandbytes>=0.46.1"),
+    requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
     edits=(
@@ -77,8 +93,17 @@ PATCH = Patch(
             f"orig_weight = {_WEIGHT}.data",
             f"orig_weight = {_DENSE}.data",
             names=_NAMES,
+            when="peft>=0.16",
         ),
-        Rewrite(f"{_TUNERS}.hra.layer:HRALinear.forward", f"{_WEIGHT}.data.dtype", "orig_weight.dtype"),
+        Rewrite(
+            f"{_TUNERS}.hra.layer:HRALinear.forward",
+            f"{_WEIGHT}.data.dtype",
+            "orig_weight.dtype",
+            when="peft>=0.16",
+        ),
+        dense_weight.read_before_cast("hra.layer:HRALinear.forward", "peft<0.16"),
+        _bat("bone.layer:BoneLinear.forward", "peft<0.19"),
+        _bat("miss.layer:MissLinear.forward", "peft>=0.17,<0.20"),
         dense_weight.refuse_merge("hra.layer:HRALinear.merge"),
         Rewrite(f"{_TUNERS}.peanut.layer:Linear.get_delta_weight", _WEIGHT, _DENSE, names=_NAMES, when="peft>=0.19"),
         dense_weight.refuse_merge("peanut.layer:Linear.merge", "peft>=0.19"),

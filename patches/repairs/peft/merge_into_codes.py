@@ -22,22 +22,27 @@ to do, as for HRA, PEANuT and DEFT (``codes_as_weights.py``). Merging into unqua
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...engine import Finding, Patch
+from ...engine.gate import satisfied
 from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
 from ..helpers.weights import dense_weight
 
 
 def defect() -> Finding:
-    """A model before and after C3A was merged into its INT8 layer."""
+    """A model before and after C3A, or before peft 0.16 Bone, was merged into its INT8 layer."""
     import bitsandbytes as bnb
+    import peft
     import torch
-    from peft import C3AConfig, get_peft_model
 
     torch.manual_seed(0)
     base = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
-    model = get_peft_model(
-        torch.nn.Sequential(base), C3AConfig(block_size=16, target_modules=["0"], init_weights="gaussian")
-    )
+    options: dict[str, Any] = {"block_size": 16, "init_weights": "gaussian"}
+    tuner, make = ("C3A", peft.C3AConfig) if satisfied("peft>=0.16") else ("Bone", peft.BoneConfig)
+    if tuner == "Bone":
+        options = {"r": 16, "init_weights": False}
+    model = peft.get_peft_model(torch.nn.Sequential(base), make(target_modules=["0"], **options))
     x = torch.randn(4, 64)
     with torch.no_grad():
         expected = model(x)
@@ -48,14 +53,14 @@ def defect() -> Finding:
         except NotImplementedError as error:
             return Finding(False, f"the merge is refused: {error}")
         lost = float((model(x) - expected).norm() / added.norm())
-    return Finding(lost > 0.5, f"C3A merged into INT8: {lost:.0%} of what it adds is lost")
+    return Finding(lost > 0.5, f"{tuner} merged into INT8: {lost:.0%} of what it adds is lost")
 
 
 _PLAIN = {
     "lora.layer:Linear": "",
     "adalora.layer:SVDLinear": "",
     "ia3.layer:Linear": "",
-    "randlora.layer:Linear": "",
+    "randlora.layer:Linear": "peft>=0.16",
     "vblora.layer:Linear": "",
     "vera.layer:Linear": "peft<0.20",
     "oft.layer:Linear": "peft<0.21",
@@ -73,11 +78,11 @@ PATCH = Patch(
     id="peft-merge-into-codes",
     summary="merging C3A, or MiSS and Bone of older peft, into INT8 layers loses the adapter, silently",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/c3a/layer.py",),
-    requires=("peft>=0.16", "bitsandbytes>=0.46.1"),
+    requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
     edits=(
-        dense_weight.refuse_merge("c3a.layer:C3ALinear.merge"),
+        dense_weight.refuse_merge("c3a.layer:C3ALinear.merge", "peft>=0.16"),
         dense_weight.refuse_merge("miss.layer:MissLinear.merge", "peft>=0.17,<0.20"),
         dense_weight.refuse_merge("bone.layer:BoneLinear.merge", "peft<0.19"),
         dense_weight.refuse_merge("fourierft.layer:FourierFTLinear.merge"),

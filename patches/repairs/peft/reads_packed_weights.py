@@ -1,4 +1,4 @@
-"""DeLoRA, TinyLoRA, FRoD, LoHa, LoKr, OSF, PSOFT and Super-Tuning fail on quantized layers, or use packed weights as values.
+"""BOFT, DeLoRA, FRoD, LoHa, LoKr, OSF, PSOFT, SHiRA, Super-Tuning and TinyLoRA fail on quantized layers, or use packed bits.
 
 These tuners of peft have no code for quantized layers and read ``base_layer.weight`` as if it held values:
 
@@ -9,8 +9,12 @@ These tuners of peft have no code for quantized layers and read ``base_layer.wei
   and complex dtype can require gradients``.
 - LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is that of packed bytes: ``shape
   '[2048, 1]' is invalid for input of size 4096``. In INT8 they train correctly.
-- OSF and PSOFT (0.19) factor the weight, and Super-Tuning (0.21) computes with it. They raise errors about a dtype
+- OSF (0.18) and PSOFT (0.19) factor the weight, and Super-Tuning (0.21) computes with it. They raise errors about a dtype
   that name no layer, or factor packed bits that are stored as floats.
+- BOFT before 0.20, and OFT before 0.16, rotate the weight in each forward: ``mat1 and mat2 shapes cannot be multiplied``.
+- SHiRA (0.17 to 0.19) adds to the weight where a mask says, and makes both in its shape: ``Only Tensors of floating
+  point``, or ``The SHiRA indices and weights are not the same dimensions``. A mask function of the user's, which may choose
+  by values, now gets an ``nn.Linear`` with the dequantized weight.
 - Trainable tokens of a quantized linear layer, and LN tuning if its ``target_modules`` name one: ``Only Tensors of floating
   point``; stored as floats, packed bits are trained.
 
@@ -21,8 +25,8 @@ dequantized model. Unquantized layers give the same parameter as before.
 None of these tuners can merge into quantized layers: ``merge`` raises errors about a dtype or shape. It now raises an
 error that names the layer and says what to do, as for HRA and C3A (``codes_as_weights.py``).
 
-What it costs: one dequantized weight for each layer while the adapter is made; FRoD with dropout needs one in each
-forward.
+What it costs: one dequantized weight for each layer while the adapter is made; BOFT, OFT, SHiRA, and FRoD with dropout need
+one in each forward.
 """
 
 from __future__ import annotations
@@ -42,6 +46,17 @@ def _stood_for(module: Any, weight: Tensor) -> Tensor:
     """The dequantized weight of ``module``; ``weight``, what FRoD takes for it, if that is not quantized."""
     dense = dense_weight.of(module)
     return weight if dense is module.weight else dense
+
+
+def _unpacked(layer: Any) -> Any:
+    """``layer``, or, if its weight is packed, an ``nn.Linear`` with the dequantized weight."""
+    if not dense_weight.packed(layer):
+        return layer
+    from torch import nn
+
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(dense_weight.of(layer).data, requires_grad=False)
+    return linear
 
 
 def _unless_trained(layer: Any) -> Any:
@@ -71,11 +86,34 @@ def defect() -> Finding:
 
 _NAMES = {"_patches_dense_weight": dense_weight.of, "_patches_shape_of": dense_weight.shape_of}
 _BASE = "self.get_base_layer().weight"
+_SHIRA = "peft>=0.17,<0.20"
+_OSF = "peft>=0.18,<0.19"
 
 
 def _dense(function: str, when: str, weight: str = "base_layer.weight", count: int = 1) -> Rewrite:
     replace = f"_patches_dense_weight({weight.removesuffix('.weight')})"
     return Rewrite(f"peft.tuners.{function}", weight, replace, count=count, names=_NAMES, when=when)
+
+
+def _dtype(function: str, when: str, layer: str) -> Rewrite:
+    return Rewrite(
+        f"peft.tuners.{function}",
+        f"{layer}.weight.dtype",
+        f"_patches_dtype_of({layer})",
+        names={"_patches_dtype_of": dense_weight.dtype_of},
+        when=when,
+    )
+
+
+def _mask(method: str, layer: str) -> Rewrite:
+    """SHiRA gives its layer to the mask function, which may be the user's."""
+    return Rewrite(
+        f"peft.tuners.shira.model:ShiraModel.{method}",
+        f"shira_config.mask_fn({layer}, shira_config.r, **kwargs)",
+        f"shira_config.mask_fn(_patches_unpacked({layer}), shira_config.r, **kwargs)",
+        names={"_patches_unpacked": _unpacked},
+        when=_SHIRA,
+    )
 
 
 def _shape(function: str, when: str = "", layer: str = "base_layer") -> Rewrite:
@@ -85,7 +123,7 @@ def _shape(function: str, when: str = "", layer: str = "base_layer") -> Rewrite:
 
 PATCH = Patch(
     id="peft-reads-packed-weights",
-    summary="DeLoRA, FRoD, LoHa, LoKr, OSF, PSOFT and TinyLoRA fail on quantized layers, or use packed bits as values",
+    summary="BOFT, DeLoRA, FRoD, LoHa, LoKr, OSF, PSOFT, SHiRA and TinyLoRA fail on quantized layers, or use packed bits as values",
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/delora/layer.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lycoris_utils.py",
@@ -102,13 +140,7 @@ PATCH = Patch(
         _dense("delora.layer:DeloraLayer.reset_delora_parameters", "peft>=0.18", _BASE),
         dense_weight.refuse_merge("delora.layer:DeloraLinear.merge", "peft>=0.18"),
         _dense("tinylora.layer:TinyLoraLayer._init_svd", "peft>=0.19"),
-        Rewrite(
-            "peft.tuners.tinylora.model:TinyLoraModel._create_and_replace",
-            "target.weight.dtype",
-            "_patches_dtype_of(target)",
-            names={"_patches_dtype_of": dense_weight.dtype_of},
-            when="peft>=0.19",
-        ),
+        _dtype("tinylora.model:TinyLoraModel._create_and_replace", "peft>=0.19", "target"),
         dense_weight.refuse_merge("tinylora.layer:Linear.merge", "peft>=0.19"),
         Rewrite(
             "peft.tuners.frod.model:FrodModel._init_frod_projections",
@@ -127,11 +159,34 @@ PATCH = Patch(
             "min(target.weight.shape)",
             "min(_patches_shape_of(target))",
             names=_NAMES,
-            when="peft>=0.19",
+            when="peft>=0.18",
         ),
-        _shape("osf.layer:OSFLayer.__init__", "peft>=0.19"),
-        _dense("osf.layer:OSFLayer.update_layer", "peft>=0.19"),
-        dense_weight.refuse_merge("osf.layer:OSFLayer.merge", "peft>=0.19"),
+        _shape("osf.layer:OSFLayer.__init__", "peft>=0.18"),
+        _dense("osf.layer:OSFLayer.update_layer", "peft>=0.18"),
+        dense_weight.refuse_merge("osf.layer:OSFLayer.merge", "peft>=0.18"),
+        _dtype("osf.model:OSFModel._cast_adapter_dtype", _OSF, "base_layer"),
+        Rewrite(
+            "peft.tuners.osf.layer:Linear.forward",
+            "self._reconstruct_weight(active_adapter)",
+            "_patches_for_input(self._reconstruct_weight(active_adapter), base_layer, x)",
+            names={"_patches_for_input": dense_weight.for_input},
+            when=_OSF,
+        ),
+        dense_weight.read_before_cast("oft.layer:Linear.forward", "peft<0.16"),
+        dense_weight.read_before_cast("boft.layer:Linear.forward", "peft<0.20"),
+        dense_weight.refuse_merge("boft.layer:Linear.merge", "peft<0.20"),
+        _shape("shira.layer:ShiraLayer.__init__", _SHIRA),
+        _dtype("shira.layer:ShiraLayer.update_layer", _SHIRA, "self.base_layer"),
+        _mask("_create_and_replace", "target.base_layer"),
+        _mask("_create_new_module", "target_base_layer"),
+        Rewrite(
+            "peft.tuners.shira.layer:Linear.forward",
+            "copy.deepcopy(self.base_layer.weight.data)",
+            "copy.deepcopy(_patches_dense_weight(self.base_layer, x.dtype).data)",
+            names=_NAMES,
+            when=_SHIRA,
+        ),
+        dense_weight.refuse_merge("shira.layer:Linear.merge", _SHIRA),
         _dense("psoft.layer:PsoftLayer._build_psoft_ab_cache_buffers", "peft>=0.19", "base.weight"),
         dense_weight.refuse_merge("psoft.layer:Linear.merge", "peft>=0.19"),
         _dense("supertuning.layer:SupertuningLayer.update_layer", "peft>=0.21"),

@@ -1,4 +1,4 @@
-"""HRA, PEANuT, DEFT and HiRA on quantized layers, against the same adapter on the weights that these stand for."""
+"""HRA, PEANuT, DEFT, HiRA, Bone and MiSS on quantized layers, against the same adapter on the weights that these stand for."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ pytestmark = pytest.mark.one_in(2)
 
 ID = "peft-codes-as-weights"
 
-if satisfied("peft<0.16"):
-    pytest.skip("before peft 0.16 HRA on INT8 is an error", allow_module_level=True)
-
-TUNERS = {"HRA": lambda: peft.HRAConfig(r=4, target_modules=["0", "2"])}
+ON = {"target_modules": ["0", "2"]}
+TUNERS = {"HRA": lambda: peft.HRAConfig(r=4, **ON)}
+if satisfied("peft<0.19"):
+    TUNERS["Bone"] = lambda: peft.BoneConfig(r=4, init_weights="bat", **ON)
+if satisfied("peft>=0.17,<0.20"):
+    TUNERS["MiSS"] = lambda: peft.MissConfig(r=4, init_weights="bat", **ON)
 if satisfied("peft>=0.19"):
-    TUNERS["PEANuT"] = lambda: peft.PeanutConfig(target_modules=["0", "2"])
+    TUNERS["PEANuT"] = lambda: peft.PeanutConfig(**ON)
 if satisfied("peft>=0.20"):
-    TUNERS["DEFT"] = lambda: peft.DeftConfig(target_modules=["0", "2"])
-    TUNERS["HiRA"] = lambda: peft.HiraConfig(r=4, target_modules=["0", "2"])
+    TUNERS["DEFT"] = lambda: peft.DeftConfig(**ON)
+    TUNERS["HiRA"] = lambda: peft.HiraConfig(r=4, **ON)
 READ_IN_FORWARD = [name for name in TUNERS if name != "DEFT"]
 
 
@@ -43,6 +45,7 @@ def with_adapter(model: torch.nn.Module, name: str, trained: bool = True) -> tor
     return model
 
 
+@pytest.mark.skipif(satisfied("peft<0.16"), reason="before peft 0.16 HRA and Bone raise an error on INT8")
 @pytest.mark.parametrize("name", TUNERS)
 def test_without_the_patch_codes_are_taken_for_weights(name):
     model, plain = models(8)

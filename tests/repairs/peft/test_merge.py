@@ -11,9 +11,6 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 import patches
 from patches.engine.gate import satisfied
 
-if satisfied("peft<0.16"):
-    pytest.skip("before peft 0.16 there is no C3A and no RandLoRA", allow_module_level=True)
-
 pytestmark = [
     pytest.mark.one_in(2),
     pytest.mark.filterwarnings("ignore:Merge|Unmerge|Adapter cannot be set:UserWarning"),
@@ -23,10 +20,14 @@ IDS = ("peft-merge-randlora", "peft-merge-oft", "peft-merge-into-codes")
 PUT_BACK = ("peft-unmerge-randlora", "peft-unmerge-oft")  # OFT's own unmerge from INT8 is 0.18 off
 IN_4BIT = ("bitsandbytes-params4bit-meta",)  # without it RandLoRA leaves a 4-bit layer unquantized
 
-RIGHT = {"RandLoRA": lambda: peft.RandLoraConfig(r=4, target_modules=["0"], init_weights=False)}
-if satisfied("peft<0.20"):
+RIGHT = {}
+if satisfied("peft>=0.16"):
+    RIGHT["RandLoRA"] = lambda: peft.RandLoraConfig(r=4, target_modules=["0"], init_weights=False)
+if satisfied("peft>=0.16,<0.21"):
     RIGHT["OFT"] = lambda: peft.OFTConfig(r=0, oft_block_size=16, target_modules=["0"], init_weights=False)
-REFUSED = {"C3A": lambda: peft.C3AConfig(block_size=16, target_modules=["0"], init_weights="gaussian")}
+REFUSED = {}
+if satisfied("peft>=0.16"):
+    REFUSED["C3A"] = lambda: peft.C3AConfig(block_size=16, target_modules=["0"], init_weights="gaussian")
 if satisfied("peft>=0.17,<0.20"):
     REFUSED["MiSS"] = lambda: peft.MissConfig(r=4, target_modules=["0"], init_weights=False)
 if satisfied("peft<0.19"):
@@ -70,7 +71,7 @@ def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [name for name in RIGHT if name != "OFT" or satisfied("peft<0.20")])
 def test_without_the_patch_another_weight_is_merged(name):
     model = adapted(RIGHT[name], 8)
     before = model(X)
@@ -107,6 +108,15 @@ def test_unloaded_and_taken_out_again(name, bits):
         model.merge_adapter()
         model.unmerge_adapter()
         assert relative_error(model(X), before) < (0.05 if bits == 8 else 0.25)
+
+
+@pytest.mark.skipif("OFT" not in RIGHT or satisfied("peft<0.20"), reason="of peft 0.20 only")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_oft_can_be_added_to_a_quantized_model(bits):
+    with pytest.raises(TypeError, match="'config'"):
+        adapted(RIGHT["OFT"], bits)
+    with patches.applied("peft-merge-oft"):
+        assert relative_error(adapted(RIGHT["OFT"], bits)(X), adapted(RIGHT["OFT"], 16)(X)) < 0.2
 
 
 @torch.no_grad()
@@ -173,7 +183,7 @@ def test_tuners_without_a_merge_say_so_by_name(name, bits):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("safe", [False, True], ids=["", "safe"])
+@pytest.mark.parametrize("safe", [False, *([True] if satisfied("peft>=0.15") else [])])
 def test_lora_of_a_model_that_does_not_say_it_is_quantized_is_refused(safe, dora):
     """peft gives it the layer for unquantized weights, whose safe merge loses the adapter silently."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""DeLoRA, TinyLoRA, FRoD, LoHa and LoKr on quantized layers, against the same adapter on the weights that these stand for."""
+"""Adapters that read the weight, on quantized layers, against the same adapter on the weights that these stand for."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ pytestmark = pytest.mark.one_in(2)
 
 ID = "peft-reads-packed-weights"
 
-if satisfied("peft<0.16"):
-    pytest.skip("the patch is for peft 0.16 and later", allow_module_level=True)
-
 ON = {"target_modules": ["0", "2"]}
 TUNERS = {"LoHa": lambda: peft.LoHaConfig(r=4, **ON), "LoKr": lambda: peft.LoKrConfig(r=4, **ON)}
+if satisfied("peft<0.16"):
+    TUNERS["OFT"] = lambda: peft.OFTConfig(r=4, **ON)
+if satisfied("peft<0.20"):
+    TUNERS["BOFT"] = lambda: peft.BOFTConfig(boft_block_size=16, **ON)
+if satisfied("peft>=0.17,<0.20"):
+    TUNERS["SHiRA"] = lambda: peft.ShiraConfig(r=4, random_seed=0, **ON)
+    TUNERS["SHiRA where weights are large"] = lambda: with_mask(peft.ShiraConfig(r=4, **ON))
+if satisfied("peft>=0.18,<0.19"):
+    TUNERS["OSF"] = lambda: peft.OSFConfig(effective_rank=8, **ON)
 if satisfied("peft>=0.18"):
     TUNERS["DeLoRA"] = lambda: peft.DeloraConfig(r=4, delora_lambda=1.0, **ON)
 if satisfied("peft>=0.19"):
@@ -30,6 +36,16 @@ if satisfied("peft>=0.19"):
 if satisfied("peft>=0.20"):
     TUNERS["FRoD"] = lambda: peft.FrodConfig(progressbar=False, **ON)
     TUNERS["FRoD with dropout"] = lambda: peft.FrodConfig(progressbar=False, frod_dropout=1e-9, **ON)
+
+
+def with_mask(config: peft.PeftConfig) -> peft.PeftConfig:
+    def large(layer: torch.nn.Module, r: int, **_: object) -> torch.Tensor:
+        mask = torch.zeros(layer.weight.numel())
+        mask[layer.weight.flatten().abs().topk(r * sum(layer.weight.shape)).indices] = 1
+        return mask.view(layer.weight.shape)
+
+    config.mask_fn = large
+    return config
 
 
 def with_adapter(model: torch.nn.Module, name: str) -> torch.nn.Module:

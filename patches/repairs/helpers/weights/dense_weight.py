@@ -138,6 +138,21 @@ def unless_codes(layer: Any, tuner: Any) -> Any:
     return layer
 
 
+def read_before_cast(forward: str, when: str) -> Rewrite:
+    """Return the edit of a ``forward`` of a layer of peft, ``module:Class.forward`` under ``peft.tuners``, that computes with the weight.
+
+    It casts its input to the dtype of the weight, and then reads the weight: now dequantized, in the dtype of the input.
+    """
+    weight = "self.get_base_layer().weight.data"
+    return Rewrite(
+        f"peft.tuners.{forward}",
+        find=f"x = x.to({weight}.dtype)\norig_weight = {weight}",
+        replace="orig_weight = _patches_dense_weight(self.get_base_layer(), x.dtype).data\nx = x.to(orig_weight.dtype)",
+        names={"_patches_dense_weight": of},
+        when=when,
+    )
+
+
 def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}") -> Rewrite:
     """The edit of a ``merge`` of a layer of peft, ``module:Class.merge`` under ``peft.tuners``, that adds to codes.
 
