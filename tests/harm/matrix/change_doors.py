@@ -35,6 +35,7 @@ def codes_numpy(s: Subject) -> None:
 
 @change(*INT8)
 def codes_inference_in_place(s: Subject) -> None:
+    only("weight" in s.layer._parameters)  # what a parametrization makes is made anew
     with torch.inference_mode():
         s.layer.weight.neg_()
     s.becomes(-s.weight, s.slack)
@@ -78,7 +79,7 @@ def packed_rows_permuted(s: Subject) -> None:
 @change(*QUANTIZED)
 def packed_cut(s: Subject) -> None:
     """Half of the packed weights, and nothing else."""
-    only(not s.offloaded)
+    only(not s.offloaded and "weight" in s.layer._parameters)  # what a parametrization makes is made anew
     rows = s.layer.weight.data.shape[0] // 2
     s.layer.weight.data = s.layer.weight.data[:rows].clone()
     meaningless(s)
