@@ -29,6 +29,8 @@ def _scale_to_fill(layer: Any) -> Tensor | None:
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
+    if "weight" not in layer._parameters:
+        return None  # pruned or parametrized: what makes the weight has keys of its own
     assigned = type(weight.data) is torch.Tensor and not isinstance(weight, Int8Params)
     if weight.dtype == torch.int8 and assigned:  # the DTensor of FSDP2 is no such thing, and stays
         empty = torch.empty(weight.shape[0], device=weight.device, dtype=torch.float32)  # whatever the default is
