@@ -14,7 +14,8 @@ as copies, or with ``assign=True`` as the given tensors themselves. The paramete
 quant type, storage dtype and double quantization become those that were saved, as with
 ``Params4bit.from_prequantized``. If a key is missing, unknown or of another shape, an error names it, also with
 ``strict=False``, because packed weights are meaningless with another quantization state. The layer and its bias are
-then left as they were.
+then left as they were. Only what a program loads from several files, one by one with ``strict=False``, may be divided: the
+layer has no quantization state until all of it has come, and its forward raises an error that names it.
 
 If scales were cast after they were saved (to make a file smaller), they become float32 again, because the kernels read
 them as float32. What the cast rounded away stays lost.
@@ -32,9 +33,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, SetAttribute
-from ...helpers.four_bit import four_bit_state
-from ...helpers.four_bit.quant_state_dict import bytes_of_codes, read
+from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ...helpers.four_bit import four_bit_state, loaded_in_parts
+from ...helpers.four_bit.quant_state_dict import Incomplete, bytes_of_codes
+from ...helpers.process import stack
 from ...helpers.weights.own_codes import are_own
 from ...helpers.weights.parameters import like
 
@@ -68,25 +70,30 @@ def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[
         if not _is_quantized_group(self, group):
             load(state_dict, prefix, *rest)
             return
-        if _stands_alone(self, group, assign):
+        if _stands_alone(self, group, assign) and not loaded_in_parts.is_waiting(self):
             old = self.weight
+            loaded_in_parts.note_own(self, group, assign)
             load(state_dict, prefix, *rest)
             _keep_statistics(self, old)
             return
+        found, lacking = None, _lacking(self, group)
         try:
-            found = read(self, _with_what_it_carries(group), assign)
+            if lacking:
+                loaded_in_parts.note_own(self, group, assign)
+            else:
+                found = loaded_in_parts.read_with_parts(self, _with_what_it_carries(group), assign)
         except ValueError as error:
-            if not (lacking := _lacking(self, group)):
+            if not (isinstance(error, Incomplete) and loaded_in_parts.collect(self, group, assign)):
                 error_msgs.append(f"The 4-bit weight {weight!r} was not loaded and not changed: {error}")
                 return
-            found = None
+            lacking = error.keys
         known, errors = len(missing_keys), len(error_msgs)
         others = {k: v for k, v in state_dict.items() if not (k + ".").startswith(weight + ".")}
         load(others, prefix, *rest)
         missing_keys[known:] = [key for key in missing_keys[known:] if key != weight]
         if found is None:
-            missing_keys += [f"{weight}.{key}" for key in lacking]
-        elif len(error_msgs) == errors and not (strict and missing_keys[known:]):
+            missing_keys += [f"{weight}.{key}".rstrip(".") for key in sorted(lacking)]
+        elif len(error_msgs) == errors and not (missing_keys[known:] and strict and stack.loads_strictly()):
             _install(self, *found)
 
     return _load_from_state_dict
@@ -112,14 +119,14 @@ def _stands_alone(layer: Linear4bit, group: Tensors, assign: bool) -> bool:
     return are_own(group[""], layer.weight) or (assign and _carried(group[""]) is not None)
 
 
-def _lacking(layer: Linear4bit, group: Tensors) -> list[str]:
+def _lacking(layer: Linear4bit, group: Tensors) -> set[str]:
     """What ``group`` lacks, if all that is in it is what ``layer`` has: to load it changes nothing. Else empty."""
     state = four_bit_state.of(layer.weight)
-    if state is None or "" not in group or not four_bit_state.is_packed(layer.weight):
-        return []
+    if state is None or not four_bit_state.is_packed(layer.weight):
+        return set()
     own = {"": layer.weight, **state.as_dict(packed=True)}
     same = all(key in own and own[key].shape == new.shape and are_own(new, own[key]) for key, new in group.items())
-    return sorted(own.keys() - group.keys()) if same else []
+    return own.keys() - group.keys() if same else set()
 
 
 def _keep_statistics(layer: Linear4bit, old: Params4bit) -> None:
@@ -160,6 +167,7 @@ def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
     weight.quant_type = state.quant_type
     weight.quant_storage = layer.quant_storage = codes.dtype
     four_bit_state.mark(weight)
+    loaded_in_parts.forget(layer)
 
 
 def defect() -> Finding:
@@ -183,6 +191,14 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
-    edits=(SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=make_load_from_state_dict),),
+    edits=(
+        SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=make_load_from_state_dict),
+        Rewrite(
+            "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",
+            find="assert module.weight.shape[1] == 1",
+            replace="_patches_refuse_parts(module)\nassert module.weight.shape[1] == 1",
+            names={"_patches_refuse_parts": loaded_in_parts.refuse},
+        ),
+    ),
     defect=defect,
 )

@@ -8,7 +8,9 @@ as values. All releases.
 
 With the repair, packed weights without scales raise an error that names the layer, and the layer is left as it was.
 Two cases are accepted: they equal the packed weights that the layer has, so its scales fit, or they are assigned as an
-``Int8Params`` that carries its scales. Floating-point weights for a quantized layer raise an error too, because torch
+``Int8Params`` that carries its scales. A program that loads the files of a checkpoint one by one with ``strict=False`` may
+find weight and scales in two of them: the layer then has no scales until they are loaded, and raises an error that names
+it if it computes before that. Floating-point weights for a quantized layer raise an error too, because torch
 would truncate them to integers.
 """
 
@@ -18,11 +20,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.int8 import int8_scales
+from ...helpers.int8 import int8_scales, int8_settled
+from ...helpers.int8.int8_moves import SCALE_OR_ERROR
+from ...helpers.process import stack
 from ...helpers.weights.own_codes import are_own
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear8bitLt
+    from torch import Tensor
+
+_CODES_CAME = "_patches_codes_came_alone"
+_SCALES_CAME = "_patches_scales_came_alone"
 
 
 def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., None]:
@@ -32,7 +40,15 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
         state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
     ) -> None:
         codes = state_dict.get(prefix + "weight")
-        if codes is not None and prefix + "SCB" not in state_dict and not _known(layer, codes, local_metadata):
+        scales = state_dict.get(prefix + "SCB")
+        if codes is not None and scales is None and not _known(layer, codes, local_metadata):
+            if _in_parts(layer, codes, local_metadata):
+                known = vars(layer.state).pop(_SCALES_CAME, False)
+                load(state_dict, prefix, local_metadata, strict, *lists)
+                if not known:
+                    int8_settled.lose_scales(layer)
+                    setattr(layer.state, _CODES_CAME, True)
+                return
             lists[-1].append(
                 f"While loading the INT8 weight {prefix + 'weight'!r}: the state dict has no {prefix + 'SCB'!r}, "
                 "its row scales. Load the model.state_dict() of a quantized model, which has weights and scales; "
@@ -46,16 +62,43 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
                 f"{codes.dtype}, expected packed INT8. Load it before the layer is moved to a device, which quantizes it"
             )
             return
-        if codes is not None and prefix + "SCB" in state_dict and _not_quantized(layer, codes, local_metadata):
+        if codes is not None and scales is not None and _not_quantized(layer, codes, local_metadata):
             lists[-1].append(
                 f"While loading the INT8 weight {prefix + 'weight'!r}: Loading a quantized checkpoint into non-quantized "
                 f"{type(layer).__name__} is not supported: its weight is {layer.weight.dtype}. Move the layer to a "
                 "device first, which quantizes it, or call load_state_dict(..., assign=True)"
             )
             return
+        if scales is not None:
+            _make_place(layer, scales, codes is None)
         load(state_dict, prefix, local_metadata, strict, *lists)
 
     return checked
+
+
+def _in_parts(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
+    """Whether codes of another layer are loaded into packed INT8 weights, and their scales may come from another file."""
+    from bitsandbytes.nn import Int8Params
+
+    if local_metadata.get("assign_to_params_buffers", False) or weight.shape != layer.weight.shape:
+        return False
+    own = layer.weight
+    whole = isinstance(own, Int8Params) and int8_scales.is_int8(own) and not hasattr(own, "_local_tensor")
+    return whole and stack.loads_in_parts()
+
+
+def _make_place(layer: Linear8bitLt, scales: Tensor, alone: bool) -> None:
+    """Before ``scales`` are loaded: make place for them in a ``layer`` whose codes came before, and note that they came."""
+    import torch
+
+    kept = vars(layer.state)
+    kept.pop(_SCALES_CAME, None)
+    if kept.pop(_CODES_CAME, False) and int8_scales.known(layer) is None:
+        empty = torch.empty(layer.weight.shape[0], device=layer.weight.device, dtype=torch.float32)
+        int8_settled.start_over(layer)
+        int8_scales.put(layer.weight, layer.weight.data, empty)
+    elif alone and (own := int8_scales.known(layer)) is not None and not int8_settled.are_equal(own, scales.to(own)):
+        setattr(layer.state, _SCALES_CAME, True)
 
 
 def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
@@ -121,6 +164,7 @@ PATCH = Patch(
             "_patches_guarded(super()._load_from_state_dict, self)",
             names={"_patches_guarded": _guarded},
         ),
+        SCALE_OR_ERROR,
     ),
     defect=defect,
 )

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 Tensors = dict[str, "torch.Tensor"]
 
 
+class Incomplete(ValueError):
+    """A group of keys that lacks some: ``keys``, by what follows the name of the weight."""
+
+    def __init__(self, said: str, keys: set[str]) -> None:
+        super().__init__(said)
+        self.keys = keys
+
+
 class Quantized(NamedTuple):
     """The quantized weight that a group of keys is to be read for."""
 
@@ -44,7 +52,7 @@ def _weight_of(layer: Linear4bit) -> Quantized:
 def read(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
     """The codes and state in ``group``, on the layer's device, sharing no memory with it unless ``assign``.
 
-    Raises ``ValueError`` with the reason if the group is not whole or does not fit the layer.
+    Raises ``Incomplete`` if the group lacks keys, and ``ValueError`` with the reason if it does not fit the layer.
     """
     return read_for(_weight_of(layer), group, assign)
 
@@ -68,8 +76,10 @@ def read_for(weight: Quantized, group: Tensors, assign: bool) -> tuple[torch.Ten
         raise ValueError(f"{_name(weight, packed[0])} cannot be read: {error}") from error
     if "nested_blocksize" in facts:
         needed |= {"nested_absmax", "nested_quant_map"}
-    _refuse(weight, "the state dict lacks", needed - set(group))
-    _refuse(weight, "the state dict has unexpected keys:", (set(group) - needed) | set(packed[1:]))
+    if lacking := needed - set(group):
+        raise Incomplete(f"the state dict lacks {_names(weight, lacking)}", lacking)
+    if unexpected := (set(group) - needed) | set(packed[1:]):
+        raise ValueError(f"the state dict has unexpected keys: {_names(weight, unexpected)}")
     device = group[""].device if assign else weight.device
     if device.type == "meta":
         raise ValueError("the layer is on the meta device: call load_state_dict(..., assign=True)")
@@ -135,9 +145,8 @@ def _as_saved(weight: Quantized, key: str, tensor: torch.Tensor, nested: bool) -
     return tensor
 
 
-def _refuse(weight: Quantized, words: str, keys: set[str]) -> None:
-    if keys:
-        raise ValueError(f"{words} {', '.join(_name(weight, key) for key in sorted(keys))}")
+def _names(weight: Quantized, keys: set[str]) -> str:
+    return ", ".join(_name(weight, key) for key in sorted(keys))
 
 
 def _name(weight: Quantized, key: str) -> str:

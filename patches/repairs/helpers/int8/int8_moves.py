@@ -87,6 +87,15 @@ SETTLING = Rewrite(
 """Of ``init_8bit_state``: what is to be seen while the state has what it had."""
 
 
+SCALE_OR_ERROR = Rewrite(
+    _INIT,
+    "self.state.SCB = self.weight.SCB",
+    "self.state.SCB = _patches_scale(self)",
+    names={"_patches_scale": int8_scales.scale},
+)
+"""Of ``init_8bit_state``: a layer without row scales raises an error that names it."""
+
+
 def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
     target = f"bitsandbytes.autograd._functions:{function}.forward"
     return (
@@ -110,12 +119,7 @@ KEEP_CODES: tuple[Rewrite | SetAttribute, ...] = (
     *_forward("MatMul8bitLt"),
     *_forward("MatMul8bitFp", when="bitsandbytes>=0.47"),
     SETTLING,
-    Rewrite(
-        _INIT,
-        "self.state.SCB = self.weight.SCB",
-        "self.state.SCB = _patches_scale(self)",
-        names={"_patches_scale": int8_scales.scale},
-    ),
+    SCALE_OR_ERROR,
     Rewrite(
         _INIT,
         "self.weight.SCB = None",

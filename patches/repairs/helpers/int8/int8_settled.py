@@ -270,6 +270,13 @@ def start_over(layer: Any) -> None:
     layer.state.CB = layer.state.SCB = None
 
 
+def lose_scales(layer: Any) -> None:
+    """``layer`` got codes whose scales are not known: from now on it has none, and whoever asks for them gets an error."""
+    int8_scales.put(layer.weight, layer.weight.data, None)
+    start_over(layer)
+    _noted.pop(layer, None)
+
+
 def note(layer: Any) -> None:
     """Note codes and scales of a weight that ``layer`` has got and not run with yet."""
     weight = layer._parameters.get("weight")

@@ -47,6 +47,30 @@ def running(*kinds: type[Module]) -> Module | None:
     return next((module for module in found if issubclass(type(module), kinds)), None)
 
 
+def loads_strictly() -> bool:
+    """Whether no ``load_state_dict(strict=False)`` runs in this stack. torch tells the modules that it loads True either way."""
+    frame = _load_state_dict()
+    return frame is None or frame.f_locals.get("strict") is not False
+
+
+def loads_in_parts() -> bool:
+    """Whether a program's ``load_state_dict(strict=False)`` runs in this stack: what is missing may come in the next one.
+
+    Not so where torch.distributed calls it, which sends what it has at once.
+    """
+    frame = _load_state_dict()
+    if frame is None or frame.f_locals.get("strict") is not False or frame.f_back is None:
+        return False
+    return not str(frame.f_back.f_globals.get("__name__")).startswith("torch.distributed")
+
+
+def _load_state_dict() -> FrameType | None:
+    for frame in _frames():
+        if frame.f_code.co_name == "load_state_dict" and frame.f_globals.get("__name__") == "torch.nn.modules.module":
+            return frame
+    return None
+
+
 def target_name() -> str:
     """The name of the module that peft puts an adapter at in this stack; empty if it puts none."""
     for frame in _frames():
