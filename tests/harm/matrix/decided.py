@@ -18,21 +18,9 @@ BY_NAME = {
         "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, "
         "an error hides it: a pickled or copied weight is no Params4bit, and a cast destroys packed weights"
     ),
-    r"^(nf4|fp4).* absmax_cut ": (
-        "bitsandbytes' kernels read beyond the end of an absmax that was cut, with the plugin and without; as is, a cast that "
-        "destroys the packed weights, or a state dict that is not loaded, ends in an error before"
-    ),
-    r"^(nf4|fp4)-stored.*evaluated \+ (.* \+ )?call_with_plain": (
-        "packed weights of another layer are read with the layer's own statistics, with the plugin and without; as is, the "
-        "assertion of the repacking on AVX512-BF16 comes first"
-    ),
-    r"^(nf4|fp4).*(forward_of_its_own|weight_data_float) \+ (saved_by_torch|state_dict\w*|safetensors)$": (
-        "statistics are saved beside a weight that was dequantized in place, with the plugin and without; as is, the "
-        "assertion of the repacking on AVX512-BF16 comes first, and before 0.49 a layer from meta loads nothing"
-    ),
-    r"^(nf4|fp4).*evaluated \+ (.* \+ )?packed_lying": (
-        "packed weights laid in one row raise an error in training; as is, an evaluation on AVX512-BF16 lays them anew, and "
-        "the gradient of the input is wrong, silently"
+    r"^(nf4|fp4)-(nested-)?stored.*evaluated \+ (.* \+ )?call_with_(plain|detached)": (
+        "functional_call puts the packed weights of another layer where nothing notices: they are read with the layer's own "
+        "statistics, with the plugin and without; as is, the assertion of the repacking on AVX512-BF16 comes first"
     ),
     r"^(nf4|fp4).*: (.* )?(on_cpu|on_cpu_ran|on_disk) .*(saved_by_torch|state_dict\w*)$": (
         "the weight of an offloaded layer is read as a tensor on meta, as with nn.Linear: that is no number"
@@ -51,9 +39,6 @@ BY_NAME = {
         "as is, codes that state.CB lost are quantized again (800 times too large); the error comes after bitsandbytes' "
         "reset_grads, which drops the scales of the state"
     ),
-    r"^int8.*weight_plain_own_codes.* codes_replaced": (
-        "codes were replaced in one of two places after a forward, and nothing tells which is newer (docs/state.md)"
-    ),
     r"^(int8|nf4|fp4).*(pickled|saved_whole|saved_and_loaded_whole).*_(swapping|overwriting) ": (
         "torch refuses to swap or overwrite an Int8Params or a Params4bit, with the plugin and without; as is, a pickled weight "
         "is none, because it has lost its class"
@@ -66,11 +51,6 @@ BY_NAME = {
         "torch refuses to move an Int8Params or a Params4bit in a user's module to meta, with the plugin and without; as is, a "
         "pickled weight is none, because it has lost its class"
     ),
-    r"^(nf4|fp4).* (absmax_none|statistics_blocksize) .*loads_without_statistics_not_strictly ": (
-        "bitsandbytes-linear4bit-load-state-dict refuses packed weights that come without their statistics, because with the old "
-        "ones the layer computes wrong numbers silently; here it has none or unusable ones, and the program replaces all of them "
-        "afterwards"
-    ),
     r"^(nf4|fp4).* forward_of_its_own .*copied .*loads": (
         "the forward that a user gave a layer reads the weight of that layer also in a copy; as is, packed weights are not loaded "
         "over a weight that was dequantized in place, which is an error"
@@ -79,10 +59,6 @@ BY_NAME = {
         "pruning multiplies packed weights that are stored in floating point by its mask, which changes those that look like NaN, "
         "with the plugin and without; as is, packed weights of another storage are not loaded, which is an error, and the "
         "assertion of the repacking on AVX512-BF16 comes first"
-    ),
-    r"^(nf4|fp4).* loads_partly": (
-        "bitsandbytes-linear4bit-load-state-dict refuses statistics that come without their packed weights; as is, they are left "
-        "out, silently, which is right only where the layer has the same statistics already"
     ),
     r"^int8.* weight_data_cast .*emptied_and_loaded": (
         "packed weights are not loaded into a weight in floating point; as is, they are copied there, and the forward computes with "
@@ -142,17 +118,13 @@ BY_NAME = {
         "a packed weight in an nn.Linear is saved as it is, with the plugin and without; as is, a forward on AVX512-BF16 has "
         "repacked the weight before, and nothing is right from there on"
     ),
-    r"^int8.*(pickled|saved_whole).* forward_of_its_own .*(to_cpu|half|bfloat16)$": (
-        "bitsandbytes quantizes floats in a Linear8bitLt when it is moved, also under a forward of the user's; as is, a pickled "
-        "weight is no Int8Params, because it has lost its class"
+    r"^int8.* loads_without_scales_not_strictly .*scales_of_another": (
+        "packed weights that were loaded with strict=False and without their scales have none until they come: a program that "
+        "writes them in place finds None. Assign a tensor, or load them"
     ),
-    r"^(nf4|fp4).* absmax_on_meta .*(forward|prompt_tuning|save_whole|pickle_whole|deepcopy|call_functionally|compile_it|merge|saved_by_torch)": (
+    r"^(nf4|fp4).* absmax_on_meta ": (
         "bitsandbytes 0.49 and 0.50 compute NaN with an absmax on meta, with the plugin and without; as is, several rows after an "
         "evaluation (0.49), and DoRA, which replaces the weight in each forward, raise an error first"
-    ),
-    r"^int8.*loads_partly": (
-        "bitsandbytes-int8-codes-without-scales refuses codes that come in one load_state_dict(strict=False) and their "
-        "scales in the next, because without the second the layer computes wrong numbers silently"
     ),
 }
 

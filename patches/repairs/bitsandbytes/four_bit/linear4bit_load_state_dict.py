@@ -20,6 +20,9 @@ layer has no quantization state until all of it has come, and its forward raises
 If scales were cast after they were saved (to make a file smaller), they become float32 again, because the kernels read
 them as float32. What the cast rounded away stays lost.
 
+A weight that a program has dequantized in place is saved without the quantization state of the packed one, which stood
+beside it: neither bitsandbytes nor transformers could load that.
+
 Packed weights alone, as in ``dict(model.named_parameters())``, are loaded only if their quantization state is known:
 they equal the layer's own bit for bit, or are a ``Params4bit`` that has one.
 
@@ -37,6 +40,7 @@ from ....engine import Finding, Patch, Rewrite, SetAttribute
 from ...helpers.four_bit import four_bit_state, loaded_in_parts
 from ...helpers.four_bit.quant_state_dict import Incomplete, bytes_of_codes
 from ...helpers.process import stack
+from ...helpers.weights import in_place
 from ...helpers.weights.own_codes import are_own
 from ...helpers.weights.parameters import like
 
@@ -170,6 +174,12 @@ def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
     loaded_in_parts.forget(layer)
 
 
+def _statistics(weight: Params4bit) -> Tensors:
+    """What is saved of the quantization state of ``weight``: nothing if a program has dequantized it in place."""
+    state = four_bit_state.of(weight)
+    return {} if state is None or in_place.holds_floats(weight) else state.as_dict(packed=True)
+
+
 def defect() -> Finding:
     import torch
     from bitsandbytes.nn import Linear4bit
@@ -193,6 +203,12 @@ PATCH = Patch(
     seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=make_load_from_state_dict),
+        Rewrite(
+            "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
+            find="self.weight.quant_state.as_dict(packed=True)",
+            replace="_patches_statistics(self.weight)",
+            names={"_patches_statistics": _statistics},
+        ),
         Rewrite(
             "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",
             find="assert module.weight.shape[1] == 1",

@@ -29,7 +29,7 @@ def _scale_to_fill(layer: Any) -> Tensor | None:
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
-    if "weight" not in layer._parameters:
+    if "weight" not in layer._parameters and "weight" not in layer._buffers:
         return None  # pruned or parametrized: what makes the weight has keys of its own
     assigned = type(weight.data) is torch.Tensor and not isinstance(weight, Int8Params)
     if weight.dtype == torch.int8 and assigned:  # the DTensor of FSDP2 is no such thing, and stays
