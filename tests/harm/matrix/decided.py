@@ -18,6 +18,14 @@ BY_NAME = {
         "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, "
         "an error hides it: a pickled or copied weight is no Params4bit, and a cast destroys packed weights"
     ),
+    r"^(nf4|fp4).* absmax_cut ": (
+        "bitsandbytes' kernels read beyond the end of an absmax that was cut, with the plugin and without; as is, a state dict "
+        "that is not loaded ends in an error before"
+    ),
+    r"^int8.* weight_buffer .*weight_deleted .*loaded_not_strictly": (
+        "a weight that is a plain attribute, no parameter and no buffer, is not saved, and its scales are, with the plugin and "
+        "without; as is, bitsandbytes before 0.50 raises an error when it saves"
+    ),
     r"^(nf4|fp4)-(nested-)?stored.*evaluated \+ (.* \+ )?call_with_(plain|detached)": (
         "functional_call puts the packed weights of another layer where nothing notices: they are read with the layer's own "
         "statistics, with the plugin and without; as is, the assertion of the repacking on AVX512-BF16 comes first"

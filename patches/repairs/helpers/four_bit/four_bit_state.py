@@ -49,7 +49,9 @@ def is_packed(weight: Any) -> bool:
     if not is_marked(weight):
         return False
     state = of(weight)
-    return state is None or state.shape is None or weight.nbytes <= packed_bytes(state.shape)
+    if state is None or state.shape is None:
+        return 1 in weight.shape  # packed weights lie in one column
+    return bool(weight.nbytes <= packed_bytes(state.shape))
 
 
 def is_for_cpu_kernel(state: QuantState | None) -> bool:

@@ -138,7 +138,7 @@ def is_cast(weight: Any, layer: Any) -> bool:
         codes = getattr(getattr(layer, "state", None), "CB", None)
     if codes is None or codes.shape != weight.shape or codes.is_meta:
         return False
-    return torch.equal(codes.to(weight.device, weight.dtype), weight.detach().as_subclass(torch.Tensor))
+    return torch.equal(codes.to(weight.device, weight.dtype), weight.data.as_subclass(torch.Tensor))
 
 
 def are_codes(weight: Tensor) -> bool:

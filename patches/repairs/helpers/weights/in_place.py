@@ -32,7 +32,7 @@ def _are_cast_codes(weight: Any) -> bool:
 
     if weight.has_fp16_weights or torch.compiler.is_compiling() or weight.is_meta or not weight.numel():
         return False
-    return int8_plain.are_codes(weight.detach())
+    return int8_plain.are_codes(weight.data)
 
 
 def was_never_quantized(layer: Any) -> bool:
