@@ -130,6 +130,10 @@ BY_NAME = {
         "packed weights that were loaded with strict=False and without their scales have none until they come: a program that "
         "writes them in place finds None. Assign a tensor, or load them"
     ),
+    r"^int8.*(pickled|saved_whole).* forward_of_its_own .*(to_cpu|half|bfloat16)$": (
+        "bitsandbytes quantizes floats in a Linear8bitLt when it is moved, also under a forward of the user's, which may read "
+        "packed weights; as is, a pickled weight is no Int8Params, because it has lost its class"
+    ),
     r"^(nf4|fp4).* absmax_on_meta ": (
         "bitsandbytes 0.49 and 0.50 compute NaN with an absmax on meta, with the plugin and without; as is, several rows after an "
         "evaluation (0.49), and DoRA, which replaces the weight in each forward, raise an error first"

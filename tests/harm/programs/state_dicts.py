@@ -13,7 +13,7 @@ from ..catalogue import program
 from ..checks import close, same
 from ..layers import BOTH, COLUMNS, INT8, NF4, ROWS, Quantized
 
-REFUSED = "(?i)size mismatch|must match|missing|unexpected|lacks|not supported|not quantized|no 'SCB'|the layer is quantized|has no|has, un"
+REFUSED = "(?i)size mismatch|must match|missing|without its row scales|unexpected|lacks|not supported|not quantized|no 'SCB'|the layer is quantized|has no|has, un"
 
 
 def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
