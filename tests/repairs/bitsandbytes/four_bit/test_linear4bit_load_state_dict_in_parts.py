@@ -1,4 +1,4 @@
-"""4-bit layers that a program loads from the files of a checkpoint, one by one with strict=False."""
+"""Quantized layers that a program loads from the files of a checkpoint, one by one with strict=False."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import patches
 from tests.repairs.bitsandbytes.four_bit.test_linear4bit_load_state_dict import layer, output
@@ -72,3 +73,36 @@ def test_a_bias_that_is_missing_keeps_no_weight_from_being_loaded():
     with patches.applied(ID):
         assert live.load_state_dict(tensors, strict=False).missing_keys == ["bias"]
         assert torch.equal(output(live), output(saved))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_transformers_loads_a_checkpoint_of_several_files(bits, tmp_path):
+    """``load_sharded_checkpoint``, with which its Trainer resumes: one file after the other, not strictly."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from transformers.trainer_utils import load_sharded_checkpoint
+
+    options = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 32}
+    config = transformers.LlamaConfig(**options, num_attention_heads=2, num_key_value_heads=2)
+    how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} if bits == 4 else {"load_in_8bit": True}
+    quantization, ids = transformers.BitsAndBytesConfig(**how), torch.arange(10)[None]
+    with patches.applied(), torch.no_grad():
+        saved, live = (quantized(config, seed, quantization, tmp_path / str(seed)) for seed in (0, 1))
+        assert not torch.equal(live(ids).logits, saved(ids).logits)
+        saved.save_pretrained(tmp_path / "files", max_shard_size="7KB")
+        whole = [
+            {key.partition(".weight")[0].removesuffix(".SCB") for key in load_file(file)}
+            for file in (tmp_path / "files").glob("*.safetensors")
+        ]
+        assert sum(map(len, whole)) > len(set().union(*whole)), "a layer is divided between two files"
+        load_sharded_checkpoint(live, str(tmp_path / "files"), strict=False)
+        assert torch.equal(live(ids).logits, saved(ids).logits)
+
+
+def quantized(config, seed, quantization, folder):
+    import transformers
+
+    torch.manual_seed(seed)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    load = transformers.LlamaForCausalLM.from_pretrained
+    return load(folder, quantization_config=quantization, device_map={"": "cpu"}).eval()
