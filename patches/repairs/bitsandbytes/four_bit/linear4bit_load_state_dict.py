@@ -80,17 +80,17 @@ def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[
             load(state_dict, prefix, *rest)
             _keep_statistics(self, old)
             return
-        found, lacking = None, _lacking(self, group)
+        found, lacking = None, set[str]()
         try:
-            if lacking:
-                loaded_in_parts.note_own(self, group, assign)
-            else:
-                found = loaded_in_parts.read_with_parts(self, _with_what_it_carries(group), assign)
+            found = loaded_in_parts.read_with_parts(self, _with_what_it_carries(group), assign)
         except ValueError as error:
-            if not (isinstance(error, Incomplete) and loaded_in_parts.collect(self, group, assign)):
+            if lacking := _lacking(self, group):
+                loaded_in_parts.note_own(self, group, assign)
+            elif isinstance(error, Incomplete) and loaded_in_parts.collect(self, group, assign):
+                lacking = error.keys
+            else:
                 error_msgs.append(f"The 4-bit weight {weight!r} was not loaded and not changed: {error}")
                 return
-            lacking = error.keys
         known, errors = len(missing_keys), len(error_msgs)
         others = {k: v for k, v in state_dict.items() if not (k + ".").startswith(weight + ".")}
         load(others, prefix, *rest)
