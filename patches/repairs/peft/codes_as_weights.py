@@ -14,8 +14,8 @@ its scales are stored elsewhere. There is no message:
   an output that is tens of times too large, also untrained. Bone in 0.16 to 0.18, MiSS in 0.17 to 0.19.
 
 An adapter that was trained like this fits no other base: neither the unquantized model nor the 4-bit one. In 4 bits
-all raise errors about shapes; on INT8 HRA and Bone before 0.16 raise one about dtypes. Upstream repaired one such tuner, KappaTune (peft
-#3736).
+all raise errors about shapes; on INT8 HRA and Bone before 0.16 raise one about dtypes. Upstream repaired one such tuner,
+KappaTune (peft #3736).
 
 The repair gives them the dequantized weight. INT8 and 4-bit layers then equal the same adapter on the dequantized
 model. Unquantized layers give the same parameter as before. An adapter that was trained on packed weights now gives
@@ -25,12 +25,12 @@ None of these tuners can merge into packed weights: the update is lost, and valu
 around (HRA: 12 % off the unmerged model). For INT8, as for 4 bits, ``merge`` now raises an error that says what to do.
 
 FSDP2 gathers packed weights into a plain ``Parameter``, and a pruned or parametrized layer has a plain tensor, which
-these four and DoRA's ``dequantize_module_weight`` do not recognize as quantized. They are dequantized by the scales of
+these six and DoRA's ``dequantize_module_weight`` do not recognize as quantized. They are dequantized by the scales of
 the layer as well. SHiRA reads ``quant_state`` of a 4-bit weight, which such a parameter does not have (since 0.20): it
 gets the weight by the quantization state of the layer. On INT8 layers of a 16-bit model it multiplies its input by a weight
 in float32: ``self and mat2 must have the same dtype``. It gets the weight in the dtype of the input.
 
-What it costs: one dequantized weight for each HRA, PEANuT and HiRA layer in a forward, as these tuners need for any
+What it costs: one dequantized weight for each HRA, PEANuT, HiRA, Bone and MiSS layer in a forward, as these tuners need for any
 layer.
 """
 
@@ -101,7 +101,7 @@ PATCH = Patch(
             "orig_weight.dtype",
             when="peft>=0.16",
         ),
-        dense_weight.read_before_cast("hra.layer:HRALinear.forward", "peft<0.16"),
+        dense_weight.dequantize_in_forward("hra.layer:HRALinear.forward", "peft<0.16"),
         _bat("bone.layer:BoneLinear.forward", "peft<0.19"),
         _bat("miss.layer:MissLinear.forward", "peft>=0.17,<0.20"),
         dense_weight.refuse_merge("hra.layer:HRALinear.merge"),

@@ -38,11 +38,12 @@ def defect() -> Finding:
 
     torch.manual_seed(0)
     base = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
-    options: dict[str, Any] = {"block_size": 16, "init_weights": "gaussian"}
-    tuner, make = ("C3A", peft.C3AConfig) if satisfied("peft>=0.16") else ("Bone", peft.BoneConfig)
-    if tuner == "Bone":
-        options = {"r": 16, "init_weights": False}
-    model = peft.get_peft_model(torch.nn.Sequential(base), make(target_modules=["0"], **options))
+    config: Any
+    if satisfied("peft>=0.16"):
+        tuner, config = "C3A", peft.C3AConfig(block_size=16, target_modules=["0"], init_weights="gaussian")
+    else:
+        tuner, config = "Bone", peft.BoneConfig(r=16, target_modules=["0"], init_weights=False)
+    model = peft.get_peft_model(torch.nn.Sequential(base), config)
     x = torch.randn(4, 64)
     with torch.no_grad():
         expected = model(x)

@@ -12,10 +12,11 @@
 The repair loads these keys as one group. A complete group that fits becomes the new packed weight and ``QuantState``,
 as copies, or with ``assign=True`` as the given tensors themselves. The parameter stays the same object. Block size,
 quant type, storage dtype and double quantization become those that were saved, as with
-``Params4bit.from_prequantized``. If a key is missing, unknown or of another shape, an error names it, also with
-``strict=False``, because packed weights are meaningless with another quantization state. The layer and its bias are
-then left as they were. Only what a program loads from several files, one by one with ``strict=False``, may be divided: the
-layer has no quantization state until all of it has come, and its forward raises an error that names it.
+``Params4bit.from_prequantized``. If a key is unknown or of another shape, an error names it, also with ``strict=False``,
+because packed weights are meaningless with another quantization state. So it does if a key is missing and ``strict=True``.
+The layer and its bias are then left as they were. With ``strict=False`` a missing key may be in another file, as where
+transformers' ``load_sharded_checkpoint`` loads one after the other: the layer has no quantization state until all keys have
+come, and its forward raises an error that names it.
 
 If scales were cast after they were saved (to make a file smaller), they become float32 again, because the kernels read
 them as float32. What the cast rounded away stays lost.
@@ -23,8 +24,8 @@ them as float32. What the cast rounded away stays lost.
 A weight that a program has dequantized in place is saved without the quantization state of the packed one, which stood
 beside it: neither bitsandbytes nor transformers could load that.
 
-Packed weights alone, as in ``dict(model.named_parameters())``, are loaded only if their quantization state is known:
-they equal the layer's own bit for bit, or are a ``Params4bit`` that has one.
+Packed weights alone, as in ``dict(model.named_parameters())``, are a whole group if their quantization state is known: they
+equal the layer's own bit for bit, or are a ``Params4bit`` that has one.
 
 ``nn.Module`` loads everything else as before: state dicts without a key of the weight (adapters), floating-point
 weights for a layer that is not quantized yet, and layers whose weight FSDP has flattened into a plain tensor.

@@ -10,8 +10,8 @@ With the repair, packed weights without scales raise an error that names the lay
 Two cases are accepted: they equal the packed weights that the layer has, so its scales fit, or they are assigned as an
 ``Int8Params`` that carries its scales. A program that loads the files of a checkpoint one by one with ``strict=False`` may
 find weight and scales in two of them: the layer then has no scales until they are loaded, and raises an error that names
-it if it computes before that. Floating-point weights for a quantized layer raise an error too, because torch
-would truncate them to integers.
+it if it computes before that. transformers' ``load_sharded_checkpoint`` is such a program. Floating-point weights for a
+quantized layer raise an error too, because torch would truncate them to integers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
                 known = vars(layer.state).pop(_SCALES_CAME, False)
                 load(state_dict, prefix, local_metadata, strict, *lists)
                 if not known:
-                    int8_settled.lose_scales(layer)
+                    int8_settled.own_codes_and(None, layer)
                     setattr(layer.state, _CODES_CAME, True)
                 return
             lists[-1].append(
@@ -95,8 +95,7 @@ def _make_place(layer: Linear8bitLt, scales: Tensor, alone: bool) -> None:
     kept.pop(_SCALES_CAME, None)
     if kept.pop(_CODES_CAME, False) and int8_scales.known(layer) is None:
         empty = torch.empty(layer.weight.shape[0], device=layer.weight.device, dtype=torch.float32)
-        int8_settled.start_over(layer)
-        int8_scales.put(layer.weight, layer.weight.data, empty)
+        int8_settled.own_codes_and(empty, layer)
     elif alone and (own := int8_scales.known(layer)) is not None and not int8_settled.are_equal(own, scales.to(own)):
         setattr(layer.state, _SCALES_CAME, True)
 

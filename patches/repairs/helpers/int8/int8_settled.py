@@ -270,9 +270,9 @@ def start_over(layer: Any) -> None:
     layer.state.CB = layer.state.SCB = None
 
 
-def lose_scales(layer: Any) -> None:
-    """``layer`` got codes whose scales are not known: from now on it has none, and whoever asks for them gets an error."""
-    int8_scales.put(layer.weight, layer.weight.data, None)
+def own_codes_and(scale: Tensor | None, layer: Any) -> None:
+    """Let the weight of ``layer`` own the codes that it holds and ``scale``; without one, forward raises an error."""
+    int8_scales.put(layer.weight, layer.weight.data, scale)
     start_over(layer)
     _noted.pop(layer, None)
 

@@ -138,10 +138,11 @@ def unless_codes(layer: Any, tuner: Any) -> Any:
     return layer
 
 
-def read_before_cast(forward: str, when: str) -> Rewrite:
-    """Return the edit of a ``forward`` of a layer of peft, ``module:Class.forward`` under ``peft.tuners``, that computes with the weight.
+def dequantize_in_forward(forward: str, when: str) -> Rewrite:
+    """Return the edit of a ``forward`` of a layer of peft, ``module:Class.forward`` under ``peft.tuners``, that reads the weight.
 
-    It casts its input to the dtype of the weight, and then reads the weight: now dequantized, in the dtype of the input.
+    It casts its input to the dtype of the weight, and then computes with the weight: now dequantized, in the dtype of the
+    input.
     """
     weight = "self.get_base_layer().weight.data"
     return Rewrite(
