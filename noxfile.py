@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent
 RELEASES = ("0.46.1", "0.47.0", "0.48.2", "0.49.0", "0.49.2", "0.50.0", "0.50.2")
 """Every release that the patches were run on."""
 ANYWHERE = (
-    "architectures", "asked/test_releases.py", "engine", "features/test_compile_options.py", "features/test_verify.py", "features/test_verify_processes.py",
+    "architectures", "asked/test_releases.py", "engine", "test_inductor_options.py", "verification",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
     "test_docs_symptoms.py",
     "test_drift.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
@@ -52,7 +52,7 @@ PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
 WITHOUT_TORCH = (
     "tests/engine", "tests/test_drift.py", "tests/test_shim.py", "tests/test_command_line.py",
-    "tests/features/test_verify.py", "tests/features/test_verify_processes.py", "tests/test_maintaining.py",
+    "tests/verification/test_verify.py", "tests/verification/test_processes.py", "tests/test_maintaining.py",
     "tests/test_without_posix.py",
 )  # fmt: skip
 PYODIDE = "314.0.7"

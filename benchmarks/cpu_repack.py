@@ -83,10 +83,10 @@ def _calls(columns: int, outputs: int, rows: int, rounds: int) -> str:
 
 def _looking(layer: Any, x: Any) -> str:
     """Microseconds to compare the weight with what was packed; nothing if it was not."""
-    from patches.repairs.helpers.four_bit import block_scales
-    from patches.repairs.helpers.operators import packed_weights
+    from patches.quantized.four_bit import block_scales
+    from patches.operators import packed_copies
 
-    packed = vars(layer.weight.untyped_storage()).get(packed_weights._COPIES, {}).get(layer.weight.data_ptr())
+    packed = vars(layer.weight.untyped_storage()).get(packed_copies._COPIES, {}).get(layer.weight.data_ptr())
     if packed is None:
         return "-"
     state, spent = layer.weight.quant_state, []

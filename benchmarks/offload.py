@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from patches.repairs.helpers.loading.reading_ahead import Region, regions
+from patches.offload.prefetch import Region, regions
 
 from .device import map_with
 from .present import markdown, write

@@ -16,22 +16,22 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 # Whatever a verb needs: a signal handler may call one while another of the same thread is at its first import.
-from . import autoload
+from . import autoload, former_modules
+from . import inductor_options as _compiling
+from . import inspection as _inspection
+from . import verification as _verifying
 from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError
 from .engine.report import Change, Report, Result, Status
-from .features import compile_options as _compiling
-from .features import experts as _experts
-from .features import inspection as _inspection
-from .features import verify as _verifying
-from .features.ranks import RanksDiffer, check_ranks
+from .experts import quantize_api as _experts
+from .ranks import RanksDiffer, check_ranks
 from .registry import REGISTRY
 
 if TYPE_CHECKING:
-    from .features.compile_options import CompileOptions
-    from .features.experts import Asked
-    from .features.inspection import Inspection
-    from .features.verify import Verification
+    from .experts.quantize_api import Asked
+    from .inductor_options import CompileOptions
+    from .inspection import Inspection
+    from .verification import Verification
 
 __all__ = [
     "CannotShow",
@@ -54,10 +54,16 @@ __all__ = [
     "verify",
 ]
 
+former_modules.put_in()
+
 Model = TypeVar("Model")
 
 revert = REGISTRY.revert
 report = REGISTRY.report
+
+
+def _is_applied(patch_id: str) -> bool:
+    return bool(REGISTRY.report(patch_id).with_status(Status.APPLIED))
 
 
 def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -> Report:
@@ -216,7 +222,7 @@ def quantize_experts(model: Any = None) -> Any:
     NotImplementedError
         While loading: the device map sends experts to the disk, and the patch that keeps them there is not applied.
     """
-    return _experts.Asked() if model is None else _experts.quantize(model)
+    return _experts.Asked(_is_applied) if model is None else _experts.quantize(model)
 
 
 def compile_options(
@@ -244,7 +250,7 @@ def compile_options(
     Parameters
     ----------
     options:
-        Any of :data:`patches.features.compile_options.ALLOWED`, by name.
+        Any of :data:`patches.inductor_options.ALLOWED`, by name.
     mode:
         A mode of ``torch.compile``, which accepts no mode beside options. This call adds the options of the mode;
         where both set the same option, ``options`` counts.

@@ -15,12 +15,11 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from . import second_name
+from . import second_name, symptoms
 from .engine import gate, imports
 from .engine.patch import unknown
 from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Result, Status
-from .features import symptoms
 
 log = logging.getLogger("bnb_patches")
 

@@ -9,9 +9,9 @@ from .engine import catalog, compiler, gate
 from .engine.build import Builder
 from .engine.registry import Registry
 from .engine.report import Report
-from .repairs.helpers.experts import dense
-from .repairs.helpers.loading import said
-from .repairs.helpers.process import compiled_code, live_objects
+from .experts import dense_operations
+from .loading import placement_summary
+from .process import compiled_code, live_objects
 
 
 class _OverStacks(Registry):
@@ -19,7 +19,13 @@ class _OverStacks(Registry):
 
     def report(self, *ids: str) -> Report:
         found = super().report(*ids)
-        return found if ids else replace(found, notes=(*found.notes, *stacks.notes(), *said.notes(), *dense.notes()))
+        return (
+            found
+            if ids
+            else replace(
+                found, notes=(*found.notes, *stacks.notes(), *placement_summary.notes(), *dense_operations.notes())
+            )
+        )
 
 
 gate.floors.update(stacks.floors())

@@ -16,10 +16,10 @@ import pytest
 import patches
 from patches import REGISTRY
 from patches.command_line import main
-from patches.features import verify as verification
-from patches.features.verify import PHASES, Row, Verification
-from patches.features.verify.processes import NoInterpreter
-from tests.features.test_verify_processes import PROC, gone_within, marked
+from patches import verification
+from patches.verification import PHASES, Row, Verification
+from patches.verification.processes import NoInterpreter
+from tests.verification.test_processes import PROC, gone_within, marked
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 SHELL = pytest.mark.skipif(os.name != "posix", reason="there is no POSIX shell to close streams with")

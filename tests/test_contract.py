@@ -21,7 +21,7 @@ from patches.engine.edits import Rewrite, module_of
 from patches.engine.patch import Patch
 from patches.engine.report import Status
 from patches.engine.match import check
-from patches.features.verify import _NOT_THERE, PHASES
+from patches.verification import PHASES, _NOT_THERE
 from tests import processor, releases
 from tests.snapshot import SNAPSHOT
 from tools import drift
@@ -64,7 +64,7 @@ def test_importing_patches_imports_none_of_the_packages(fresh):
 
 VERIFY = """
 import sys, patches
-from patches.features import verify
+from patches import verification as verify
 from tests.forks import verifying
 verifying.begin()
 verify.PHASES = tuple(sys.argv[1].split())

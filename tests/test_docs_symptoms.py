@@ -17,14 +17,14 @@ import pytest
 
 from patches import REGISTRY
 from patches.command_line import explain
-from patches.features import symptoms as features
+from patches import symptoms as features
 from tools.docs import DOCS
 
 from .test_docs import FIGURES, KNOWN, sources
 
 
 def test_every_patch_has_its_symptoms():
-    assert KNOWN.groups_of.keys() == REGISTRY.patches.keys(), "patches/features/symptoms.json has an entry for each id"
+    assert KNOWN.groups_of.keys() == REGISTRY.patches.keys(), "patches/symptoms/symptoms.json has an entry for each id"
     for patch_id, groups in KNOWN.groups_of.items():
         assert groups and set(groups) <= KNOWN.groups.keys(), patch_id
         assert KNOWN.said(patch_id) or patch_id in KNOWN.silent, f"{patch_id}: what is said without it, if anything"

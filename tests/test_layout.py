@@ -25,9 +25,13 @@ LIBRARIES = {
     "trl",
     "unsloth",
 }
+LOWER = tuple(f"patches.{room}" for room in (
+    "adapters", "config", "distributed", "engine", "experts", "loading", "offload", "operators", "optimizers", "process",
+    "quantized", "repairs.reproducers",
+))  # fmt: skip
 PATCH_FILES = sorted(
     path for path in PACKAGE.glob("repairs/*/**/*.py")
-    if path.name != "__init__.py" and "helpers" not in path.relative_to(PACKAGE).parts
+    if path.name != "__init__.py" and "reproducers" not in path.relative_to(PACKAGE).parts
 )  # fmt: skip
 
 
@@ -48,9 +52,9 @@ def named(paths: list[Path]) -> list:
 
 
 @pytest.mark.parametrize("path", named(PATCH_FILES))
-def test_a_patch_imports_the_engine_and_helpers_only(path):
+def test_a_patch_imports_the_engine_and_lower_rooms_only(path):
     ours = {name for name in imported(path) if name.split(".")[0] == "patches"}
-    assert all(name.startswith(("patches.engine", "patches.repairs.helpers")) for name in ours), ours
+    assert all(name.startswith(LOWER) for name in ours), ours
     early = {name.split(".")[0] for name in imported(path, at_import=True)}
     assert not early & {*LIBRARIES, "torch"}, "imported by whoever imports the plugin"
 
@@ -86,9 +90,9 @@ def test_no_file_is_longer_than_300_lines():
 
 
 STATE = {"SCB", "CB", "quant_state", "bnb_quantized"}
-OWNERS = {f"repairs/helpers/{name}.py" for name in
-          ("four_bit/four_bit_state", "int8/int8_moves", "int8/int8_plain", "int8/int8_scales",
-           "int8/int8_settled")}  # fmt: skip
+OWNERS = {f"quantized/{name}.py" for name in
+          ("four_bit/quant_states", "int8/weight_moves", "int8/plain_weights", "int8/row_scales",
+           "int8/scale_ownership")}  # fmt: skip
 LOOKUPS = {"getattr", "setattr", "hasattr", "delattr", "get", "pop", "setdefault"}
 
 
@@ -114,8 +118,8 @@ def reads(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", named(sorted(PACKAGE.glob("**/*.py"))))
-def test_only_the_helpers_ask_for_the_state_of_a_quantized_layer(path):
-    """One helper for each truth (docs/state.md): a patch that asks for itself believes a place that is not the owner."""
+def test_only_its_owners_ask_for_the_state_of_a_quantized_layer(path):
+    """One owner for each truth (docs/state.md): a patch that asks for itself believes a place that is not the owner."""
     if str(path.relative_to(PACKAGE)) in OWNERS:
         assert list(asked_for(path)), "no owner any more: take it off the list"
     else:
@@ -127,7 +131,7 @@ IN_EDITS = {
     ("bitsandbytes-linear4bit-plain-weight", ".quant_state"): "the same, of 4-bit layers",
     ("bitsandbytes-params4bit-meta", ".quant_state"): "the weight hands its own state to the helper that reads the devices in it",
     ("accelerate-int8-offload-resident-codes", ".CB"): "written, not read: the hook gives up the codes that it brought",
-    ("int8_moves.KEEP_CODES", ".SCB"): "an edit of an owner, which many patches share",
+    ("weight_moves.KEEP_CODES", ".SCB"): "an edit of an owner, which many patches share",
 }  # fmt: skip
 """Pieces of state that an edit asks for and the expression that it replaces does not, each with its reason."""
 
@@ -137,14 +141,14 @@ def test_edits_ask_for_no_more_of_the_state_than_what_they_replace():
     pytest.importorskip("packaging")
     from patches import REGISTRY
     from patches.engine import Rewrite
-    from patches.repairs.helpers.int8.int8_moves import KEEP_CODES
+    from patches.quantized.int8.weight_moves import KEEP_CODES
 
     shared = {edit.replace for edit in KEEP_CODES if isinstance(edit, Rewrite)}
     found = set()
     for patch in REGISTRY.patches.values():
         for edit in patch.edits:
             if isinstance(edit, Rewrite):
-                owner = "int8_moves.KEEP_CODES" if edit.replace in shared else patch.id
+                owner = "weight_moves.KEEP_CODES" if edit.replace in shared else patch.id
                 found |= {(owner, name) for name in _asked_in(edit.replace) - _asked_in(edit.find)}
     assert found == IN_EDITS.keys()
 

@@ -11,7 +11,7 @@ from patches import REGISTRY
 from patches.engine import requirement
 from patches.engine.gate import Verdict
 from patches.engine.report import Status
-from patches.features.verify import PHASES, _judged
+from patches.verification import PHASES, _judged
 from tools import drift
 
 ROOT = Path(__file__).resolve().parent.parent

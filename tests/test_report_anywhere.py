@@ -15,7 +15,7 @@ import pytest
 from patches import REGISTRY, Status
 from patches.command_line import colour, explain, glance, main
 from patches.engine.report import Report, Result
-from patches.features import symptoms
+from patches import symptoms
 from tests import forks
 
 NEEDS_STACK = pytest.mark.skipif(

@@ -47,9 +47,9 @@ REVEALED = [
     "patches.engine.report.Report",
     "patches.engine.report.Status",
     "patches.engine.report.Report",
-    "patches.features.verify.Verification",
-    "patches.features.inspection.shown.Inspection",
-    "patches.features.compile_options.CompileOptions",
+    "patches.verification.Verification",
+    "patches.inspection.table.Inspection",
+    "patches.inductor_options.CompileOptions",
     "patches.engine.report.Report",
     "float",
 ]

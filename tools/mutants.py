@@ -112,16 +112,16 @@ def _in_function(tree: ast.Module, place: int, function: ast.FunctionDef) -> Ite
 
 
 def of_patch(patch: Patch, file: Path) -> Iterator[Mutant]:
-    """In the file of the patch, and in the helpers that its edits name."""
+    """In the file of the patch, and in the functions of other rooms that its edits name."""
     source = file.read_text("utf-8")
     for what, changed in (*without_an_edit(source, patch), *mutants_of(source)):
         yield Mutant(patch.id, file.relative_to(ROOT).as_posix(), what, changed)
-    for helper, names in helpers(file, ast.parse(source)).items():
-        for what, changed in mutants_of(helper.read_text("utf-8"), names):
-            yield Mutant(patch.id, helper.relative_to(ROOT).as_posix(), what, changed)
+    for shared, names in shared_functions(file, ast.parse(source)).items():
+        for what, changed in mutants_of(shared.read_text("utf-8"), names):
+            yield Mutant(patch.id, shared.relative_to(ROOT).as_posix(), what, changed)
 
 
-def helpers(file: Path, tree: ast.Module) -> dict[Path, set[str]]:
+def shared_functions(file: Path, tree: ast.Module) -> dict[Path, set[str]]:
     """The files of the project whose functions the edits of ``tree`` name, as ``module.function`` or imported by name."""
     modules: dict[str, Path] = {}
     for node in tree.body:

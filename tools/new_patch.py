@@ -79,7 +79,7 @@ def test_the_healthy_path_stays_bit_identical(device):
 NEXT = """\
 Next (docs/add.md):
   .venv/bin/python -m patches verify {id}
-  say what a user sees: patches/features/symptoms.json, "patches" and "messages"; its keys: patches/features/symptoms.py
+  say what a user sees: patches/symptoms/symptoms.json, "patches" and "messages"; its keys: patches/symptoms/__init__.py
   its contract, in the environment of CONTRIBUTING.md: PATCH={id} .venv/bin/python -m pytest tests/test_contract.py
   make figures readme docs test, and a line in CHANGELOG.md"""
 
@@ -87,7 +87,7 @@ Next (docs/add.md):
 def files(patch_id: str, inside: str = "") -> dict[Path, str]:
     """The files of a new patch. Raises ``ValueError`` if the id or the folder cannot be one."""
     packages = sorted(path.name for path in (ROOT / "patches" / "repairs").iterdir() if (path / "__init__.py").exists())
-    packages.remove("helpers")
+    packages.remove("reproducers")
     package, _, name = patch_id.partition("-")
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", patch_id) or package not in packages:
         raise ValueError(

@@ -19,8 +19,8 @@ from .. import autoload, second_name
 from ..api import apply
 from ..engine import gate
 from ..engine.report import Report, Result, Status
-from ..features.verify.processes import NoInterpreter
 from ..registry import REGISTRY
+from ..verification.processes import NoInterpreter
 from . import colour, explain, glance, streams
 
 
@@ -159,7 +159,7 @@ def _diff(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
-    from ..features.verify import verify
+    from ..verification import verify
 
     try:
         result = verify(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)

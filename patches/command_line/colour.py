@@ -6,8 +6,8 @@ import os
 import re
 from typing import TextIO
 
+from .. import symptoms
 from ..engine.report import Status
-from ..features import symptoms
 from . import explain
 
 _BOLD, _RED, _GREEN, _YELLOW, _CYAN = (f"\x1b[{code}m" for code in (1, 31, 32, 33, 36))

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from .. import symptoms
 from ..engine import needs, table
 from ..engine.patch import Patch
 from ..engine.report import Result, Status
-from ..features import symptoms
 
 HEADINGS = ("What you see", "Why", "What changes", "Cost", "Safe when")
 NO_COST = "Not measured for this patch alone. What all patches cost together is in"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from .. import symptoms
 from ..engine import table
 from ..engine.patch import Patch
 from ..engine.report import Report, Result, Status
-from ..features import symptoms
 
 ACTED_ON = (Status.CONFLICT, Status.FAILED, Status.SHADOWED, Status.UNTESTED)
 """Where the defect may be there and is not repaired, and nobody has asked for that."""

@@ -1,4 +1,4 @@
-"""Finding the patches: every module under ``repairs/`` but the helpers has a ``PATCH``."""
+"""Finding the patches: every module under ``repairs/`` but those of the reproducers' models has a ``PATCH``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def patches() -> list[Patch]:
 
 
 def _modules(package: str) -> Iterator[str]:
-    """The modules in the folder of ``package`` and those below it, without the helpers."""
+    """The modules in the folder of ``package`` and those below it, without the reproducers' models."""
     importlib.import_module(package)
     for info in pkgutil.iter_modules(sys.modules[package].__path__, package + "."):
         if not info.ispkg:
             yield info.name
-        elif not info.name.endswith(".helpers"):
+        elif not info.name.endswith(".reproducers"):
             yield from _modules(info.name)

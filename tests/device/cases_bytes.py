@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import patches
-from patches.repairs.helpers.reproducers.tiny_models import in_dtype
+from patches.repairs.reproducers.tiny_models import in_dtype
 from tests.device import watch
 from tests.device.models import QUANTIZED, add_lora, batch, half, load, logits, quantization, save_llama
 

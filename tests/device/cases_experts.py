@@ -7,9 +7,10 @@ import torch
 import transformers
 
 import patches
-from patches.repairs.helpers.experts import dense
-from patches.repairs.helpers.experts import packed as packed_experts
-from patches.repairs.helpers.experts.found import experts_in, is_quantized
+from patches.experts import dense_operations
+from patches.experts import packed_experts
+from patches.experts.experts_in_model import experts_in
+from patches.quantized.quantized_experts import is_quantized
 from tests.device import watch
 from tests.device.models import quantization
 
@@ -98,10 +99,10 @@ def test_a_step_keeps_no_expert_in_floating_point(
         few = (1 + at_once) * 2 * sum(parameter[0].numel() for parameter in experts[:2])
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        dense.COUNTS.clear()
+        dense_operations.COUNTS.clear()
         took[kind], size[kind] = step(model, device), sum(parameter.nbytes for parameter in experts)
         del model, experts
-    assert took["nf4"] <= took[None] + few and not dense.COUNTS
+    assert took["nf4"] <= took[None] + few and not dense_operations.COUNTS
     if implementation == "eager" and at_once == 1:  # batched_mm in floating point copies an expert for each token
         assert took["nf4"] + size["nf4"] <= 0.35 * (took[None] + size[None])
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.reproducers.tiny_models import in_dtype
+from patches.repairs.reproducers.tiny_models import in_dtype
 from tests.device import watch
 from tests.device.models import (
     QUANTIZED, add_lora, assert_same_training, batch, load, logits, quantization, quantized_layers, save_llama, train,

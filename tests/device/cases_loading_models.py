@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.reproducers.tiny_models import in_dtype
+from patches.repairs.reproducers.tiny_models import in_dtype
 from tests.device.models import quantization
 from tests.repairs.transformers.test_does_not_fit_models import MODELS
 

@@ -24,7 +24,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from patches.repairs.helpers.reproducers.tiny_models import in_dtype
+from patches.repairs.reproducers.tiny_models import in_dtype
 from tests.device.layers import difference
 
 Place = str | int | torch.device

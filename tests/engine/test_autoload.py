@@ -67,7 +67,7 @@ def test_what_logging_raises_has_no_place_in_an_import(forked, broken):
 
 def test_a_group_disables_the_patches_that_are_listed_in_it(caplog):
     from patches import REGISTRY
-    from patches.features import symptoms
+    from patches import symptoms
 
     with caplog.at_level(logging.WARNING, "bnb_patches"):
         found = Settings.read(REGISTRY.patches, {"PATCHES_DISABLE": "merge, peft-dora-cache"}).disabled

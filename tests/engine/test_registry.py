@@ -276,7 +276,7 @@ def test_two_patches_of_one_name_are_refused():
 
 def test_compiled_code_is_forgotten_after_apply_and_revert(write_module):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from patches.repairs.helpers.process import compiled_code
+    from patches.process import compiled_code
 
     source = "import torch\nclass Twice(torch.nn.Module):\n    def forward(self, x):\n        return x * 2\n"
     write_module("layer", source)

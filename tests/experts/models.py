@@ -10,9 +10,9 @@ import torch
 import transformers as t
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-from patches.repairs.helpers.experts import int8
-from patches.repairs.helpers.experts.found import converters, experts_in, matrices_of
-from patches.repairs.helpers.reproducers import mixtures
+from patches.experts import int8_matrix
+from patches.experts.experts_in_model import converters, experts_in, matrices_of
+from patches.repairs.reproducers import mixtures
 
 BASE = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -122,9 +122,9 @@ def pack_int8(folder):
     """``mixtures.pack`` in INT8, as transformers 4 wrote it."""
 
     def packed(name, weight):
-        codes, scales = int8.quantized(weight)
+        codes, scales = int8_matrix.quantized(weight)
         layer, form = name.removesuffix("weight"), torch.tensor(0, dtype=torch.uint8)
-        values = int8.dequantized(codes, scales, weight.dtype)
+        values = int8_matrix.dequantized(codes, scales, weight.dtype)
         return {name: codes, f"{layer}SCB": scales, f"{layer}weight_format": form}, values
 
     return mixtures.repacked(folder, packed, {"quant_method": "bitsandbytes", "load_in_8bit": True})

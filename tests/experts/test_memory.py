@@ -10,9 +10,9 @@ pytest.importorskip("peft", minversion="0.19", reason="the models are those of t
 pytest.importorskip("transformers", minversion="5", reason="experts are linear layers before 5")
 
 from patches.engine.gate import satisfied  # noqa: E402
-from patches.repairs.helpers.experts import dense  # noqa: E402
-from patches.repairs.helpers.experts.tensor import QuantizedExperts  # noqa: E402
-from tests.experts.test_lora import IDS, pair  # noqa: E402
+from patches.experts import dense_operations  # noqa: E402
+from patches.experts.tensor import QuantizedExperts  # noqa: E402
+from tests.experts.test_lora_factors import IDS, pair  # noqa: E402
 
 pytestmark = pytest.mark.one_in(2)
 
@@ -39,7 +39,7 @@ def peak(model, checkpointing):
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_a_step(implementation, checkpointing):
     floating, quantized = pair(implementation, experts=64)
-    dense.COUNTS.clear()
+    dense_operations.COUNTS.clear()
     took = [peak(model, checkpointing) for model in (floating, quantized)]
     whole = [sum(p.nbytes for p in model.parameters() if p.dim() == 3) for model in (floating, quantized)]
     experts = [p for p in quantized.parameters() if isinstance(p, QuantizedExperts)][:2]
@@ -47,5 +47,5 @@ def test_a_step(implementation, checkpointing):
     if not satisfied("bitsandbytes>=0.49"):
         # The kernel for a CPU is in Python there: beside the result an index of 8 bytes, and values, for each number.
         two += 14 * max(parameter[0].numel() for parameter in experts)
-    assert took[1] <= took[0] + two and not dense.COUNTS
+    assert took[1] <= took[0] + two and not dense_operations.COUNTS
     assert took[1] + whole[1] <= 0.35 * (took[0] + whole[0])

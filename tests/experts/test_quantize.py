@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import zipfile
 
 import pytest
 
@@ -13,10 +14,10 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="exper
 
 import patches  # noqa: E402
 from patches.engine.gate import satisfied  # noqa: E402
-from patches.repairs.helpers.experts import dense  # noqa: E402
-from patches.repairs.helpers.experts.found import experts_in  # noqa: E402
-from patches.repairs.helpers.experts.tensor import Experts4bit  # noqa: E402
-from patches.repairs.helpers.process.messages import heard  # noqa: E402
+from patches.experts import dense_operations  # noqa: E402
+from patches.experts.experts_in_model import experts_in  # noqa: E402
+from patches.experts.tensor import Experts4bit  # noqa: E402
+from patches.repairs.reproducers.log_records import record_logs  # noqa: E402
 from tests.experts.models import CONFIGS, IDS, SOME, gap, loaded, rounded, saved, step  # noqa: E402
 
 pytestmark = pytest.mark.one_in(2)
@@ -29,7 +30,7 @@ REST = [
 
 @pytest.fixture(autouse=True)
 def counted():
-    dense.COUNTS.clear()
+    dense_operations.COUNTS.clear()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_equal_to_the_rounded_model_in_eager(tmp_path, kind):
     assert len(expected) > 2 or kind == "jetmoe", "its router is a linear layer of 4 bits"
     assert experts and all(isinstance(one.parameter, Experts4bit) for one in experts)
     assert gap(expected, step(model)) == 0 < gap(expected, unrounded)
-    assert not dense.COUNTS
+    assert not dense_operations.COUNTS
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
@@ -57,14 +58,14 @@ def test_in_inference_mode(qwen3, implementation):
         expected = model(IDS).logits
     with torch.inference_mode():
         assert torch.equal(model(IDS).logits, expected)
-    assert not dense.COUNTS
+    assert not dense_operations.COUNTS
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 def test_equal_but_for_rounding_in_the_other_implementations(qwen3, implementation):
     expected = step(rounded(loaded(qwen3, implementation)))
     assert gap(expected, step(patches.quantize_experts(loaded(qwen3, implementation)))) < 3e-6
-    assert not dense.COUNTS
+    assert not dense_operations.COUNTS
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_packed_weights_are_those_of_each_matrix(qwen3):
 def test_a_step_in_each_way(qwen3, options):
     expected = step(rounded(loaded(qwen3)), **options)
     assert gap(expected, step(patches.quantize_experts(loaded(qwen3)), **options)) == 0
-    assert not dense.COUNTS
+    assert not dense_operations.COUNTS
 
 
 def mlp(model):
@@ -127,6 +128,20 @@ def test_copies_and_state_dicts(qwen3, tmp_path):
         assert torch.equal(mlp(copied)(x), expected)
         torch.save(model, tmp_path / "model.pt")
         assert torch.equal(mlp(torch.load(tmp_path / "model.pt", weights_only=False))(x), expected)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_file_of_1_1_names_a_module_that_lies_elsewhere_now(qwen3, tmp_path, monkeypatch, weights_only):
+    from patches.experts.tensor import rebuilt
+
+    experts = mlp(patches.quantize_experts(loaded(qwen3))).experts.gate_up_proj
+    with monkeypatch.context() as former:
+        former.setattr(rebuilt, "__module__", "bnb_patches.repairs.helpers.experts.tensor")
+        torch.save(experts, tmp_path / "experts.pt")
+    assert b"repairs.helpers" in zipfile.ZipFile(tmp_path / "experts.pt").read("experts/data.pkl")
+    assert torch.equal(
+        torch.load(tmp_path / "experts.pt", weights_only=weights_only).dequantize(), experts.dequantize()
+    )
 
 
 def test_the_footprint_in_bytes(qwen3):
@@ -161,7 +176,7 @@ def test_counted_and_shown(qwen3):
 def test_what_went_dense_is_shown(qwen3):
     model = patches.quantize_experts(loaded(qwen3))
     step(model)
-    assert not [p for p in patches.inspect(model).problems if "at once" in p.what] and not dense.notes()
+    assert not [p for p in patches.inspect(model).problems if "at once" in p.what] and not dense_operations.notes()
     experts = model.model.layers[0].mlp.experts.down_proj
     for part in (experts, experts[:2]):
         part.sum()
@@ -182,7 +197,7 @@ def test_on_the_cpu_between_calls(qwen3):
         experts = mlp(model).experts.down_proj
         assert isinstance(experts, Experts4bit) and experts.is_meta
         assert torch.equal(mlp(model)(x), expected)
-    assert not dense.COUNTS
+    assert not dense_operations.COUNTS
 
 
 def test_the_disk_is_refused(qwen3, tmp_path):
@@ -248,7 +263,7 @@ def test_transformers_4(qwen3, monkeypatch):
 
 @pytest.mark.parametrize("name", ["experts", "layers.0.mlp", "experts.down_proj", "layers.1"])
 def test_a_name_skips_the_experts_whose_path_contains_it(qwen3, name):
-    with patches.applied("transformers-skip-list-ignored"), heard() as said:
+    with patches.applied("transformers-skip-list-ignored"), record_logs() as said:
         model = loaded(qwen3, llm_int8_skip_modules=[name])
     assert not any("no module of that name" in record.getMessage() for record in said)
     parameters = [one.full_name for one in experts_in(model)]

@@ -11,15 +11,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from patches.engine.gate import satisfied  # noqa: E402
-from patches.repairs.helpers.experts import dense  # noqa: E402
-from patches.repairs.helpers.experts.quantize import How, packed  # noqa: E402
-from patches.repairs.helpers.experts.tensor import QuantizedExperts, as_parameter  # noqa: E402
+from patches.experts import dense_operations  # noqa: E402
+from patches.experts.quantize import How, packed  # noqa: E402
+from patches.experts.tensor import QuantizedExperts, as_parameter  # noqa: E402
 
 
 @pytest.fixture(params=[How("nf4", True, torch.uint8), How("int8", False, torch.int8)], ids=lambda how: how.quant_type)
 def experts(request):
     """In INT8 those whose products dequantize; test_int8.py has those that LLM.int8 multiplies by."""
-    dense.COUNTS.clear()
+    dense_operations.COUNTS.clear()
     torch.manual_seed(0)
     return as_parameter(packed(torch.randn(4, 32, 64), 2, request.param))
 
@@ -48,7 +48,7 @@ def test_views(experts, view):
     got = view(experts)
     expected = view(experts.dequantize())
     assert isinstance(got, QuantizedExperts) and got.shape == expected.shape and got.stride() == expected.stride()
-    assert torch.equal(got.dequantize(), expected) and not dense.COUNTS
+    assert torch.equal(got.dequantize(), expected) and not dense_operations.COUNTS
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_products_and_their_gradients(experts, product):
         results.append((y.detach(), x.grad))
     for got, expected in zip(*results):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert not dense.COUNTS
+    assert not dense_operations.COUNTS
 
 
 def test_nothing_dequantized_is_saved_for_backward(experts):
@@ -90,7 +90,7 @@ def test_all_at_once_is_counted_and_said_once(experts, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, logger="bnb_patches"):
         for _ in range(2):
             assert torch.equal(experts.sum(0), experts.dequantize().sum(0))
-    assert dense.COUNTS == {"aten.sum.dim_IntList": 2}
+    assert dense_operations.COUNTS == {"aten.sum.dim_IntList": 2}
     (record,) = caplog.records
     assert "aten.sum.dim_IntList needs all experts at once: while it runs, 4 experts ((4, 32" in record.getMessage()
 
@@ -160,7 +160,7 @@ def test_in_inference_mode(experts):
         torch.testing.assert_close((experts.mT[1].t() @ x.t()).t(), expected, rtol=1e-5, atol=1e-5)
         made = as_parameter(experts.packed)
         assert torch.equal(torch.nn.functional.linear(x, made[1]), expected)
-    assert not dense.COUNTS
+    assert not dense_operations.COUNTS
 
 
 def test_views_in_floating_point_in_inference_mode(experts):

@@ -13,7 +13,7 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 transformers = pytest.importorskip("transformers", minversion="5", reason="experts are linear layers before 5")
 
 import patches  # noqa: E402
-from patches.repairs.helpers.process.messages import heard  # noqa: E402
+from patches.repairs.reproducers.log_records import record_logs  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,11 @@ def test_it_is_named_with_the_reason_and_nothing_changes(folder):
         patches.quantize_experts(model)
     assert "2-D parameters of all experts: nothing quantizes these" in str(patches.inspect(model))
     with patches.applied("transformers-experts-of-linear-layers", "transformers-experts-not-quantized"):
-        with heard() as said, patches.quantize_experts():
+        with record_logs() as said, patches.quantize_experts():
             again = load(folder)
     messages = " ".join(record.getMessage() for record in said)
     assert "quantize_experts changed nothing: the experts of this DbrxForCausalLM cannot be quantized" in messages
-    assert "are not quantized (197 kB" in messages and name in messages
+    assert "are not quantized (196.6 kB" in messages and name in messages
     for each in (model, again):
         assert type(each.get_parameter(name)) is torch.nn.Parameter
         with torch.no_grad():
@@ -60,7 +60,7 @@ def test_what_the_warning_of_an_upcast_advises_casts_experts_alone(folder):
     peft = pytest.importorskip("peft")
     model = load(folder).bfloat16()
     packed = {name: p.detach().clone() for name, p in model.named_parameters() if p.dtype == torch.uint8}
-    with patches.applied("peft-upcasts-experts"), heard() as said:
+    with patches.applied("peft-upcasts-experts"), record_logs() as said:
         peft.prepare_model_for_kbit_training(model)
     (message,) = (record.getMessage() for record in said if "casts the experts" in record.getMessage())
     advice = re.search(r"\((for .+?): (if .+?): (p\.data = .+?\))\) and train", message)

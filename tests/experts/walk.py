@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import transformers
 
-from patches.repairs.helpers.experts import dense
-from patches.repairs.helpers.experts.found import experts_in
-from patches.repairs.helpers.experts.tensor import QuantizedExperts
+from patches.experts import dense_operations
+from patches.experts.experts_in_model import experts_in
+from patches.experts.tensor import QuantizedExperts
 from tests.architectures import __main__ as instrument
 from tests.architectures import judged
 from tests.architectures.found import Architecture, everything
@@ -71,7 +71,7 @@ def result(architecture: Architecture) -> dict[str, str]:
 def _steps(architecture: Architecture, original: judged.Plain, folder: Path) -> Iterator[tuple[str, str]]:
     import patches
 
-    dense.COUNTS.clear()
+    dense_operations.COUNTS.clear()
 
     def load(where: Path, **also: Any) -> Any:
         options = {
@@ -104,8 +104,8 @@ def _steps(architecture: Architecture, original: judged.Plain, folder: Path) -> 
     yield "half on disk", _tried(lambda: _half_on_disk(load, model, original, config))
     yield "LoRA on attention", _tried(lambda: _lora(model, reference, original, ()))
     yield "LoRA on experts", _tried(lambda: _lora(model, reference, original, tuple(experts)))
-    if dense.COUNTS:
-        yield "went dense", ", ".join(dense.COUNTS)
+    if dense_operations.COUNTS:
+        yield "went dense", ", ".join(dense_operations.COUNTS)
 
 
 def _tried(step: Callable[[], str | None]) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from patches.features.verify import processes, worker
+from patches.verification import processes, worker
 
 
 class _Fork:

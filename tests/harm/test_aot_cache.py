@@ -41,7 +41,7 @@ def older_plugin(folder: Path) -> Path:
     """A copy of the plugin whose operators compute three times what they should, and nothing else."""
     for name in ("bnb_patches", "patches"):
         shutil.copytree(processor.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in (folder / "patches/repairs/helpers/operators").glob("[!_]*.py"):
+    for file in (folder / "patches/operators").glob("[!_]*.py"):
         if "torch.library.Library(" not in file.read_text():
             continue
         tree = ast.parse(file.read_text())
@@ -91,7 +91,7 @@ def after_older(tmp_path_factory: pytest.TempPathFactory, kinds: list[str]) -> d
 
 
 def _kinds(name: str) -> list[object]:
-    other = [pytest.mark.release("4 bits; tests/repairs/test_operators.py has the operator of INT8")]
+    other = [pytest.mark.release("4 bits; tests/operators/test_code_digest.py has the operator of INT8")]
     return [
         pytest.param(kind, marks=[*marks(f"{name}[{kind}]"), *(other if kind != KINDS[0] else ())]) for kind in KINDS
     ]
@@ -102,7 +102,7 @@ def test_after_a_process_without_the_plugin(kind, unpatched, after_unpatched):
     assert not fault(unpatched[1][kind], after_unpatched[kind])
 
 
-@pytest.mark.release("tests/repairs/test_operators.py: a version of the plugin does not take the graphs of another")
+@pytest.mark.release("tests/operators/test_code_digest.py: a version of the plugin does not take the graphs of another")
 @pytest.mark.parametrize("kind", _kinds("aot_cache.after_older"))
 def test_after_a_process_with_an_older_plugin(kind, unpatched, after_older):
     assert not fault(unpatched[1][kind], after_older[kind])

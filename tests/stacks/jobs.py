@@ -282,7 +282,7 @@ def graphs(kind: str, dora: bool, checkpointing: bool) -> Callable[[str], str]:
     """Into how many graphs a train step is compiled, and if it is not one, what ``fullgraph=True`` says first."""
 
     def run(folder: str) -> str:
-        from patches.repairs.helpers.reproducers.graphs import pieces, refused
+        from patches.repairs.reproducers.graphs import pieces, refused
 
         model = models.lora(_prepared(folder, kind, checkpointing), use_dora=dora).train()
         models.gradients(model)

@@ -1,4 +1,4 @@
-"""What a user sees, for ``docs/which.md``: the messages and the groups of ``patches/features/symptoms.json``."""
+"""What a user sees, for ``docs/which.md``: the messages and the groups of ``patches/symptoms/symptoms.json``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 
 from patches import REGISTRY
-from patches.features.symptoms import Symptoms, read
+from patches.symptoms import Symptoms, read
 
 __all__ = ["Symptoms", "fragment", "read"]
 

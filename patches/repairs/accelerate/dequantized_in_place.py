@@ -15,7 +15,7 @@ before. If packed weights were cast to floating point, an error names the layer.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.weights import in_place
+from ...quantized.weights import dequantized_in_place
 
 
 def defect() -> Finding:
@@ -53,7 +53,7 @@ PATCH = Patch(
             "accelerate.utils.modeling:set_module_tensor_to_device",
             find="old_value = getattr(module, tensor_name)",
             replace="old_value = _patches_to_move(module, tensor_name)",
-            names={"_patches_to_move": in_place.to_move},
+            names={"_patches_to_move": dequantized_in_place.to_move},
         ),
     ),
     defect=defect,

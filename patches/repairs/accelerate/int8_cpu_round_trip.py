@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.offload import hooks
+from ...quantized import accelerate_hooks
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def _run(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``module._old_forward(*args, **kwargs)``; what was brought for it goes when it raises."""
-    offloading = [hook for hook in hooks.on(module) if getattr(hook, "offload", False) is True]
+    offloading = [hook for hook in accelerate_hooks.on(module) if getattr(hook, "offload", False) is True]
     forward: Any = module._old_forward
     try:
         return forward(*args, **kwargs)

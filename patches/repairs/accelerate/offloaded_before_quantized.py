@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.four_bit import four_bit_state
-from ..helpers.offload import hooks
-from ..helpers.weights.parameters import like
+from ...quantized import accelerate_hooks
+from ...quantized.four_bit import quant_states
+from ...quantized.weights.parameter_copies import like
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,10 @@ def _moved(module: Module, name: str, old: Tensor, device: int | str | torch.dev
 
 def _kept_weights(module: Module, name: str, old: Any) -> Tensor | None:
     """The weights that the hook of ``module`` keeps for a parameter that was quantized since; None for codes."""
-    state = four_bit_state.of(old)
-    if state is None or four_bit_state.of(module) is not None:
+    state = quant_states.of(old)
+    if state is None or quant_states.of(module) is not None:
         return None
-    for part in hooks.on(module):
+    for part in accelerate_hooks.on(module):
         kept: Tensor | None = (getattr(part, "weights_map", None) or {}).get(name)
         if kept is not None and kept.is_floating_point() and kept.shape == state.shape:
             return kept

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.offload import offloaded
+from ...offload import offloaded_modules
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def stays(accelerator: Accelerator, model: Module) -> bool:
     """Whether the hooks of ``model`` bring what is not on its device."""
-    return accelerator.distributed_type.value == "NO" and offloaded.trains(model)
+    return accelerator.distributed_type.value == "NO" and offloaded_modules.trains(model)
 
 
 def defect() -> Finding:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.offload import offloaded
+from ...offload import offloaded_modules
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -27,7 +27,7 @@ def devices_of(model: Any, accelerator: Accelerator) -> set[Any]:
     """The devices in the map of ``model`` that matter to ``accelerator``."""
     devices = set(model.hf_device_map.values())
     alone = accelerator.distributed_type.value == "NO"
-    return devices - {"cpu", "disk"} if alone and offloaded.trains(model) else devices
+    return devices - {"cpu", "disk"} if alone and offloaded_modules.trains(model) else devices
 
 
 def defect() -> Finding:

@@ -15,13 +15,14 @@ Upstream: https://github.com/axolotl-ai-cloud/axolotl/pull/3677
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.four_bit.nf4_dequantize import compiled, traced
+from ...quantized.four_bit.ctypes_dequantize import traced
+from ..reproducers.graphs import dequantize_in_pieces
 
 
 def defect() -> Finding:
     from axolotl.kernels.quantize import dequantize
 
-    return compiled(dequantize)
+    return dequantize_in_pieces(dequantize)
 
 
 PATCH = Patch(

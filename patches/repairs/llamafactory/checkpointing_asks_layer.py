@@ -26,10 +26,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ...adapters.input_grads import tied
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.adapters.input_grads import tied
-from ..helpers.process import tracing
-from ..helpers.reproducers.graphs import in_pieces
+from ...process import tracing
+from ..reproducers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch

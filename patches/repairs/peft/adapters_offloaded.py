@@ -19,9 +19,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...adapters import hold_base_weights
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.adapters import held
-from ..helpers.offload import lost_gradients
+from ...offload import lost_gradients
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -31,7 +31,7 @@ def children(module: Module, offload: bool) -> Iterator[tuple[str, Any]]:
     """``module.named_children()``; a layer of peft that is offloaded is to bring them itself."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if offload and tuners is not None and isinstance(module, tuners.BaseTunerLayer):
-        held.hold(module)
+        hold_base_weights.hold(module)
         lost_gradients.remember(module)
         if _watch not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_watch)

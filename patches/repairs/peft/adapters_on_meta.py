@@ -22,9 +22,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from ...adapters import hold_base_weights
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.adapters import held
-from ..helpers.offload import offloaded
+from ...offload import offloaded_modules
+from ...quantized import accelerate_hooks
 
 if TYPE_CHECKING:
     import torch
@@ -35,25 +36,25 @@ if TYPE_CHECKING:
 def with_weights(context: AbstractContextManager[None], model: Module, parent: Module, name: str) -> Iterator[None]:
     """``context``, and inside it the weights of the module ``name`` of ``parent``, which gets an adapter there."""
     target = getattr(parent, name)
-    if not offloaded.offloaded(target):
-        offloaded.refuse_if_brought_by_another(target, model)
+    if not offloaded_modules.offloaded(target):
+        offloaded_modules.refuse_if_brought_by_another(target, model)
         with context:
             yield
         return
-    with offloaded.onloaded(target), context:
+    with offloaded_modules.onloaded(target), context:
         yield
-    held.hold(getattr(parent, name))
+    hold_base_weights.hold(getattr(parent, name))
 
 
 def home(base_layer: Module, weight: torch.Tensor) -> torch.device:
     """The device where ``weight`` is when ``base_layer`` runs."""
-    there = offloaded.execution_device(base_layer) if weight.is_meta else None
+    there = offloaded_modules.execution_device(base_layer) if weight.is_meta else None
     return weight.device if there is None else there
 
 
 def values(module: Any) -> torch.Tensor:
     """The weight of ``module``, or what it is brought from."""
-    hook = offloaded.hook_of(module)
+    hook = accelerate_hooks.hook_of(module)
     weight: torch.Tensor = module.weight if hook is None else hook.weights_map["weight"]
     return weight
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
-from ..helpers.weights import dense_weight
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.weights import dense_weight
 
 if TYPE_CHECKING:
     import torch

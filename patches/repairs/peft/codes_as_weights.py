@@ -37,8 +37,8 @@ layer.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
-from ..helpers.weights import dense_weight
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.weights import dense_weight
 
 
 def defect() -> Finding:

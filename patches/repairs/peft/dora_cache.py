@@ -10,7 +10,7 @@ The repair does not clear a cache that is empty.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.reproducers.graphs import in_pieces
+from ..reproducers.graphs import in_pieces
 
 
 def defect() -> Finding:

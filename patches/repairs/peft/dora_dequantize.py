@@ -16,10 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.four_bit import four_bit_state
-from ..helpers.int8 import int8_scales
-from ..helpers.reproducers.graphs import in_pieces
-from ..helpers.weights import dense_weight
+from ...quantized.four_bit import quant_states
+from ...quantized.int8 import row_scales
+from ...quantized.weights import dense_weight
+from ..reproducers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +43,10 @@ def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
     import bitsandbytes as bnb
 
     if isinstance(weight, bnb.nn.Params4bit):
-        four_bit: torch.Tensor = bnb.functional.dequantize_4bit(weight, four_bit_state.of(weight))
+        four_bit: torch.Tensor = bnb.functional.dequantize_4bit(weight, quant_states.of(weight))
         return four_bit
     if isinstance(weight, bnb.nn.Int8Params):
-        int8: torch.Tensor = bnb.functional.int8_vectorwise_dequant(weight, int8_scales.known(module))
+        int8: torch.Tensor = bnb.functional.int8_vectorwise_dequant(weight, row_scales.known(module))
         return int8
     return dense_weight.weight_or_dense(module, weight)
 

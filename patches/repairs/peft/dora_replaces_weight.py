@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.int8 import int8_scales
+from ...quantized.int8 import row_scales
 
 
 def defect() -> Finding:
@@ -59,7 +59,7 @@ PATCH = Patch(
                 else:
                     _patches_codes_of_data(module.weight)
             """,
-            names={"_patches_codes_of_data": int8_scales.take_codes_of_data},
+            names={"_patches_codes_of_data": row_scales.take_codes_of_data},
         ),
     ),
     defect=defect,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.experts import old_layout
+from ...experts import adapter_layout_before_019
 
 
 def defect() -> Finding:
@@ -75,9 +75,9 @@ PATCH = Patch(
                     ignore_mismatched_sizes=ignore_mismatched_sizes,
                 )
             """,
-            names={"_patches_read": old_layout.read},
+            names={"_patches_read": adapter_layout_before_019.read},
         ),
-        old_layout.VERSION,
+        adapter_layout_before_019.VERSION,
     ),
     defect=defect,
 )

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.reproducers import tiny_models
-from ..helpers.weights import in_place
+from ...quantized.weights import dequantized_in_place
+from ..reproducers import tiny_models
 
 
 def defect() -> Finding:
@@ -47,7 +47,7 @@ def defect() -> Finding:
 
 _MODULE = "peft.utils.integrations:dequantize_module_weight"
 _WEIGHT = "peft.utils.integrations:dequantize_bnb_weight"
-_NAMES = {"_patches_holds_floats": in_place.holds_floats}
+_NAMES = {"_patches_holds_floats": dequantized_in_place.holds_floats}
 
 PATCH = Patch(
     id="peft-floats-as-codes",

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...adapters.input_grads import require_grads
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.adapters.input_grads import require_grads
-from ..helpers.reproducers.graphs import in_pieces
+from ..reproducers.graphs import in_pieces
 
 
 def defect() -> Finding:

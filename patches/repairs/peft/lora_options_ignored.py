@@ -37,12 +37,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from ...adapters import base_weight
 from ...engine import Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.adapters import base_weight
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
-from ..helpers.process import stack
-from ..helpers.weights import dense_weight
+from ...process import call_stack
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.weights import dense_weight
 
 
 def _variant(tuner: Any, config: Any) -> Any:
@@ -128,7 +128,7 @@ PATCH = Patch(
             f"{_LAYER}.update_layer",
             find='kwargs.get("target_name", "")',
             replace='kwargs.get("target_name") or _patches_target_name()',
-            names={"_patches_target_name": stack.target_name},  # which layers for packed weights do not pass on
+            names={"_patches_target_name": call_stack.target_name},  # which layers for packed weights do not pass on
             when="peft>=0.19",
         ),
         Rewrite(

@@ -6,7 +6,7 @@ has quantized the experts, that sum is a floating-point tensor of full size, whi
 Qwen3-30B-A3B 1.2 GB a layer, 58 GB without checkpointing. The plugin's tensor computes it and logs that. Merging
 raises an error, because ``param.data += delta`` would write into packed weights.
 
-With the patch this sum is never computed (``helpers/experts/adapted.py``). Only experts that tokens chose are
+With the patch this sum is never computed (``experts/adapted_experts.py``). Only experts that tokens chose are
 dequantized, one at a time, and their slices of ``lora_A`` and ``lora_B`` are applied to these tokens, for each active
 adapter. Gradients equal those of the dequantized model up to rounding (1e-6). Merging dequantizes, adds and quantizes
 one expert at a time. Unmerging restores the packed weights from before, as ``peft-unmerge-lora`` does for
@@ -20,7 +20,7 @@ with itself.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.experts import lora
+from ...experts import lora_factors
 
 _LAYER = "peft.tuners.lora.layer:ParamWrapper"
 
@@ -30,9 +30,9 @@ def defect() -> Finding:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from ..helpers.experts.dense import COUNTS
-    from ..helpers.experts.quantize import quantize_model
-    from ..helpers.loading.experts import loaded_in_4bit
+    from ...experts.dense_operations import COUNTS
+    from ...experts.quantize import quantize_model
+    from ..reproducers.mixtures import loaded_in_4bit
 
     torch.manual_seed(0)
     base = loaded_in_4bit()
@@ -62,26 +62,26 @@ PATCH = Patch(
             find="self.get_delta_weight(active_adapter)",
             replace="_patches_delta(self, active_adapter)",
             count=2,
-            names={"_patches_delta": lora.delta},
+            names={"_patches_delta": lora_factors.delta},
         ),
         Rewrite(
             f"{_LAYER}._activate_lora",
             find="self.num_experts > 1",
             replace="self.num_experts > 1 and not _patches_is_quantized(self)",
-            names={"_patches_is_quantized": lora.is_quantized},
+            names={"_patches_is_quantized": lora_factors.is_quantized},
             when="peft>=0.21",
         ),
         Rewrite(
             f"{_LAYER}.merge",
             find="active_adapter in self.lora_A.keys()",
             replace="active_adapter in self.lora_A.keys() and not _patches_merged(self, active_adapter, safe_merge)",
-            names={"_patches_merged": lora.merged},
+            names={"_patches_merged": lora_factors.merged},
         ),
         Rewrite(
             f"{_LAYER}.unmerge",
             find="len(self.merged_adapters) > 0",
             replace="len(self.merged_adapters) > 0 and not _patches_unmerged(self)",
-            names={"_patches_unmerged": lora.unmerged},
+            names={"_patches_unmerged": lora_factors.unmerged},
         ),
         Rewrite(
             "torch.nn.utils.parametrize:_maybe_set",

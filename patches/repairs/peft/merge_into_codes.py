@@ -26,8 +26,8 @@ from typing import Any
 
 from ...engine import Finding, Patch
 from ...engine.gate import satisfied
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
-from ..helpers.weights import dense_weight
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.weights import dense_weight
 
 
 def defect() -> Finding:

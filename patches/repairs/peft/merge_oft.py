@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import warnings
 
+from ...adapters import merge_edits
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.adapters import merging
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:
@@ -79,7 +79,7 @@ PATCH = Patch(
         _product("Linear4bit.unmerge"),
         _config(8, "Linear8bitLt", "eightbit_kwargs"),
         _config(4, "Linear4bit", "fourbit_kwargs"),
-        *merging.edits("oft.bnb", *merging.IN_BNB, when="peft>=0.20"),
+        *merge_edits.edits("oft.bnb", *merge_edits.IN_BNB, when="peft>=0.20"),
         *KEEP_CODES_BEFORE_048,  # a merge moves the layer
     ),
     defect=defect,

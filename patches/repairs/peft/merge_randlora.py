@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
 
 
 def defect() -> Finding:

@@ -12,7 +12,7 @@ The repair reads the scales of the new weight. Before the first forward, and aft
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.int8 import int8_scales
+from ...quantized.int8 import row_scales
 
 
 def defect() -> Finding:
@@ -45,7 +45,7 @@ PATCH = Patch(
             "peft.utils.integrations:dequantize_bnb_weight",
             find=f"bnb.functional.int8_vectorwise_dequant(weight.data, state.SCB{moved})",
             replace=f"bnb.functional.int8_vectorwise_dequant(weight.data, _patches_current_scales(weight, state){moved})",
-            names={"_patches_current_scales": int8_scales.current},
+            names={"_patches_current_scales": row_scales.current},
             when=when,
         )
         for moved, when in (("", "peft<0.20"), (".to(weight.data.device)", "peft>=0.20"))

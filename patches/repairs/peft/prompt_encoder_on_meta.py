@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.offload import offloaded
+from ...offload import offloaded_modules
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def device_of(model: Any) -> torch.device | str | None:
     """What ``model`` says is its device, or that of its forward if its first parameter is offloaded."""
     device: torch.device | str | None = model.device
-    there = offloaded.first_execution_device(model) if str(device) == "meta" else None
+    there = offloaded_modules.first_execution_device(model) if str(device) == "meta" else None
     return device if there is None else there
 
 

@@ -33,10 +33,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...adapters import base_weight
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.adapters import base_weight
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
-from ..helpers.weights import dense_weight
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.weights import dense_weight
 
 if TYPE_CHECKING:
     from torch import Tensor

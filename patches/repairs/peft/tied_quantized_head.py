@@ -21,21 +21,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...adapters import merge_snapshot
 from ...engine import CannotShow, Finding, Patch, Rewrite
-from ..helpers.adapters import unmerged
-from ..helpers.weights import in_place
+from ...quantized.weights import dequantized_in_place
 
 
 def _is_floats(target: Any) -> bool:
     """Whether ``target``, or what an adapter on it wraps, is a quantized layer by its class alone."""
     base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
-    return in_place.was_never_quantized(base)
+    return dequantized_in_place.was_never_quantized(base)
 
 
 def _to_merge(layer: Any, names: list[str]) -> list[str]:
     """``names``, the adapters to merge into the base of ``layer``; an error if that would write into an embedding."""
     if not layer._get_available_adapters().isdisjoint(names):
-        unmerged.unless_never_quantized(layer.get_base_layer())
+        merge_snapshot.unless_never_quantized(layer.get_base_layer())
     return names
 
 

@@ -15,18 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...adapters import hold_base_weights
 from ...engine import Finding, Patch, SetAttribute
-from ..helpers.adapters import held
-from ..helpers.offload import offloaded
+from ...offload import offloaded_modules
 
 
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not offloaded.offloaded(self):
+        if not offloaded_modules.offloaded(self):
             return original(self, *args, **kwargs)
-        with offloaded.onloaded(self):
+        with offloaded_modules.onloaded(self):
             result = original(self, *args, **kwargs)
-        held.hold(self)
+        hold_base_weights.hold(self)
         return result
 
     return update_layer

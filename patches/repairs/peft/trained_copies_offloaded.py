@@ -18,7 +18,8 @@ import copy
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.offload import offloaded
+from ...offload import offloaded_modules
+from ...quantized import accelerate_hooks
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 def trainable_copy(module: Module) -> Module:
     """A deep copy of ``module`` that stays on its device, if ``module`` or a part of it is offloaded."""
-    if not any(offloaded.hook_of(part, visited=True) for part in module.modules()):
+    if not any(accelerate_hooks.hook_of(part, visited=True) for part in module.modules()):
         return copy.deepcopy(module)
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     hooks = {name: part._hf_hook for name, part in module.named_modules() if hasattr(part, "_hf_hook")}
-    with offloaded.visited(module):
+    with offloaded_modules.visited(module):
         copied = copy.deepcopy(module, {id(hook): hook for hook in hooks.values()})
     for name, hook in hooks.items():
-        own = offloaded.hook_of(module.get_submodule(name), visited=True) or hook
+        own = accelerate_hooks.hook_of(module.get_submodule(name), visited=True) or hook
         resident = AlignDevicesHook(getattr(own, "execution_device", None), skip_keys=getattr(own, "skip_keys", None))
         add_hook_to_module(copied.get_submodule(name), resident)  # in place of the one that it shares
     return copied

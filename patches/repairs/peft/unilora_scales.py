@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.process import live_objects
+from ...process import live_objects
 
 if TYPE_CHECKING:
     import torch

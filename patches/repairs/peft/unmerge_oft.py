@@ -7,10 +7,11 @@ OFT has its own copy of the code that ``unmerge_lora.py`` describes, with the sa
 
 from __future__ import annotations
 
+from ...adapters import merge_edits
 from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
-from ..helpers.adapters import merging
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ..reproducers import merged_adapters
 
 
 def defect() -> Finding:
@@ -20,16 +21,16 @@ def defect() -> Finding:
         raise CannotShow(
             "on peft 0.20 another defect comes first: OFT cannot be added to a quantized model (peft-merge-oft)"
         )
-    return merging.defect("OFTConfig", r=0, oft_block_size=16, init_weights=False)
+    return merged_adapters.show_unmerge_error("OFTConfig", r=0, oft_block_size=16, init_weights=False)
 
 
 PATCH = Patch(
     id="peft-unmerge-oft",
     summary="merging OFT and unmerging it silently changes quantized layers for good",
-    links=merging.LINKS,
+    links=merge_edits.LINKS,
     requires=("peft>=0.16,<0.21", "bitsandbytes>=0.46.1"),
     tested_up_to="0.20.0",
     seen_on=("2.13",),
-    edits=(*merging.edits("oft.bnb", *merging.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
+    edits=(*merge_edits.edits("oft.bnb", *merge_edits.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
     defect=defect,
 )

@@ -8,9 +8,10 @@ LoRA). The repair is the same.
 
 from __future__ import annotations
 
+from ...adapters import merge_edits
 from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
-from ..helpers.adapters import merging
+from ..reproducers import merged_adapters
 
 
 def defect() -> Finding:
@@ -18,16 +19,16 @@ def defect() -> Finding:
         raise CannotShow(
             "before bitsandbytes 0.48 another defect comes first: moving a layer quantizes its INT8 weights again"
         )
-    return merging.defect("RandLoraConfig", int8=True, r=4, init_weights=False)
+    return merged_adapters.show_unmerge_error("RandLoraConfig", int8=True, r=4, init_weights=False)
 
 
 PATCH = Patch(
     id="peft-unmerge-randlora",
     summary="merging RandLoRA and unmerging it silently changes quantized layers for good",
-    links=merging.LINKS,
+    links=merge_edits.LINKS,
     requires=("peft>=0.16", "bitsandbytes>=0.48"),
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
-    edits=tuple(merging.edits("randlora.bnb", *merging.IN_BNB)),
+    edits=tuple(merge_edits.edits("randlora.bnb", *merge_edits.IN_BNB)),
     defect=defect,
 )

@@ -8,28 +8,29 @@ bitsandbytes did not quantize is merged into as before.
 
 from __future__ import annotations
 
+from ...adapters import merge_edits
 from ...engine import Finding, Patch
-from ..helpers.adapters import merging
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ..reproducers import merged_adapters
 
 
 def defect() -> Finding:
-    return merging.defect("VeraConfig", r=4, init_weights=False)
+    return merged_adapters.show_unmerge_error("VeraConfig", r=4, init_weights=False)
 
 
 PATCH = Patch(
     id="peft-unmerge-through-backend",
     summary="merging VeRA, OFT, BOFT, MiSS or SHiRA and unmerging it silently changes quantized layers for good",
-    links=merging.LINKS,
+    links=merge_edits.LINKS,
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
     edits=(
-        *merging.edits("vera.layer", "Linear"),
-        *merging.edits("oft.layer", "Linear", when="peft>=0.21"),
-        *merging.edits("boft.layer", "Linear"),
-        *merging.edits("miss.layer", "MissLinear"),
-        *merging.edits("shira.layer", "Linear"),
+        *merge_edits.edits("vera.layer", "Linear"),
+        *merge_edits.edits("oft.layer", "Linear", when="peft>=0.21"),
+        *merge_edits.edits("boft.layer", "Linear"),
+        *merge_edits.edits("miss.layer", "MissLinear"),
+        *merge_edits.edits("shira.layer", "Linear"),
         *KEEP_CODES_BEFORE_048,  # what is put back is moved
     ),
     defect=defect,

@@ -8,25 +8,26 @@ floats in the place of packed weights (an error on a CPU), which ``bitsandbytes-
 
 from __future__ import annotations
 
+from ...adapters import merge_edits
 from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
-from ..helpers.adapters import merging
-from ..helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ..reproducers import merged_adapters
 
 
 def defect() -> Finding:
     if satisfied("peft>=0.20"):
         raise CannotShow("from peft 0.20 on VeRA merges in other code: see peft-unmerge-through-backend")
-    return merging.defect("VeraConfig", int8=True, r=4, init_weights=False)
+    return merged_adapters.show_unmerge_error("VeraConfig", int8=True, r=4, init_weights=False)
 
 
 PATCH = Patch(
     id="peft-unmerge-vera",
     summary="merging VeRA and unmerging it silently changes quantized layers for good",
-    links=merging.LINKS,
+    links=merge_edits.LINKS,
     requires=("peft>=0.14,<0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.19.1",
     seen_on=("2.13",),
-    edits=(*merging.edits("vera.bnb", *merging.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
+    edits=(*merge_edits.edits("vera.bnb", *merge_edits.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
     defect=defect,
 )

@@ -24,8 +24,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading.experts import left_in, loaded_in_4bit, readable
-from ..helpers.process.messages import LOGGER, heard
+from ...experts.unquantized import left_in
+from ...process.byte_sizes import readable
+from ...process.messages import LOGGER
+from ..reproducers.log_records import record_logs
+from ..reproducers.mixtures import loaded_in_4bit
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +39,7 @@ def defect() -> Finding:
 
     model = loaded_in_4bit()
     before = sum(parameter.nbytes for parameter in model.parameters())
-    with heard() as said:
+    with record_logs() as said:
         prepare_model_for_kbit_training(model)
     after = sum(parameter.nbytes for parameter in model.parameters())
     return Finding(

@@ -20,8 +20,8 @@ Upstream: https://github.com/pytorch/pytorch/issues/149516
 
 from __future__ import annotations
 
+from ...distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS, WATCH_CODES
 from ...engine import Finding, Patch
-from ..helpers.distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS, WATCH_CODES
 
 
 def defect() -> Finding:

@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...distributed.checkpoint_loads import READ_INTO_STAND_INS
+from ...distributed.checkpoint_plans import SAME_ON_ALL_RANKS
 from ...engine import Finding, Patch
-from ..helpers.distributed.checkpoint_loads import READ_INTO_STAND_INS
-from ..helpers.distributed.checkpoint_plans import SAME_ON_ALL_RANKS
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit

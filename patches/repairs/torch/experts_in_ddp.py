@@ -15,7 +15,7 @@ quantize)
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.experts import sharded
+from ...experts import fsdp
 
 
 def defect() -> Finding:
@@ -25,8 +25,8 @@ def defect() -> Finding:
     import torch
     import torch.distributed as dist
 
-    from ..helpers.experts.quantize import How, packed
-    from ..helpers.experts.tensor import as_parameter
+    from ...experts.quantize import How, packed
+    from ...experts.tensor import as_parameter
 
     torch.manual_seed(0)
     module = torch.nn.Linear(4, 4)
@@ -59,7 +59,7 @@ PATCH = Patch(
             "torch.distributed.utils:_sync_module_states",
             find=_SYNC.format("module_states"),
             replace=_SYNC.format("_patches_apart(module_states)"),
-            names={"_patches_apart": sharded.apart},
+            names={"_patches_apart": fsdp.apart},
         ),
     ),
     defect=defect,

@@ -21,7 +21,7 @@ from typing import Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.experts import sharded
+from ...experts import fsdp
 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 
@@ -35,8 +35,8 @@ def defect() -> Finding:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from ..helpers.experts.quantize import How, packed
-    from ..helpers.experts.tensor import as_parameter
+    from ...experts.quantize import How, packed
+    from ...experts.tensor import as_parameter
 
     if satisfied("torch<2.7"):
         raise CannotShow("experts in 4 bits are sharded in floating point on torch before 2.7, which is not repaired")
@@ -69,19 +69,19 @@ PATCH = Patch(
             f"{_PARAMETER}._init_sharded_param",
             find="param_data.new_zeros(padded_sharded_size)",
             replace="_patches_zeros(param_data, padded_sharded_size, shard_world_size)",
-            names={"_patches_zeros": sharded.zeros},
+            names={"_patches_zeros": fsdp.zeros},
         ),
         Rewrite(
             f"{_PARAMETER}._init_sharded_param",
             find="padded_sharded_param.view(-1)",
             replace="_patches_flat(padded_sharded_param)",
-            names={"_patches_flat": sharded.flat},
+            names={"_patches_flat": fsdp.flat},
         ),
         Rewrite(
             f"{_PARAMETER}.reset_sharded_param",
             find="local_tensor.view(-1)",
             replace="_patches_flat(local_tensor)",
-            names={"_patches_flat": sharded.flat},
+            names={"_patches_flat": fsdp.flat},
         ),
     ),
     defect=defect,

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...distributed import gathered_weights
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.distributed import gathered
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ PATCH = Patch(
             "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_dtype_attrs",
             find=_CASTS_NOTHING,
             replace=f"({_CASTS_NOTHING} or _patches_holds_codes(self))",
-            names={"_patches_holds_codes": gathered.holds_codes},
+            names={"_patches_holds_codes": gathered_weights.holds_codes},
         ),
     ),
     defect=defect,

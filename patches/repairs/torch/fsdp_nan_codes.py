@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...distributed import gathered_weights
 from ...engine import CannotShow, Finding, Patch, Rewrite
-from ..helpers.distributed import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,8 @@ def as_bytes(metadata: tuple[Any, Any, torch.dtype], parameters: Sequence[Any]) 
 
     dtypes, sizes, common = metadata
     if common.is_floating_point and any(
-        not parameter.sharded_param.requires_grad and gathered.holds_codes(parameter) for parameter in parameters
+        not parameter.sharded_param.requires_grad and gathered_weights.holds_codes(parameter)
+        for parameter in parameters
     ):
         common = torch.uint8
     return dtypes, sizes, common

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.process import tracing
+from ...process import tracing
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def _dispatched(
 
     if func is not torch.nn.functional.linear or len(args) < 2 or not _loses_gradient(args[0], args[1]):
         return implementation(func, types, args, kwargs)
-    from ..helpers.operators.straight_through import StraightThrough
+    from ...operators.straight_through import StraightThrough
 
     x, weight, *bias = args
     # Detached: in fp8 autograd would follow the input to an operator that has no gradient.

@@ -21,9 +21,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ...config import skip_list
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import checkpoint_keys, skipped
-from ..helpers.reproducers import tiny_models
+from ...loading import checkpoint_keys
+from ..reproducers import tiny_models
 
 _OF_ONE_EXPERT = re.compile(r"(?<=_proj)\.\d+\.weight$")
 """``experts.gate_up_proj.3.weight``"""
@@ -42,7 +43,7 @@ def preprocess(
 
     def run(model: Any, **also: Any) -> Any:
         quantized = _quantized(model, stored, mapping)
-        plain = {path: model.get_submodule(path) for path in skipped.linears(model)}
+        plain = {path: model.get_submodule(path) for path in skip_list.linears(model)}
         stacked = _stacked(model, stored, mapping)
         result = quantizer.preprocess_model(model=model, **also)
         for path, module in plain.items():
@@ -62,7 +63,7 @@ def _quantized(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: d
     """Paths of the layers of ``model`` that are quantized in the checkpoint."""
     keys = list(stored)
     weights = set(checkpoint_keys.quantized(keys))
-    paths = {path: model.get_submodule(path).weight for path in skipped.linears(model)}
+    paths = {path: model.get_submodule(path).weight for path in skip_list.linears(model)}
     candidates = weights | {key for key in keys if key.endswith(".weight")}
     names = checkpoint_keys.in_model(model, keys, candidates, mapping)
     found = set()

@@ -17,17 +17,17 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from ...config import explicit_arguments, skip_list
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import given, skipped
-from ..helpers.process.messages import LOGGER
-from ..helpers.reproducers import tiny_models
+from ...process.messages import LOGGER
+from ..reproducers import tiny_models
 
-_DEFAULTS = {given.COMPUTE: "torch.float32", given.THRESHOLD: "6.0"}
+_DEFAULTS = {explicit_arguments.COMPUTE: "torch.float32", explicit_arguments.THRESHOLD: "6.0"}
 
 
 def _names_given(config: Any) -> set[str]:
     """Which of both the user gave; those that are no default, if that was not noted."""
-    noted = given.names(config) or frozenset()
+    noted = explicit_arguments.names(config) or frozenset()
     return {name for name, default in _DEFAULTS.items() if name in noted or str(getattr(config, name)) != default}
 
 
@@ -35,13 +35,13 @@ def counted(config: Any, asked: Any) -> Any:
     """The configuration ``config`` of a checkpoint, with what counts of ``asked``, which the user gave."""
     if type(config).__name__ != "BitsAndBytesConfig" or type(asked) is not type(config):
         return config
-    names = {given.COMPUTE if config.load_in_4bit else given.THRESHOLD} & _names_given(asked)
+    names = {explicit_arguments.COMPUTE if config.load_in_4bit else explicit_arguments.THRESHOLD} & _names_given(asked)
     if names:
         config = copy.copy(config)
         vars(config).update({name: getattr(asked, name) for name in names})
-        given.choose(config)
+        explicit_arguments.choose(config)
     skip = asked.llm_int8_skip_modules
-    if skip and set(skipped.checked(skip)) - set(config.llm_int8_skip_modules or ()):
+    if skip and set(skip_list.checked(skip)) - set(config.llm_int8_skip_modules or ()):
         LOGGER.warning(
             "llm_int8_skip_modules=%r has no effect: this checkpoint is already quantized, and decides which layers are quantized. "
             "To have other layers in floating point, quantize the original model with that list.",
@@ -58,8 +58,8 @@ def defect() -> Finding:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     asked: tuple[tuple[dict[str, Any], str, Any], ...] = (
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, given.COMPUTE, torch.float16),
-        ({"load_in_8bit": True}, given.THRESHOLD, 0.0),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, explicit_arguments.COMPUTE, torch.float16),
+        ({"load_in_8bit": True}, explicit_arguments.THRESHOLD, 0.0),
     )
     said, wrong = [], False
     load = AutoModelForCausalLM.from_pretrained
@@ -69,7 +69,7 @@ def defect() -> Finding:
             load(plain, quantization_config=BitsAndBytesConfig(**how), device_map="cpu").save_pretrained(packed)
             chosen = BitsAndBytesConfig(**how, **{name: value})
             layer = load(packed, quantization_config=chosen, device_map="cpu").model.layers[0].mlp.up_proj
-        got = layer.compute_dtype if name == given.COMPUTE else layer.state.threshold
+        got = layer.compute_dtype if name == explicit_arguments.COMPUTE else layer.state.threshold
         wrong = wrong or got != value
         said.append(f"{name} is {got}, asked for {value}")
     return Finding(wrong, "; ".join(said))
@@ -92,7 +92,7 @@ PATCH = Patch(
             replace="return _patches_counted(quantization_config, quantization_config_from_args)",
             names={"_patches_counted": counted},
         ),
-        given.NOTES,
+        explicit_arguments.NOTES,
     ),
     defect=defect,
 )

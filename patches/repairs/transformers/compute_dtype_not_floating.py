@@ -15,7 +15,7 @@ from typing import Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.reproducers import tiny_models
+from ..reproducers import tiny_models
 
 _CAN_BE = ("float16", "bfloat16", "float32", "float64")
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...config import explicit_arguments
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import given
-from ..helpers.process.messages import LOGGER, heard
-from ..helpers.reproducers import tiny_models
+from ...process.messages import LOGGER
+from ..reproducers import tiny_models
+from ..reproducers.log_records import record_logs
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -52,10 +53,10 @@ def told(quantizer: Any, model: Module, replace: Any) -> Any:
 
 def _chosen(quantizer: Any) -> bool:
     """Whether the user chose the compute dtype, or it cannot be known."""
-    names = given.names(quantizer.quantization_config)
+    names = explicit_arguments.names(quantizer.quantization_config)
     if quantizer.pre_quantized:  # the configuration in a file has every argument
-        return names is not None and given.CHOSEN in names
-    return names is None or given.COMPUTE in names
+        return names is not None and explicit_arguments.CHOSEN in names
+    return names is None or explicit_arguments.COMPUTE in names
 
 
 def defect() -> Finding:
@@ -66,7 +67,7 @@ def defect() -> Finding:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    with tempfile.TemporaryDirectory() as folder, heard() as said:
+    with tempfile.TemporaryDirectory() as folder, record_logs() as said:
         tiny_models.save_llama(folder)
         model = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=how, torch_dtype=torch.bfloat16, device_map="cpu"
@@ -90,7 +91,7 @@ PATCH = Patch(
             replace="_patches_told(self, model, replace_with_bnb_linear)",
             names={"_patches_told": told},
         ),
-        given.NOTES,
+        explicit_arguments.NOTES,
     ),
     defect=defect,
 )

@@ -16,7 +16,7 @@ If you saved a checkpoint without the repair, save it again.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import source_layers
+from ...loading import source_layers
 
 
 def defect() -> Finding:

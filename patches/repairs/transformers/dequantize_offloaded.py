@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.loading import source_layers
-from ..helpers.offload import offload_maps, offloaded
+from ...loading import source_layers
+from ...offload import offloaded_modules, weights_maps
+from ...quantized import accelerate_hooks
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ def dequantize_offloaded(model: Module, quantized: type[Any], dtype: torch.dtype
     """Replace the layers of the class ``quantized`` that are offloaded; whether there were any."""
     away = {name: m for name, m in model.named_modules() if isinstance(m, quantized) and m.weight.is_meta}
     for name, module in away.items():
-        if offloaded.hook_of(module) is None:
+        if accelerate_hooks.hook_of(module) is None:
             raise ValueError(
                 f"{name!r} cannot be dequantized: its weight is on meta, and no hook of accelerate loads it. Offload the model "
                 "without preload_module_classes, or dequantize it before it is offloaded."
@@ -49,8 +50,8 @@ def _plain(module: Any, dtype: torch.dtype | None) -> Module:
     from accelerate.hooks import add_hook_to_module, remove_hook_from_module
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
-    part = offloaded.hook_of(module)
-    visit = offloaded.Visit(module, part)
+    part = accelerate_hooks.hook_of(module)
+    visit = offloaded_modules.Visit(module, part)
     try:
         state = getattr(module, "state", None)
         before_5 = satisfied("transformers<5")  # where it casts, too
@@ -60,7 +61,7 @@ def _plain(module: Any, dtype: torch.dtype | None) -> Module:
         plain.weight = torch.nn.Parameter(weight)
         plain.bias = module.bias
         plain.train(module.training)
-        offload_maps.write(part, "weight", plain.weight)
+        weights_maps.write(part, "weight", plain.weight)
     finally:
         visit.end()
     hook, original_devices = vars(module).pop("_hf_hook"), part.original_devices

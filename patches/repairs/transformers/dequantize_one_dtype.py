@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.reproducers import tiny_models
+from ..reproducers import tiny_models
 
 if TYPE_CHECKING:
     import torch

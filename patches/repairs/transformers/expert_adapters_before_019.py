@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.experts import old_layout
+from ...experts import adapter_layout_before_019
 
 
 def defect() -> Finding:
@@ -68,9 +68,9 @@ PATCH = Patch(
                     self, peft_config, adapter_name, adapter_state_dict, peft_model_id
                 )
             """,
-            names={"_patches_of_file": old_layout.of_file},
+            names={"_patches_of_file": adapter_layout_before_019.of_file},
         ),
-        old_layout.VERSION,
+        adapter_layout_before_019.VERSION,
     ),
     defect=defect,
 )

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...config import quantizers
 from ...engine import Finding, Patch
-from ..helpers.loading import quantizers
-from ..helpers.loading.experts import left_in, loaded_in_4bit, readable
-from ..helpers.process.messages import LOGGER, heard
+from ...experts.unquantized import left_in
+from ...process.byte_sizes import readable
+from ...process.messages import LOGGER
+from ..reproducers.log_records import record_logs
+from ..reproducers.mixtures import loaded_in_4bit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def defect() -> Finding:
-    with heard() as said:
+    with record_logs() as said:
         model = loaded_in_4bit()
     left = left_in(model)
     if left is None:

@@ -17,35 +17,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ...config import quantizers
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.experts.found import is_quantized
-from ..helpers.loading import quantizers, untied
+from ...loading import weights_stored_separately
+from ...quantized.quantized_experts import is_quantized
 
 
 def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str]) -> list[Any]:
     """What a model is loaded by, with converters for quantized experts where they are needed."""
     if getattr(load_config.hf_quantizer, "quantization_config", None) is None:
         return mapping
-    from ..helpers.experts import asked_for, reading
+    from ...experts import expert_converters, quantize_request
 
-    return reading.converters(mapping, model, load_config, state, asked_for.now())
+    return expert_converters.converters(mapping, model, load_config, state, quantize_request.now())
 
 
 def element_size(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
-    from ..helpers.experts import sizes
+    from ...experts import quantized_sizes
 
-    return sizes.of_element(quantizer, model, name, parameter)
+    return quantized_sizes.of_element(quantizer, model, name, parameter)
 
 
 def without_ties(remove: Callable[..., Any], state: dict[str, Any], model: Any) -> dict[str, Any]:
-    from ..helpers.experts import saving
+    from ...experts import saving
 
     return saving.without_ties(remove, state, model)
 
 
 def reverted(revert: Callable[..., Any], model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    from ..helpers.experts import saving
+    from ...experts import saving
 
     return saving.reverted(revert, model, state)
 
@@ -77,7 +78,7 @@ def defect() -> Finding:
 
     from transformers import AutoModelForCausalLM
 
-    from ..helpers.reproducers import mixtures
+    from ..reproducers import mixtures
 
     if satisfied("transformers<5"):
         raise CannotShow("transformers 4 keeps each expert as linear layers, and loads them as it saved them")
@@ -115,7 +116,7 @@ PATCH = Patch(
             replace="_patches_mapped(load_config.weight_mapping or [], model, load_config, state_dict)",
             names={"_patches_mapped": mapped},
         ),
-        untied.MAPPING,
+        weights_stored_separately.MAPPING,
         Rewrite(
             "transformers.quantizers.base:HfQuantizer.param_element_size",
             find="param.element_size()",

@@ -11,8 +11,8 @@ The repair looks at the contents: a floating-point weight is used as it is.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.reproducers import tiny_models
-from ..helpers.weights import in_place
+from ...quantized.weights import dequantized_in_place
+from ..reproducers import tiny_models
 
 
 def defect() -> Finding:
@@ -55,7 +55,7 @@ PATCH = Patch(
                     return {numbers}
                 cls_name = weight.__class__.__name__
             """,
-            names={"_patches_holds_floats": in_place.holds_floats},
+            names={"_patches_holds_floats": dequantized_in_place.holds_floats},
             when=when,
         )
         for numbers, when in (("weight.data", "transformers>=5"), ("weight.data.to(dtype)", "transformers<5"))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.offload import offloaded
+from ...offload import offloaded_modules
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def device_of(model: Any) -> str | int | torch.device:
     """Where the file of an adapter is read to."""
-    there = offloaded.first_execution_device(model)
+    there = offloaded_modules.first_execution_device(model)
     if there is not None:
         return there
     first: str | int | torch.device
@@ -57,7 +57,7 @@ def defect() -> Finding:
             base.load_adapter(adapter)
         except SafetensorError as error:
             return Finding(True, f"SafetensorError: {error}")
-        return Finding(not offloaded.offloaded(base), "the adapter is loaded")
+        return Finding(not offloaded_modules.offloaded(base), "the adapter is loaded")
 
 
 _LOAD = "transformers.integrations.peft:PeftAdapterMixin.load_adapter"
@@ -74,7 +74,7 @@ PATCH = Patch(
             _LOAD,
             find='getattr(self, "hf_device_map", None) is not None',
             replace='getattr(self, "hf_device_map", None) is not None and not _patches_offloaded(self)',
-            names={"_patches_offloaded": offloaded.offloaded},
+            names={"_patches_offloaded": offloaded_modules.offloaded},
         ),
         Rewrite(
             _LOAD,

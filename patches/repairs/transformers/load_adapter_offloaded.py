@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
-from ..helpers.offload import offloaded
+from ...offload import offloaded_modules
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ def where(model: Any) -> dict[str, torch.device]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    there = offloaded.first_execution_device(model)
+    there = offloaded_modules.first_execution_device(model)
     if there is None:
         return getattr(model, "hf_device_map", {"": model.device})
     found = {"": there}

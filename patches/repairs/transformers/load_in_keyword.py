@@ -18,7 +18,7 @@ import inspect
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.process.messages import LOGGER
+from ...process.messages import LOGGER
 
 _SWITCHES = ("load_in_4bit", "load_in_8bit")
 _told: set[str] = set()
@@ -57,10 +57,10 @@ def defect() -> Finding:
 
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    from ..helpers.process.messages import heard
+    from ..reproducers.log_records import record_logs
 
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with tempfile.TemporaryDirectory() as folder, heard():
+    with tempfile.TemporaryDirectory() as folder, record_logs():
         LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(folder)
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, load_in_4bit=True, bnb_4bit_quant_type="nf4")

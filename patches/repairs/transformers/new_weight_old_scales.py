@@ -12,8 +12,8 @@ The repair reads the scales of the new weight. Before the first forward, and aft
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.int8 import int8_scales
-from ..helpers.reproducers import tiny_models
+from ...quantized.int8 import row_scales
+from ..reproducers import tiny_models
 
 
 def defect() -> Finding:
@@ -51,7 +51,7 @@ PATCH = Patch(
             "transformers.integrations.bitsandbytes:dequantize_bnb_weight",
             find="bnb.functional.int8_vectorwise_dequant(weight.data, state.SCB)",
             replace="bnb.functional.int8_vectorwise_dequant(weight.data, _patches_current_scales(weight, state))",
-            names={"_patches_current_scales": int8_scales.current},
+            names={"_patches_current_scales": row_scales.current},
         ),
     ),
     defect=defect,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.four_bit import four_bit_state
+from ...quantized.four_bit import quant_states
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def follow(quantizer: Any, model: Module) -> bool:
 def _follow(module: Any, dtype: torch.dtype | None) -> None:
     """``dtype`` is that of the model which ``module`` is a part of; a part that is a model has its own."""
     dtype = _asked(getattr(module, "config", None)) or dtype
-    state = four_bit_state.of(getattr(module, "weight", None))
+    state = quant_states.of(getattr(module, "weight", None))
     if dtype is not None and state is not None:
         state.dtype = dtype
     for child in module.children():

@@ -24,9 +24,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...config.quantizers import BEFORE_LOADING, in_both
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import checkpoint_keys, in_pieces, places, placing, placing_in_4, resizing, sizes, untied
-from ..helpers.loading.quantizers import BEFORE_LOADING, in_both
+from ...loading import (
+    checkpoint_keys,
+    chunked_quantization,
+    device_maps,
+    module_sizes,
+    offload_v4,
+    offload_v5,
+    resize_embeddings,
+    weights_stored_separately,
+)
 
 
 def defect() -> Finding:
@@ -77,10 +86,10 @@ def _common(maps: str, inferring: str, files: str, hooks: str, when: str) -> tup
     whole = "_patches_whole(checkpoint_files).endswith('.safetensors')"
     dispatch = "_patches_dispatch(dispatch_model, model, device_map_kwargs)"
     return (
-        _edit(maps, inferring, counted, when, counted=sizes.counted),
-        _edit(maps, "return device_map", planned, when, planned=places.planned),
+        _edit(maps, inferring, counted, when, counted=module_sizes.counted),
+        _edit(maps, "return device_map", planned, when, planned=device_maps.planned),
         _edit(files, "checkpoint_files[0].endswith('.safetensors')", whole, when, whole=checkpoint_keys.whole),
-        _edit(hooks, "dispatch_model(model, **device_map_kwargs)", dispatch, when, dispatch=placing.dispatch),
+        _edit(hooks, "dispatch_model(model, **device_map_kwargs)", dispatch, when, dispatch=offload_v5.dispatch),
     )
 
 
@@ -99,65 +108,65 @@ def _from_5() -> tuple[Rewrite, ...]:
             "validate_environment",
             "values != {'cpu'} and ('cpu' in values or 'disk' in values)",
             "_patches_refused(self, values)",
-            {"_patches_refused": places.refused},
+            {"_patches_refused": device_maps.refused},
             when,
         ),
         *_common(maps, "infer_auto_device_map", disk, hooks, when),
-        untied.MAPPING,
+        weights_stored_separately.MAPPING,
         _edit(
             _LOADING,
             "get_device(device_map, renamed_key, valid_torch_device=True)",
             "_patches_device_of(get_device, device_map, renamed_key, model, hf_quantizer)",
             when,
-            device_of=placing.device_of,
+            device_of=offload_v5.device_of,
         ),
         _edit(
             _LOADING,
             "load_config.disk_offload_folder",
             "_patches_folder(load_config, model, disk_offload_index)",
             when,
-            folder=placing.folder,
+            folder=offload_v5.folder,
         ),
         _edit(
             _LOADING,
             asked,
             f"_patches_one_at_a_time({asked}, device_map)",
             when,
-            one_at_a_time=placing.one_at_a_time,
+            one_at_a_time=offload_v5.one_at_a_time,
         ),
         _edit(
             _LOADING,
             "mapping.convert",
             "_patches_converting(mapping, device_map)",
             when,
-            converting=in_pieces.converting,
+            converting=chunked_quantization.converting,
         ),
-        _edit(_LOADING, on_disk, f"({on_disk} and not {left})", when, left=placing.left),
+        _edit(_LOADING, on_disk, f"({on_disk} and not {left})", when, left=offload_v5.left),
         _edit(
             _LOADING,
             "offload_and_maybe_resave_param",
             "_patches_resaved(offload_and_maybe_resave_param, device_map)",
             when,
-            resaved=placing.resaved,
+            resaved=offload_v5.resaved,
         ),
         _edit(
-            _LOADING, "set_param_for_module", "_patches_put(set_param_for_module, device_map)", when, put=placing.put
+            _LOADING, "set_param_for_module", "_patches_put(set_param_for_module, device_map)", when, put=offload_v5.put
         ),
         _edit(
             f"{_MODEL}:PreTrainedModel._adjust_tied_keys_with_tied_pointers",
             "self.state_dict()",
             "_patches_not_on_meta(self.state_dict())",
             "transformers==5.2.0",  # it takes all that is on meta, at the address 0, for one tied weight
-            not_on_meta=placing.not_on_meta,
+            not_on_meta=offload_v5.not_on_meta,
         ),
         _edit(
             f"{_MODEL}:PreTrainedModel.from_pretrained",
             several,
             f"({several} or _patches_is_planned(device_map))",
             "transformers>=5,<5.13",  # it hangs no hooks on a model that is on the disk whole
-            is_planned=placing.is_planned,
+            is_planned=offload_v5.is_planned,
         ),
-        _edit(_LOADING, ended, f"_patches_ended(device_map)\n{ended}", when, ended=placing.ended),
+        _edit(_LOADING, ended, f"_patches_ended(device_map)\n{ended}", when, ended=offload_v5.ended),
     )
 
 
@@ -167,7 +176,7 @@ def _before_5() -> tuple[Rewrite, ...]:
     loads = f"{_MODEL}:PreTrainedModel.from_pretrained"
     placing_one = f"{_MODEL}:_load_state_dict_into_meta_model"
     refused = "'cpu' in device_map_without_lm_head.values() or 'disk' in device_map_without_lm_head.values()"
-    supports = {"_patches_supports": places.supports}
+    supports = {"_patches_supports": device_maps.supports}
     inside = "{k[len(_prefix):] if k.startswith(_prefix) else k: v for k, v in device_map.items()}"
     given = "device_map, model, param_name, param, hf_quantizer, disk_offload_index, _load_parameter_into_model"
     return (
@@ -185,14 +194,14 @@ def _before_5() -> tuple[Rewrite, ...]:
             "check_tied_parameters_on_same_device",
             "_patches_checked(check_tied_parameters_on_same_device, device_map, hf_quantizer)",
             when,
-            checked=places.checked,
+            checked=device_maps.checked,
         ),
         _edit(
             loads,
             "cls._load_pretrained_model",
             "_patches_loading(cls._load_pretrained_model, device_map)",
             when,
-            loading=placing_in_4.loading,
+            loading=offload_v4.loading,
         ),
         _edit(
             loads,
@@ -206,16 +215,16 @@ def _before_5() -> tuple[Rewrite, ...]:
             "expand_device_map(device_map, checkpoint_keys)",
             "_patches_expanded(expand_device_map, device_map, checkpoint_keys)",
             when,
-            expanded=placing_in_4.expanded,
+            expanded=offload_v4.expanded,
         ),
         _edit(
             files,
             "get_disk_only_shard_files(device_map, weight_map)",
             "_patches_skipped(get_disk_only_shard_files, device_map, weight_map)",
             when,
-            skipped=placing_in_4.skipped,
+            skipped=offload_v4.skipped,
         ),
-        _edit(files, inside, "_patches_within(device_map, _prefix)", "transformers<4.57", within=placing_in_4.within),
+        _edit(files, inside, "_patches_within(device_map, _prefix)", "transformers<4.57", within=offload_v4.within),
         _edit(
             placing_one,
             "device_map[''] not in ('cpu', torch.device('cpu'))",
@@ -228,7 +237,7 @@ def _before_5() -> tuple[Rewrite, ...]:
                 "param_device == 'disk'",
                 f"_patches_placed({given}{of_the_quantizer}) or param_device == 'disk'",
                 release,
-                placed=placing_in_4.placed,
+                placed=offload_v4.placed,
             )
             for of_the_quantizer, release in (
                 (", state_dict, unexpected_keys", "transformers<4.57"),
@@ -240,7 +249,7 @@ def _before_5() -> tuple[Rewrite, ...]:
             "not is_safetensors",
             "not _patches_is_placed(device_map, is_safetensors)",
             when,
-            is_placed=placing_in_4.is_placed,
+            is_placed=offload_v4.is_placed,
         ),
     )
 
@@ -262,7 +271,7 @@ PATCH = Patch(
             f"{_MODEL}:PreTrainedModel.resize_token_embeddings",
             find="self._resize_token_embeddings",
             replace="_patches_resizing(self)",
-            names={"_patches_resizing": resizing.resizing},
+            names={"_patches_resizing": resize_embeddings.resizing},
         ),
     ),
     defect=defect,

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ..helpers.int8 import int8_scales
-from ..helpers.offload import offloaded, ties
+from ...offload import offloaded_modules, retie
+from ...quantized import accelerate_hooks
+from ...quantized.int8 import row_scales
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,20 +40,20 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
     """
     state: dict[str, Tensor] = model.state_dict()
     away = {name for name, tensor in state.items() if tensor.is_meta}
-    int8 = {name for name in away if int8_scales.is_int8(state[name])}
+    int8 = {name for name in away if row_scales.is_int8(state[name])}
     renamed = _is_renamed(model, {name: state[name] for name in away})
     looked_up = _is_looked_up(model) and not renamed
     wanted = int8 if looked_up else away  # what transformers looks up itself it knows to be tied
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if offloaded.hook_of(module) is None or not any(each.startswith(prefix) for each in wanted):
+        if accelerate_hooks.hook_of(module) is None or not any(each.startswith(prefix) for each in wanted):
             continue
-        with offloaded.visited(module):
+        with offloaded_modules.visited(module):
             brought = module.state_dict(prefix=prefix)
             # Scales that are away are in no state dict once the layer has run.
             new = {name: tensor for name, tensor in brought.items() if name in away or name not in state}
             state.update((name, tensor.to("cpu")) for name, tensor in new.items())
-    tied = ties.restore(model)  # after all modules were visited, which gives each a parameter of its own
+    tied = retie.restore(model)  # after all modules were visited, which gives each a parameter of its own
     state.update((name, state[source]) for name, source in tied.items() if name in state and not state[source].is_meta)
     if renamed and modules:
         modules.clear()

@@ -18,7 +18,7 @@ What it costs: the disk holds both sets of files until the model is deleted.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.offload import saved_over
+from ...offload import save_over_own_files
 
 
 def defect() -> Finding:
@@ -58,25 +58,25 @@ PATCH = Patch(
             _SAVE,
             find="model_to_save.config.save_pretrained(save_directory)",
             replace="_patches_config(model_to_save, save_directory)",
-            names={"_patches_config": saved_over.config},
+            names={"_patches_config": save_over_own_files.config},
         ),
         Rewrite(
             _SAVE,
             find="os.listdir(save_directory)",
             replace="_patches_removable(os.listdir(save_directory), model_to_save, save_directory)",
-            names={"_patches_removable": saved_over.removable},
+            names={"_patches_removable": save_over_own_files.removable},
         ),
         Rewrite(
             _SAVE,
             find="state_dict_split.filename_to_tensors.items()",
             replace="_patches_shards(state_dict_split.filename_to_tensors.items(), model_to_save, save_directory)",
-            names={"_patches_shards": saved_over.Shards},
+            names={"_patches_shards": save_over_own_files.Shards},
         ),
         Rewrite(
             _SAVE,
             find="safe_save_file",
             replace="_patches_saved(safe_save_file, model_to_save)",
-            names={"_patches_saved": saved_over.saved},
+            names={"_patches_saved": save_over_own_files.saved},
         ),
     ),
     defect=defect,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.reproducers import tiny_models
+from ..reproducers import tiny_models
 
 
 def revertible(conversions: list[Any], model: Any) -> list[Any]:

@@ -22,10 +22,10 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any
 
+from ...config import quantizers, skip_list
 from ...engine import Finding, Patch
-from ..helpers.loading import quantizers, skipped
-from ..helpers.process.messages import LOGGER
-from ..helpers.reproducers import tiny_models
+from ...process.messages import LOGGER
+from ..reproducers import tiny_models
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -36,7 +36,7 @@ def to_skip(quantizer: Any, model: Module) -> list[str] | None:
     asked: list[str] | None = quantizer.quantization_config.llm_int8_skip_modules
     if asked is None or quantizer.pre_quantized:
         return asked
-    names, paths = skipped.checked(asked), skipped.linears(model)
+    names, paths = skip_list.checked(asked), skip_list.linears(model)
     _tell_unknown(names, model, paths)
     skip: list[str] = []
     for name in names:
@@ -44,19 +44,19 @@ def to_skip(quantizer: Any, model: Module) -> list[str] | None:
     skip = list(dict.fromkeys(skip))
     if skip == names:
         return asked
-    skipped.set_list(quantizer, skip)
+    skip_list.set_list(quantizer, skip)
     return skip
 
 
 def _said(name: str, paths: list[str]) -> list[str]:
     """``name`` as the installed transformers has to be told: with the paths that it would not find, or they alone."""
-    meant = [path for path in paths if skipped.root(path, name)]
-    taken = [path for path in paths if skipped.skips(name, path)]
+    meant = [path for path in paths if skip_list.root(path, name)]
+    taken = [path for path in paths if skip_list.skips(name, path)]
     if any(_next_number(name, path) for path in taken):
         return [path for path in paths if path in meant or path in taken and not _next_number(name, path)]
-    roots = {skipped.root(path, name) for path in meant if path not in taken}
+    roots = {skip_list.root(path, name) for path in meant if path not in taken}
     # A root may take a neighbour with it: then each layer is named.
-    if any(skipped.skips(root, path) for root in roots for path in paths if path not in meant):
+    if any(skip_list.skips(root, path) for root in roots for path in paths if path not in meant):
         roots = set(meant)
     return [name, *sorted(roots)]
 
@@ -72,7 +72,7 @@ def _tell_unknown(names: list[str], model: Module, paths: list[str]) -> None:
     modules += [path for path, parameter in model.named_parameters() if parameter.dim() == 3]  # experts
     parts = {".".join(path.split(".")[at:]) for path in modules for at in range(path.count(".") + 1)}
     for name in names:
-        if any(skipped.root(path, name) for path in modules) or any(skipped.skips(name, path) for path in paths):
+        if any(skip_list.root(path, name) for path in modules) or any(skip_list.skips(name, path) for path in paths):
             continue
         near = difflib.get_close_matches(name, sorted(parts), n=3, cutoff=0.5)
         LOGGER.warning(
@@ -99,7 +99,7 @@ def defect() -> Finding:
         with tempfile.TemporaryDirectory() as folder:
             save(folder)
             model = kind.from_pretrained(folder, quantization_config=how, device_map="cpu")
-        layers = [m for path, m in model.named_modules() if skipped.root(path, name)]
+        layers = [m for path, m in model.named_modules() if skip_list.root(path, name)]
         quantized[name] = sum(type(m).__name__ == "Linear4bit" for m in layers)
     figure = ", ".join(f"{count} layers quantized for {name!r}" for name, count in quantized.items())
     return Finding(any(quantized.values()), figure)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ...config import quantizers, skip_list
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.loading import quantizers, skipped
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -28,12 +28,12 @@ def and_tied(quantizer: Any, model: Module, kept: Iterable[str] | None) -> Itera
     names = quantizer.quantization_config.llm_int8_skip_modules
     if names is None:
         return kept
-    tied = sorted(_tied(model).intersection(skipped.linears(model)))
-    new = [path for path in tied if not any(skipped.skips(name, path) for name in names)]
+    tied = sorted(_tied(model).intersection(skip_list.linears(model)))
+    new = [path for path in tied if not any(skip_list.skips(name, path) for name in names)]
     if not new:
         return kept
     if not quantizer.pre_quantized:
-        skipped.also_skip(quantizer, new)
+        skip_list.also_skip(quantizer, new)
     return [*(kept or ()), *new]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.offload import offloaded
+from ...offload import offloaded_modules
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def moved(model: Module, device: torch.device) -> Module:
     """``model`` on ``device``, or as it is if hooks bring what is not there."""
-    return model if offloaded.trains(model) else model.to(device)
+    return model if offloaded_modules.trains(model) else model.to(device)
 
 
 def defect() -> Finding:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.reproducers.graphs import in_pieces
+from ..reproducers.graphs import in_pieces
 
 ONCE = ("warning_once", "info_once")
 _CALL = "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method"

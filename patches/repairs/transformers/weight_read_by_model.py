@@ -27,8 +27,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...config import quantizers, skip_list
 from ...engine import Finding, Patch
-from ..helpers.loading import quantizers, skipped
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -94,10 +94,10 @@ def listed_and_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
 
     def run(*args: Any, **kwargs: Any) -> list[str]:
         names = get(*args, **kwargs)
-        more = [path for path in read if not any(skipped.skips(name, path) for name in names)]
+        more = [path for path in read if not any(skip_list.skips(name, path) for name in names)]
         if more:
             # A list replaces the default, which is in ``names`` if there was none.
-            skipped.set_list(quantizer, [*sorted(names), *more])
+            skip_list.set_list(quantizer, [*sorted(names), *more])
         return [*names, *more]
 
     return run
@@ -105,7 +105,7 @@ def listed_and_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
 
 def _read(model: Module, packed: str) -> Iterator[str]:
     """Paths of the linear layers of ``model`` whose weight, stored as ``packed``, its code cannot read."""
-    layers = set(skipped.linears(model))
+    layers = set(skip_list.linears(model))
     for path, module in model.named_modules():
         kind: Any = type(module)
         for name in READ.get(kind.__name__, ()):

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
-from ..helpers.reproducers.graphs import in_pieces
+from ..reproducers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,8 @@ Upstream: https://github.com/unslothai/unsloth
 from __future__ import annotations
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
-from ..helpers.four_bit.nf4_dequantize import compiled, traced
+from ...quantized.four_bit.ctypes_dequantize import traced
+from ..reproducers.graphs import dequantize_in_pieces
 
 
 def defect() -> Finding:
@@ -22,7 +23,7 @@ def defect() -> Finding:
         from unsloth.kernels.utils import fast_dequantize
     except (ImportError, NotImplementedError) as error:
         raise CannotShow(f"unsloth cannot be imported here: {str(error).splitlines()[0]}") from error
-    return compiled(fast_dequantize)
+    return dequantize_in_pieces(fast_dequantize)
 
 
 FIND = "if quant_state is None:\n    return W"

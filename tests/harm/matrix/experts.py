@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from patches.repairs.helpers.experts.quantize import How, packed
-from patches.repairs.helpers.experts.tensor import as_parameter
+from patches.experts.quantize import How, packed
+from patches.experts.tensor import as_parameter
 
 from .subject import four_bits, nested_scales
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from patches.repairs.helpers.experts.tensor import QuantizedExperts
+from patches.experts.tensor import QuantizedExperts
 
 from .experts import CHANGES, READERS, Pair, Reader, plain, quantized
 

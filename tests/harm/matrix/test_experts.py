@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", minversion="2.10", reason="functional.group
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from patches.engine import gate  # noqa: E402
-from patches.repairs.helpers.experts.packed import Packed  # noqa: E402
+from patches.experts.packed_experts import Packed  # noqa: E402
 from tests.harm.matrix import experts  # noqa: E402
 from tests.harm.matrix.judge_experts import worse  # noqa: E402
 

@@ -60,17 +60,16 @@ def without_edits(module: str, ending: str) -> Callable[[], None]:
     return take_out
 
 
-HELPERS = "patches.repairs.helpers"
 TAKEN_OUT = {
     "A1: the weight keeps scales of its own after a forward": (
         both(
-            behaves(f"{HELPERS}.int8.int8_settled:settled", """
+            behaves("patches.quantized.int8.scale_ownership:settled", """
 def old(layer):
     weight = layer._parameters.get("weight")
     if weight is not None and layer.state.CB is not None:
         vars(weight)["SCB"] = layer.state.SCB
 """),
-            behaves(f"{HELPERS}.int8.int8_settled:agree", """
+            behaves("patches.quantized.int8.scale_ownership:agree", """
 def old(layer):
     return None
 """),
@@ -79,21 +78,21 @@ def old(layer):
          "int8: trained + rows_permuted + loaded"],
     ),
     "A2: any codes are read with the scales of the layer": (
-        behaves(f"{HELPERS}.int8.int8_plain:scale", """
+        behaves("patches.quantized.int8.plain_weights:scale", """
 def old(layer, codes):
-    return int8_settled.pair(layer)[1]
+    return scale_ownership.pair(layer)[1]
 """),
         ["int8: ran + call_with_detached + forward", "int8: ran + weight_plain_codes + forward"],
     ),
     "A2: codes as floating point numbers are taken for weights": (
-        behaves(f"{HELPERS}.int8.int8_plain:refuse_codes", """
+        behaves("patches.quantized.int8.plain_weights:refuse_codes", """
 def old(layer, weight):
     return None
 """),
         ["int8: ran + weight_codes_as_float + forward", "int8: ran + call_with_codes_as_floats + forward"],
     ),
     "A3: packed bits that were cast are loaded": (
-        behaves(f"{HELPERS}.four_bit.quant_state_dict:refuse_cast", """
+        behaves("patches.quantized.four_bit.quant_state_dict:refuse_cast", """
 def old(name, codes):
     return None
 """),
@@ -113,14 +112,14 @@ def old(layer):
         ["int8: ran + loads_into_fresh + forward", "int8-bias: ran + loads_into_fresh_not_strictly + state_dict"],
     ),
     "A5: what was dequantized in place counts as packed": (
-        behaves(f"{HELPERS}.four_bit.four_bit_state:is_packed", """
+        behaves("patches.quantized.four_bit.quant_states:is_packed", """
 def old(weight):
     return is_marked(weight)
 """),
         ["nf4: ran + class_of_plain_layer + half", "nf4: cold + forward_of_its_own + bfloat16"],
     ),
     "A6: statistics are rounded to the default dtype": (
-        behaves(f"{HELPERS}.four_bit.quant_state_dict:_as_saved", """
+        behaves("patches.quantized.four_bit.quant_state_dict:_as_saved", """
 def old(weight, key, tensor, nested):
     import torch
     return tensor.to(torch.get_default_dtype()) if key and tensor.is_floating_point() else tensor
@@ -128,7 +127,7 @@ def old(weight, key, tensor, nested):
         ["nf4: cold + loads_on_meta + state_dict", "nf4-nested: cold + loads_on_meta + state_dict"],
     ),
     "A7: backward through offloaded adapters is an error": (
-        behaves(f"{HELPERS}.offload.lost_gradients:_note", """
+        behaves("patches.offload.lost_gradients:_note", """
 def old(layer, gradient):
     raise RuntimeError("these adapters are offloaded")
 """),
@@ -147,7 +146,7 @@ def old(model):
         ["float: cold + prompt_tuning", "nf4: ran + prompt_tuning"],
     ),
     "contents decide: what was dequantized in place is moved as codes": (
-        behaves(f"{HELPERS}.weights.in_place:to_move", """
+        behaves("patches.quantized.weights.dequantized_in_place:to_move", """
 def old(module, name):
     return getattr(module, name)
 """),
@@ -155,7 +154,7 @@ def old(module, name):
          "int8-threshold-bias: saved_whole + class_of_plain_layer + offload_to_cpu"],
     ),
     "contents decide: numbers are dequantized": (
-        behaves(f"{HELPERS}.weights.in_place:holds_floats", """
+        behaves("patches.quantized.weights.dequantized_in_place:holds_floats", """
 def old(weight):
     return False
 """),

@@ -53,7 +53,7 @@ if device == "cpu":
     quantize.CUDA_STREAM = 0  # the stream that it would ask a GPU for
 
 import patches
-from patches.repairs.helpers.reproducers.graphs import pieces
+from patches.repairs.reproducers.graphs import pieces
 
 torch.manual_seed(0)
 weight = torch.randn(48, 64, dtype=torch.bfloat16, device=device)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import patches
-from patches.repairs.helpers.reproducers.graphs import pieces
+from patches.repairs.reproducers.graphs import pieces
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("llamafactory", reason="LLaMA-Factory is not installed, nor the TRL and the datasets it needs")

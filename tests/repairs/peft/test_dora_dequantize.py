@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.reproducers.graphs import pieces
+from patches.repairs.reproducers.graphs import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.process.messages import heard
+from patches.repairs.reproducers.log_records import record_logs
 
 ID = "peft-expert-adapters-before-019"
 EXPERTS, RANK = 4, 2
@@ -79,7 +79,7 @@ def test_they_are_read_by_their_shapes(tmp_path, down, version):
     torch.manual_seed(0)
     model, x = Mixture(WIDE, down), torch.randn(1, 5, 16)
     merged, _ = saved(tmp_path, model, version)
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         for options in ({}, {"low_cpu_mem_usage": True}):
             assert torch.allclose(loaded(model, tmp_path, **options)(x), merged(x), rtol=1e-4, atol=1e-4)
     assert not said, "the shapes decide"
@@ -88,8 +88,8 @@ def test_they_are_read_by_their_shapes(tmp_path, down, version):
 @pytest.mark.skipif(satisfied("transformers<5"), reason="transformers 4 keeps experts as linear layers")
 @pytest.mark.parametrize("sides", [(WIDE, (16, 24)), (SQUARE, SQUARE)], ids=["shapes differ", "square"])
 def test_they_are_read_into_quantized_experts(tmp_path, sides):
-    from patches.repairs.helpers.experts.quantize import How, packed
-    from patches.repairs.helpers.experts.tensor import as_parameter
+    from patches.experts.quantize import How, packed
+    from patches.experts.tensor import as_parameter
 
     torch.manual_seed(0)
     model, x = Mixture(*sides), torch.randn(1, 5, 16)
@@ -109,7 +109,7 @@ def test_square_ones_are_read_by_the_release_and_a_warning_says_so(tmp_path, ver
     model, x = Mixture(SQUARE, SQUARE), torch.randn(1, 5, 16)
     merged, _ = saved(tmp_path, model, version)
     assert not torch.allclose(loaded(model, tmp_path)(x), merged(x), rtol=0.1), "it is something else, silently"
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         assert torch.allclose(loaded(model, tmp_path)(x), merged(x), rtol=1e-4, atol=1e-3)
     assert "before 0.19" in said[0].getMessage()
 
@@ -121,7 +121,7 @@ def test_what_was_read_is_saved_in_the_new_layout(tmp_path):
     with patches.applied(ID):
         first = loaded(model, tmp_path)
         first.save_pretrained(tmp_path / "again")
-        with heard() as said:
+        with record_logs() as said:
             assert torch.equal(loaded(model, tmp_path / "again")(x), first(x))
     assert not said
     assert torch.equal(loaded(model, tmp_path / "again")(x), first(x)), "without the patch too"
@@ -135,7 +135,7 @@ def test_new_ones_are_read_as_before(tmp_path, sides):
     config.init_lora_weights = False
     peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path)
     before = loaded(model, tmp_path).state_dict()
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         after = loaded(model, tmp_path)
     assert not said and after.peft_config["default"].peft_version == peft.__version__
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.state_dict().items())

@@ -12,7 +12,7 @@ import torch
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.offload import offloaded as helper
+from patches.quantized import accelerate_hooks
 from tests.repairs.peft.offloading import KINDS, assert_same, logits, lora, offloaded, quantization, step, ways, whole
 
 pytest.importorskip("bitsandbytes")
@@ -41,9 +41,9 @@ def test_from_pretrained(kind, way, low_cpu_mem_usage, adapter, base, device):
     options = {"is_trainable": True, "low_cpu_mem_usage": low_cpu_mem_usage}
     with patches.applied():
         model = offloaded(base, kind, way, device)
-        before = sum(helper.hook_of(m) is not None for m in model.modules())
+        before = sum(accelerate_hooks.hook_of(m) is not None for m in model.modules())
         loaded = peft.PeftModel.from_pretrained(model, adapter, **options).train()
-        assert sum(helper.hook_of(m) is not None for m in model.modules()) == before > 0
+        assert sum(accelerate_hooks.hook_of(m) is not None for m in model.modules()) == before > 0
         assert_same(
             step(loaded), step(peft.PeftModel.from_pretrained(whole(base, kind, device), adapter, **options).train())
         )

@@ -11,7 +11,7 @@ import torch
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.adapters import unmerged
+from patches.adapters import merge_snapshot
 from patches.repairs.peft import tied_quantized_head
 
 IDS = torch.arange(4)
@@ -94,7 +94,7 @@ def test_it_is_the_adapter_on_the_floating_point_layer_and_is_not_merged(name, b
 def test_without_the_check_a_merge_writes_into_the_embedding(bits, monkeypatch):
     """A9 of the matrix: what the error of ``is_refused`` is for."""
     monkeypatch.setattr(tied_quantized_head._to_merge, "__code__", (lambda layer, names: names).__code__)
-    monkeypatch.setattr(unmerged.unless_never_quantized, "__code__", (lambda layer: layer).__code__)
+    monkeypatch.setattr(merge_snapshot.unless_never_quantized, "__code__", (lambda layer: layer).__code__)
     model = adapted("lora", bits)
     before = model.get_base_model().embedding.weight.clone()
     model.merge_adapter()

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 import patches
-from patches.repairs.helpers.loading.experts import loaded_in_4bit
-from patches.repairs.helpers.process.messages import heard
+from patches.repairs.reproducers.mixtures import loaded_in_4bit
+from patches.repairs.reproducers.log_records import record_logs
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -25,11 +25,11 @@ def experts(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def test_said_once_with_the_figure():
     expected, model = peft.prepare_model_for_kbit_training(loaded_in_4bit()), loaded_in_4bit()
     before = sum(parameter.nbytes for parameter in experts(model))
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         peft.prepare_model_for_kbit_training(model)
         peft.prepare_model_for_kbit_training(model)  # what is float32 does not grow
     (message,) = [record.getMessage() for record in said]
-    assert f"{before / 1000:.0f} kB become {2 * before / 1000:.0f} kB" in message
+    assert f"{before / 1000:.1f} kB become {2 * before / 1000:.1f} kB" in message
     assert "model.layers.0.mlp.experts.gate_up_proj and 1 more" in message
     assert sum(parameter.nbytes for parameter in experts(model)) == 2 * before
     for one, other in zip(model.parameters(), expected.parameters()):
@@ -43,7 +43,7 @@ def test_silent_where_nothing_grows():
     for parameter in experts(cast):
         parameter.data = parameter.data.float()
     plain = AutoModelForCausalLM.from_config(loaded_in_4bit().config)  # not quantized: all of it is made float32
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         peft.prepare_model_for_kbit_training(cast)
         peft.prepare_model_for_kbit_training(plain)
     assert not said

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.optimizers import optimizer_bits
-from patches.repairs.helpers.distributed.checkpoint_plans import lacking
+from patches.optimizers import state_bits
+from patches.distributed.checkpoint_plans import lacking
 
 ID = "torch-checkpoint-other-forms"
 STEPS = pytest.mark.skipif(
@@ -58,7 +58,7 @@ def states(optimizer: Any) -> dict[str, torch.Tensor]:
         value = state.get(f"state{number}")
         if value is not None and value.dtype == torch.uint8:
             table, scales = state[f"qmap{number}"], state[f"absmax{number}"]
-            value = optimizer_bits.to_float(value, table, scales, (0,) * value.dim(), tuple(value.shape))
+            value = state_bits.to_float(value, table, scales, (0,) * value.dim(), tuple(value.shape))
         if value is not None:
             found[number] = value.clone()
     return found

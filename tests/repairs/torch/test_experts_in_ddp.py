@@ -12,9 +12,9 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 WORKER = """
     import json, sys, torch, torch.distributed as dist
     import bitsandbytes
-    from patches.repairs.helpers.experts import dense
-    from patches.repairs.helpers.experts.quantize import How, packed
-    from patches.repairs.helpers.experts.tensor import as_parameter
+    from patches.experts import dense_operations
+    from patches.experts.quantize import How, packed
+    from patches.experts.tensor import as_parameter
 
     class Model(torch.nn.Module):
         def __init__(self, seed):
@@ -38,7 +38,7 @@ WORKER = """
         "experts": float((model.module.experts.dequantize() - alone.experts.dequantize()).abs().max()),
         "gradient": float((model.module.layer.weight.grad - alone.layer.weight.grad).abs().max()),
         "kind": type(model.module.experts).__name__,
-        "dense": sum(dense.COUNTS.values()),
+        "dense": sum(dense_operations.COUNTS.values()),
     }
     with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
         json.dump(found, file)

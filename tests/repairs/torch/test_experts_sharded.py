@@ -15,9 +15,9 @@ WORKER = """
     import bitsandbytes, transformers
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from patches.repairs.helpers.experts import dense
-    from patches.repairs.helpers.experts.quantize import How, packed
-    from patches.repairs.helpers.experts.tensor import QuantizedExperts, as_parameter
+    from patches.experts import dense_operations
+    from patches.experts.quantize import How, packed
+    from patches.experts.tensor import QuantizedExperts, as_parameter
 
     out, mode = sys.argv[1:]
     hows = {"double": How("nf4", True, torch.uint8), "int8": How("int8", False, torch.int8, 6.0)}
@@ -72,7 +72,7 @@ WORKER = """
     assert grads.keys() == gradients.keys() and grads
     found["gradients"] = max(float((grads[n] - gradients[n]).norm() / gradients[n].norm()) for n in grads)
     found["trained"] = sum("lora" in n and "experts" in n for n in grads)
-    found["dense"] = sum(dense.COUNTS.values())
+    found["dense"] = sum(dense_operations.COUNTS.values())
     with open(f"{out}/{dist.get_rank()}.json", "w") as file:
         json.dump(found, file)
     dist.destroy_process_group()
@@ -102,7 +102,7 @@ def test_two_ranks(two_ranks, tmp_path, mode):
         assert found["logits"] < rounds and found["gradients"] < 5 * rounds
 
 
-@pytest.mark.release("test_two_ranks, and tests/experts/test_lora.py on one rank")
+@pytest.mark.release("test_two_ranks, and tests/experts/test_lora_factors.py on one rank")
 def test_lora_on_experts(two_ranks, tmp_path):
     pytest.importorskip("peft", minversion="0.19", reason="it adapts experts from 0.19 on")
     for found in ranks(two_ranks, tmp_path, "lora"):
@@ -125,9 +125,9 @@ STATES = """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-    from patches.repairs.helpers.experts import dense
-    from patches.repairs.helpers.experts.quantize import How, packed
-    from patches.repairs.helpers.experts.tensor import as_parameter
+    from patches.experts import dense_operations
+    from patches.experts.quantize import How, packed
+    from patches.experts.tensor import as_parameter
 
     out, mode = sys.argv[1:]
     swapped = mode == "transposed"
@@ -165,7 +165,7 @@ STATES = """
     other.unshard()
     found["offloaded"] = off(other.w, expected)
     with open(f"{out}/{rank}.json", "w") as file:
-        json.dump([found, sum(dense.COUNTS.values())], file)
+        json.dump([found, sum(dense_operations.COUNTS.values())], file)
     dist.destroy_process_group()
 """
 

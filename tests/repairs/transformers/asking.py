@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from patches.repairs.helpers.reproducers import tiny_models
+from patches.repairs.reproducers import tiny_models
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 INT8 = {"load_in_8bit": True}

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from patches.repairs.helpers.reproducers.tiny_models import in_dtype
+from patches.repairs.reproducers.tiny_models import in_dtype
 
 SIZE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 IDS = torch.arange(8)[None]

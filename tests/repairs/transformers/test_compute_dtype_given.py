@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import patches
-from patches.repairs.helpers.process.messages import heard
+from patches.repairs.reproducers.log_records import record_logs
 
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
@@ -69,7 +69,7 @@ def test_what_is_in_the_tensors_stays(folder):
 
 
 def test_a_list_is_said_to_have_no_effect(folder):
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         asking.load(folder / "nf4", {**FOUR, "llm_int8_skip_modules": ["mlp"]})
     assert ["has no effect" in record.getMessage() for record in said] == [True]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import patches
-from patches.repairs.helpers.process.messages import heard
+from patches.repairs.reproducers.log_records import record_logs
 from patches.repairs.transformers import computes_in_float32
 
 pytest.importorskip("bitsandbytes")
@@ -35,7 +35,7 @@ def first(monkeypatch):
 
 
 def said(folder: Path, how, *ids: str, times: int = 1, **also) -> list[str]:
-    with patches.applied(ID, *ids), heard() as records:
+    with patches.applied(ID, *ids), record_logs() as records:
         for _ in range(times):
             model = asking.load(folder, how, **also)
     assert model.model.layers[0].mlp.up_proj.compute_dtype is model.config.quantization_config.bnb_4bit_compute_dtype
@@ -61,12 +61,12 @@ def test_one_that_was_chosen(folder, dtype):
 
 def test_a_model_in_float32_and_int8(folder):
     assert not said(folder / "plain", FOUR, torch_dtype=torch.float32)
-    with patches.applied(ID), heard() as records:
+    with patches.applied(ID), record_logs() as records:
         asking.load(folder / "plain", asking.INT8, **HALF)
     assert not records
 
 
 def test_numbers_are_the_same(folder):
     expected = asking.logits(asking.load(folder / "plain", FOUR, **HALF))
-    with patches.applied(ID), heard():
+    with patches.applied(ID), record_logs():
         assert torch.equal(asking.logits(asking.load(folder / "plain", FOUR, **HALF)), expected)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from patches.repairs.helpers.loading import reading_ahead
+from patches.offload import prefetch
 from tests.repairs.patched_once import unpatched  # noqa: F401
 from tests.repairs.transformers.on_disk import IDS, load, logits, make
 
@@ -30,8 +30,8 @@ def events(monkeypatch):
     from accelerate.utils import offload
 
     found = []
-    ask, read = reading_ahead._ask, offload.OffloadedWeightsLoader.__getitem__
-    monkeypatch.setattr(reading_ahead, "_ask", lambda *region: (found.append(("ask", *region)), ask(*region)))
+    ask, read = prefetch._ask, offload.OffloadedWeightsLoader.__getitem__
+    monkeypatch.setattr(prefetch, "_ask", lambda *region: (found.append(("ask", *region)), ask(*region)))
     monkeypatch.setattr(
         offload.OffloadedWeightsLoader,
         "__getitem__",
@@ -67,7 +67,7 @@ def test_all_but_the_first_is_asked_for_before_it_is_read(plain, events, tmp_pat
 
 
 def test_a_backward_has_an_order_of_its_own(plain, events, monkeypatch, tmp_path):
-    monkeypatch.setattr(reading_ahead, "window", lambda: 6000)  # two linear layers
+    monkeypatch.setattr(prefetch, "window", lambda: 6000)  # two linear layers
     model = load(plain, offload_folder=tmp_path)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train().enable_input_require_grads()
@@ -99,7 +99,7 @@ def test_of_a_checkpoint_only_the_bytes_of_the_tensor(plain, events):
 
 @pytest.mark.parametrize("held", [4096, 2048 + 100])
 def test_no_more_than_the_window(held, plain, events, monkeypatch, tmp_path):
-    monkeypatch.setattr(reading_ahead, "window", lambda: held)
+    monkeypatch.setattr(prefetch, "window", lambda: held)
     model = load(plain, offload_folder=tmp_path)
     for _ in range(2):
         logits(model)
@@ -120,13 +120,13 @@ def test_what_is_cached_is_not_asked_for_again(plain, monkeypatch):
     monkeypatch.setattr(os, "posix_fadvise", lambda *call: calls.append(call))
     file = str(plain / "model.safetensors")
     whole = len(open(file, "rb").read())
-    monkeypatch.setattr(reading_ahead, "_PIECE", 4096)
-    reading_ahead._ask(file, 0, whole)
+    monkeypatch.setattr(prefetch, "_PIECE", 4096)
+    prefetch._ask(file, 0, whole)
     assert calls == []
-    monkeypatch.setattr(reading_ahead, "_is_cached", lambda *where: False)
-    reading_ahead._ask(file, 5, whole - 5)
+    monkeypatch.setattr(prefetch, "_is_cached", lambda *where: False)
+    prefetch._ask(file, 5, whole - 5)
     assert [call[1] for call in calls] == list(range(5, whole, 4096)) and sum(call[2] for call in calls) == whole - 5
-    reading_ahead._ask(f"{file}.gone", 0, whole)  # the read itself says so
+    prefetch._ask(f"{file}.gone", 0, whole)  # the read itself says so
 
 
 def test_it_can_be_turned_off(plain, events, monkeypatch, tmp_path):

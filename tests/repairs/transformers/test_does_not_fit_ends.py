@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from patches.repairs.helpers.loading import left_behind, packed_files
+from patches.offload import stale_offload_folders, weight_files
 from tests.repairs.patched_once import unpatched  # noqa: F401
 from tests.repairs.transformers.on_disk import assert_a_second_try_works, left, load, logits, make
 
@@ -136,7 +136,7 @@ def test_a_process_that_is_killed(forked, plain, off, expected):
 
 HOLDS = """
 import os, sys
-from patches.repairs.helpers.loading.packed_files import Folder
+from patches.offload.weight_files import Folder
 folder = Folder(sys.argv[1])
 child = os.fork()
 if child:
@@ -155,11 +155,11 @@ def test_a_folder_of_a_process_that_lives_is_left_alone(off):
     process = subprocess.Popen([sys.executable, "-c", HOLDS, str(off)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     path, child = process.stdout.readline().decode().split()
     try:
-        left_behind.sweep(str(off))
+        stale_offload_folders.sweep(str(off))
         assert os.path.isdir(path)
         process.stdin.close()
         process.wait(60)
-        left_behind.sweep(str(off))
+        stale_offload_folders.sweep(str(off))
         assert os.path.isdir(path), "the forked process may read it"
     finally:
         os.kill(int(child), signal.SIGKILL)
@@ -167,15 +167,15 @@ def test_a_folder_of_a_process_that_lives_is_left_alone(off):
         process.wait()
     late = time.monotonic() + 60
     while os.path.isdir(path) and time.monotonic() < late:  # the system ends it
-        left_behind.sweep(str(off))
+        stale_offload_folders.sweep(str(off))
     assert not os.path.isdir(path)
 
 
 def test_a_folder_of_another_machine_is_left_alone(off):
     """Its locks may not be seen here."""
-    mine = packed_files.Folder(str(off))
-    there = Path(off / f"{left_behind.PREFIX}there")
+    mine = weight_files.Folder(str(off))
+    there = Path(off / f"{stale_offload_folders.PREFIX}there")
     there.mkdir()
     (there / "in-use").write_bytes(b"another boot")
-    left_behind.sweep(str(off))
+    stale_offload_folders.sweep(str(off))
     assert there.is_dir() and os.path.isdir(mine.path)

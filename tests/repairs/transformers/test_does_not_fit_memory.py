@@ -17,7 +17,7 @@ LOADS = """
     import ctypes, json, sys, threading, time, torch, patches
     patches.apply()
     import bitsandbytes, transformers
-    from patches.repairs.helpers.reproducers.tiny_models import in_dtype
+    from patches.repairs.reproducers.tiny_models import in_dtype
 
     tiny, large, off = sys.argv[1:]
     HOW = {

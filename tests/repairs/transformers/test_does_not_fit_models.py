@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from patches.repairs.helpers.loading import sizes
-from patches.repairs.helpers.loading.places import planned
-from patches.repairs.helpers.process import freed
-from patches.repairs.helpers.reproducers import tiny_models
+from patches.loading import module_sizes
+from patches.loading.device_maps import planned
+from patches.process import malloc_trim
+from patches.repairs.reproducers import tiny_models
 from tests.repairs.patched_once import unpatched  # noqa: F401
 
 pytest.importorskip("bitsandbytes")
@@ -138,8 +138,8 @@ def test_a_module_with_a_parameter_of_its_own_goes_to_the_farthest_place_that_a_
     assert planned(model, given, quantizer)["0"] == place
 
 
-LAYERS = [sizes.Unit(f"layers.{i}", torch.nn.Linear(1, 1, bias=False), 10, 1, True) for i in range(6)]
-LARGE, SMALL = sizes.Unit("embed", None, 100, 0, False), sizes.Unit("norm", None, 2, 0, False)
+LAYERS = [module_sizes.Unit(f"layers.{i}", torch.nn.Linear(1, 1, bias=False), 10, 1, True) for i in range(6)]
+LARGE, SMALL = module_sizes.Unit("embed", None, 100, 0, False), module_sizes.Unit("norm", None, 2, 0, False)
 
 
 @pytest.mark.parametrize("rooms, expected", [
@@ -150,8 +150,13 @@ LARGE, SMALL = sizes.Unit("embed", None, 100, 0, False), sizes.Unit("norm", None
 ])  # fmt: skip
 def test_what_fits_no_device_leaves_them_to_the_layers(rooms, expected):
     """What waits leaves statistics on the first device that takes something."""
-    resident, waiting = [sizes.Room(*each) for each in enumerate(rooms)], [sizes.Room("disk", float("inf"))]
-    found = sizes._fitted([LARGE, *LAYERS, SMALL], {f"layers.{i}.weight": (10, 1) for i in range(6)}, resident, waiting)
+    resident, waiting = (
+        [module_sizes.Room(*each) for each in enumerate(rooms)],
+        [module_sizes.Room("disk", float("inf"))],
+    )
+    found = module_sizes._fitted(
+        [LARGE, *LAYERS, SMALL], {f"layers.{i}.weight": (10, 1) for i in range(6)}, resident, waiting
+    )
     assert {place: sorted(n for n in found if found[n] == place) for place in set(found.values())} == {
         place: sorted(names) for place, names in expected.items()
     }
@@ -163,11 +168,11 @@ def test_a_part_that_is_too_large_leaves_the_device_to_the_parts_of_further_laye
             super().__init__()
             self.attention, self.experts = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
 
-    layers = [sizes.Unit(f"layers.{i}", Layer(), 110, 0, True) for i in range(4)]
+    layers = [module_sizes.Unit(f"layers.{i}", Layer(), 110, 0, True) for i in range(4)]
     each = {
         f"layers.{i}.{name}.weight": (size, 0) for i in range(4) for name, size in (("attention", 10), ("experts", 100))
     }
-    found = sizes._fitted(layers, each, [sizes.Room(0, 35)], [sizes.Room("disk", float("inf"))])
+    found = module_sizes._fitted(layers, each, [module_sizes.Room(0, 35)], [module_sizes.Room("disk", float("inf"))])
     assert [name for name in found if found[name] == 0] == [f"layers.{i}.attention" for i in range(3)]
 
 
@@ -237,8 +242,8 @@ def test_generation_and_a_trainer(kind, tmp_path):
 
 def test_freed_memory_is_returned_where_the_cpu_quantizes(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(freed.ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=asked.append))
-    monkeypatch.setattr(freed, "MUCH", 0)
+    monkeypatch.setattr(malloc_trim.ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=asked.append))
+    monkeypatch.setattr(malloc_trim, "MUCH", 0)
     tied().save_pretrained(tmp_path / "plain")
     how = transformers.BitsAndBytesConfig(**HOW["nf4"])
     places = {"": "cpu", "model.layers.1": "disk"}
@@ -246,7 +251,7 @@ def test_freed_memory_is_returned_where_the_cpu_quantizes(monkeypatch, tmp_path)
         tmp_path / "plain", quantization_config=how, device_map=places, offload_folder=tmp_path / "off"
     )
     assert asked == [0] * 14, "once for each of the layers that it quantized"
-    freed.quantized(torch.empty(8, device="meta"))
+    malloc_trim.quantized(torch.empty(8, device="meta"))
     assert len(asked) == 14, "what an accelerator quantized was never in this memory"
 
 

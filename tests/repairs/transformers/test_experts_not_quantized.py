@@ -66,7 +66,7 @@ def test_said_once_with_the_figure(tmp_path, caplog, kind, options):
     share = sum(p.numel() for p in experts) / whole
     assert len(experts) == 4 and share > 0.5
     assert message.startswith(f"{100 * share:.0f} % of the parameters of this {type(model).__name__}")
-    assert f"{sum(p.nbytes for p in experts) / 1000:.0f} kB" in message and "bfloat16" in message
+    assert f"{sum(p.nbytes for p in experts) / 1000:.1f} kB" in message and "bfloat16" in message
     assert "model.layers.0.mlp.experts.gate_up_proj and 3 more" in message
     ids = torch.arange(8)[None]
     assert torch.equal(model(ids).logits, expected(ids).logits)
@@ -102,7 +102,7 @@ def test_what_it_advises_can_be_done(tmp_path, caplog):
 
 
 def test_a_model_whose_experts_are_quantized_is_not_warned_about(tmp_path):
-    from patches.repairs.helpers.loading.experts import left_in
+    from patches.experts.unquantized import left_in
 
     model = load(save(tmp_path, "qwen3"), **NF4)
     assert left_in(model) is not None

@@ -7,7 +7,7 @@ import torch
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import patches
-from patches.repairs.helpers.reproducers import tiny_models
+from patches.repairs.reproducers import tiny_models
 
 ID = "transformers-floats-as-codes"
 IDS = torch.arange(8)[None]

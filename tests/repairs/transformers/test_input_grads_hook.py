@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import patches
-from patches.repairs.helpers.reproducers.graphs import pieces
+from patches.repairs.reproducers.graphs import pieces
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,6 +105,6 @@ def test_what_is_returned_may_be_written_into():
 
 
 def test_opcheck():
-    from patches.repairs.helpers.operators import tie
+    from patches.operators import require_grad
 
-    torch.library.opcheck(tie.OPERATOR, (torch.randn(2, 3), tie.anchor))
+    torch.library.opcheck(require_grad.OPERATOR, (torch.randn(2, 3), require_grad.anchor))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import patches
-from patches.repairs.helpers.process.messages import heard
+from patches.repairs.reproducers.log_records import record_logs
 from patches.repairs.transformers import load_in_keyword
 
 pytest.importorskip("bitsandbytes")
@@ -40,7 +40,7 @@ def load(folder: Path, kind: str = "AutoModelForCausalLM", **also):
 )
 def test_it_is_what_the_configuration_would_be(folder, kind, given):
     expected = load(folder, kind, quantization_config=transformers.BitsAndBytesConfig(**given))
-    with patches.applied(ID), heard():
+    with patches.applied(ID), record_logs():
         model = load(folder, kind, **given)
     assert model.config.to_dict() == expected.config.to_dict()
     assert [type(m) for m in model.modules()] == [type(m) for m in expected.modules()]
@@ -48,7 +48,7 @@ def test_it_is_what_the_configuration_would_be(folder, kind, given):
 
 
 def test_false_is_nothing(folder):
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         model = load(folder, load_in_4bit=False, load_in_8bit=False)
     assert not asking.quantized(model) and not said
 
@@ -61,7 +61,7 @@ def test_both_are_refused(folder):
 
 def test_it_is_said_once(folder, monkeypatch):
     monkeypatch.setattr(load_in_keyword, "_told", set())
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         load(folder, load_in_8bit=True)
         load(folder, load_in_8bit=True)
     assert ["BitsAndBytesConfig(load_in_8bit=True)" in record.getMessage() for record in said] == [True]

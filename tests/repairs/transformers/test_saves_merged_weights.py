@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import patches
-from patches.repairs.helpers.reproducers import tiny_models
+from patches.repairs.reproducers import tiny_models
 
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers", minversion="5.10", reason="HRM came with 5.10")

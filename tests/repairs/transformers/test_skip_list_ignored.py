@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import patches
-from patches.repairs.helpers.process.messages import heard
+from patches.repairs.reproducers.log_records import record_logs
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
@@ -38,7 +38,7 @@ def contains(path: str, name: str) -> bool:
 @pytest.mark.parametrize("how", asking.HOW)
 @pytest.mark.parametrize("name", ["mlp", "layers.1", "model.layers.1", "self_attn.q_proj", "q_proj", "layers.0.mlp"])
 def test_what_contains_the_name_is_skipped_and_nothing_else(llama, how, name):
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         model = asking.load(llama, {**asking.HOW[how], "llm_int8_skip_modules": [name, "lm_head"]})
     linear = asking.plain(model) + asking.quantized(model)
     assert sorted(asking.plain(model)) == sorted(p for p in linear if contains(p, name) or p == "lm_head")
@@ -83,7 +83,7 @@ def test_a_list_that_is_obeyed_already_gives_the_same_model(llama):
 
 
 def test_a_name_that_matches_nothing_is_said_with_the_nearest(llama):
-    with patches.applied(ID), heard() as said:
+    with patches.applied(ID), record_logs() as said:
         asking.load(llama, {**asking.INT8, "llm_int8_skip_modules": ["layer.1", "lm_head"]})
     (record,) = said
     assert "'layer.1'" in record.getMessage() and "layers.1" in record.getMessage()

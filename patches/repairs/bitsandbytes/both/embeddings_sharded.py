@@ -23,9 +23,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Patch, Rewrite, SetAttribute
-from ...helpers.four_bit import four_bit_state
-from ...helpers.int8 import int8_scales
-from ...helpers.weights.replaced import make_setattr
+from ....quantized.four_bit import quant_states
+from ....quantized.int8 import row_scales
+from ....quantized.weights.weight_assignment import make_setattr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def _shards(old: Any, new: Any) -> bool:
 
 def _note_storage(layer: Any, old: Any) -> None:
     weight = layer._parameters.get("weight")
-    if four_bit_state.is_packed(old) and _shards(old, weight):
+    if quant_states.is_packed(old) and _shards(old, weight):
         layer.quant_storage = weight.dtype
 
 
@@ -48,17 +48,17 @@ def _note_scales(layer: Any, old: Any) -> None:
     weight = layer._parameters.get("weight")
     if old is None or weight is None:
         return
-    if int8_scales.has_scales(weight):
+    if row_scales.has_scales(weight):
         vars(layer).pop(_SCALES, None)
-    elif int8_scales.is_int8(old) and int8_scales.has_scales(old) and _shards(old, weight):
-        setattr(layer, _SCALES, int8_scales.of(old))
+    elif row_scales.is_int8(old) and row_scales.has_scales(old) and _shards(old, weight):
+        setattr(layer, _SCALES, row_scales.of(old))
 
 
 def scales(layer: Any) -> Tensor | None:
     """The row scales of an ``Embedding8bit``: those of its weight, or of the weight that FSDP2 took."""
     weight = layer.weight
-    if int8_scales.has_scales(weight):
-        return int8_scales.of(weight)
+    if row_scales.has_scales(weight):
+        return row_scales.of(weight)
     kept: Tensor | None = vars(layer).get(_SCALES)
     return None if kept is None else kept.to(weight.device)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.int8 import int8_scales
+from ....quantized.int8 import row_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +32,12 @@ def floating(layer: Any, x: Tensor) -> bool:
 def state_of(x: Tensor, state: Any) -> Any:
     """``state``, of a ``Linear8bitLt`` that is given ``x``; None of no layer."""
     if state is not None and not x.dtype.is_floating_point:
-        _refuse(int8_scales.layer_of(state), x)
+        _refuse(row_scales.layer_of(state), x)
     return state
 
 
 def _refuse(layer: Any, x: Tensor) -> None:
-    which = "matmul" if layer is None else f"{type(layer).__name__} {int8_scales.name_of(layer)!r}"
+    which = "matmul" if layer is None else f"{type(layer).__name__} {row_scales.name_of(layer)!r}"
     raise TypeError(
         f"{which} expected a floating-point input, got {x.dtype}. If the model casts activations to the dtype of this "
         "layer's weight, which is the dtype of packed weights, do not quantize the layer: add its name to "

@@ -17,7 +17,7 @@ stays lost: 0.1 % of the scales in float16.
 from __future__ import annotations
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.reproducers import tiny_models
+from ...reproducers import tiny_models
 
 
 def defect() -> Finding:

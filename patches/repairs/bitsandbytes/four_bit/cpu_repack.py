@@ -16,9 +16,9 @@ rounds the scales to bf16 and marks the ``QuantState``. After that:
 The repair keeps the kernel but never changes ``weight.data`` or its ``QuantState``. The kernel multiplies by a
 repacked copy, which belongs to the weight. The copy is made where it saves time: for inputs of few rows (decoding),
 not for large batches, and not for weights that accelerate brings from the disk in each forward. If the weight changes
-with each call, the copy is made less and less often (``helpers/operators/packed_weights.py``). Before each use the
+with each call, the copy is made less and less often (``operators/packed_copies.py``). Before each use the
 contents of the weight and its scales are compared with those that the copy was made from, because many ways to write
-to them do not raise the version counter (``helpers/operators/contents.py``). The copy is freed with the weight, and by
+to them do not raise the version counter (``operators/tensor_contents.py``). The copy is freed with the weight, and by
 the first training forward; a copy that is made after that is kept.
 
 While compiling, the layer is the operator ``bnb_patches::linear_4bit_packed``. torch.export, whose programs are loaded
@@ -46,9 +46,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ....engine import CannotShow, Finding, Patch, Rewrite
-from ...helpers.four_bit import block_scales, four_bit_state
-from ...helpers.offload import offloaded
-from ...helpers.process import live_objects, tracing
+from ....process import live_objects, tracing
+from ....quantized import accelerate_hooks
+from ....quantized.four_bit import block_scales, quant_states
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
 
 _FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
-_PACKED_WEIGHTS = __name__.partition(".repairs.")[0] + ".repairs.helpers.operators.packed_weights"
+_PACKED_WEIGHTS = __name__.partition(".repairs.")[0] + ".operators.packed_copies"
 _TILE = 32  # output rows in a tile of the packed layout
 
 
@@ -65,12 +65,12 @@ def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> Quan
     weight = layer._parameters.get("weight")  # not `layer.weight`, which takes 0.6 us
     if weight is None:
         weight = layer.weight
-    state = four_bit_state.of(weight)
-    if four_bit_state.is_for_cpu_kernel(state):
+    state = quant_states.of(weight)
+    if quant_states.is_for_cpu_kernel(state):
         from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
         weight.data, state = _convert_weight_packed_for_cpu_inverse(weight.data, state)
-        four_bit_state.give(state, weight)
+        quant_states.give(state, weight)
         return state
     # Layers that were pickled by an older release have no such attribute.
     if layer.training and layer.__dict__.get("support_avx512bf16_for_cpu", False) and state is not None:
@@ -103,11 +103,11 @@ def product_for(layer: Linear4bit, x: torch.Tensor, state: QuantState | None) ->
         return None
     if torch.compiler.is_compiling():
         return traced_product if tracing.for_this_process() else None
-    from ...helpers.operators import linear_4bit_packed
+    from ....operators import linear_4bit_packed
 
     if type(x) is not torch.Tensor or linear_4bit_packed.is_watched():
         return product_by_blocks
-    return linear_4bit_packed.kernel_for(x, layer.weight, state, offloaded.hook_of(layer) is not None)
+    return linear_4bit_packed.kernel_for(x, layer.weight, state, accelerate_hooks.hook_of(layer) is not None)
 
 
 def product_by_blocks(
@@ -125,7 +125,7 @@ def traced_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quant_state: QuantState
 ) -> torch.Tensor:
     """``bitsandbytes.matmul_4bit`` as the operator that chooses the kernel when the graph runs."""
-    from ...helpers.operators import linear_4bit_packed
+    from ....operators import linear_4bit_packed
 
     state = quant_state
     statistics, nested_blocksize = block_scales.statistics_of(state)
@@ -169,8 +169,8 @@ def damage() -> tuple[str, ...]:
 
     if not has_avx512bf16():
         return ()
-    states = (four_bit_state.of(layer.weight) for layer in live_objects.instances(Linear4bit))
-    packed = [state for state in states if four_bit_state.is_for_cpu_kernel(state)]
+    states = (quant_states.of(layer.weight) for layer in live_objects.instances(Linear4bit))
+    packed = [state for state in states if quant_states.is_for_cpu_kernel(state)]
     if not packed:
         return ()
     return (

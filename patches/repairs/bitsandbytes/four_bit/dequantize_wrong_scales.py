@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from ....engine import CannotShow, Finding, Patch, Rewrite
 from ....engine.gate import satisfied
-from ...helpers.four_bit import block_scales
+from ....quantized.four_bit import block_scales
 
 
 def defect() -> Finding:

@@ -38,12 +38,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers.four_bit import four_bit_state, loaded_in_parts
-from ...helpers.four_bit.quant_state_dict import Incomplete, bytes_of_codes
-from ...helpers.process import stack
-from ...helpers.weights import in_place
-from ...helpers.weights.own_codes import are_own
-from ...helpers.weights.parameters import like
+from ....process import call_stack
+from ....quantized.four_bit import partial_loads, quant_states
+from ....quantized.four_bit.quant_state_dict import Incomplete, bytes_of_codes
+from ....quantized.own_packed_weights import are_own
+from ....quantized.weights import dequantized_in_place
+from ....quantized.weights.parameter_copies import like
 
 if TYPE_CHECKING:
     import torch
@@ -75,19 +75,19 @@ def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[
         if not _is_quantized_group(self, group):
             load(state_dict, prefix, *rest)
             return
-        if _stands_alone(self, group, assign) and not loaded_in_parts.is_waiting(self):
+        if _stands_alone(self, group, assign) and not partial_loads.is_waiting(self):
             old = self.weight
-            loaded_in_parts.note_own(self, group, assign)
+            partial_loads.note_own(self, group, assign)
             load(state_dict, prefix, *rest)
             _keep_statistics(self, old)
             return
         found, lacking = None, set[str]()
         try:
-            found = loaded_in_parts.read_with_parts(self, _with_what_it_carries(group), assign)
+            found = partial_loads.read_with_parts(self, _with_what_it_carries(group), assign)
         except ValueError as error:
             if lacking := _lacking(self, group):
-                loaded_in_parts.note_own(self, group, assign)
-            elif isinstance(error, Incomplete) and loaded_in_parts.collect(self, group, assign):
+                partial_loads.note_own(self, group, assign)
+            elif isinstance(error, Incomplete) and partial_loads.collect(self, group, assign):
                 lacking = error.keys
             else:
                 error_msgs.append(f"The 4-bit weight {weight!r} was not loaded and not changed: {error}")
@@ -98,7 +98,7 @@ def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[
         missing_keys[known:] = [key for key in missing_keys[known:] if key != weight]
         if found is None:
             missing_keys += [f"{weight}.{key}".rstrip(".") for key in sorted(lacking)]
-        elif len(error_msgs) == errors and not (missing_keys[known:] and strict and stack.loads_strictly()):
+        elif len(error_msgs) == errors and not (missing_keys[known:] and strict and call_stack.loads_strictly()):
             _install(self, *found)
 
     return _load_from_state_dict
@@ -110,7 +110,7 @@ def _is_quantized_group(layer: Linear4bit, group: Tensors) -> bool:
 
     if not group or not isinstance(layer._parameters.get("weight"), Params4bit):  # a parametrized one has other keys
         return False
-    return set(group) != {""} or four_bit_state.is_packed(layer.weight) or _is_packed(layer, group[""])
+    return set(group) != {""} or quant_states.is_packed(layer.weight) or _is_packed(layer, group[""])
 
 
 def _is_packed(layer: Linear4bit, tensor: torch.Tensor) -> bool:
@@ -119,15 +119,15 @@ def _is_packed(layer: Linear4bit, tensor: torch.Tensor) -> bool:
 
 def _stands_alone(layer: Linear4bit, group: Tensors, assign: bool) -> bool:
     """Whether ``group`` is codes alone that ``nn.Module`` may load, for their statistics are there then."""
-    if set(group) != {""} or not four_bit_state.is_packed(layer.weight):
+    if set(group) != {""} or not quant_states.is_packed(layer.weight):
         return False
     return are_own(group[""], layer.weight) or (assign and _carried(group[""]) is not None)
 
 
 def _lacking(layer: Linear4bit, group: Tensors) -> set[str]:
     """What ``group`` lacks, if all that is in it is what ``layer`` has: to load it changes nothing. Else empty."""
-    state = four_bit_state.of(layer.weight)
-    if state is None or not four_bit_state.is_packed(layer.weight):
+    state = quant_states.of(layer.weight)
+    if state is None or not quant_states.is_packed(layer.weight):
         return set()
     own = {"": layer.weight, **state.as_dict(packed=True)}
     same = all(key in own and own[key].shape == new.shape and are_own(new, own[key]) for key, new in group.items())
@@ -142,13 +142,13 @@ def _keep_statistics(layer: Linear4bit, old: Params4bit) -> None:
     if state is None:
         layer.weight = like(old, layer.weight.data)
     else:
-        four_bit_state.give(state, layer)
+        quant_states.give(state, layer)
 
 
 def _with_what_it_carries(group: Tensors) -> Tensors:
     """``group``, and the statistics of codes that come alone but are themselves a quantized ``Params4bit``."""
     state = _carried(group[""]) if set(group) == {""} else None
-    if state is None or four_bit_state.is_for_cpu_kernel(state):  # never saved
+    if state is None or quant_states.is_for_cpu_kernel(state):  # never saved
         return group
     return {**group, **state.as_dict(packed=True)}
 
@@ -156,7 +156,7 @@ def _with_what_it_carries(group: Tensors) -> Tensors:
 def _carried(codes: torch.Tensor) -> QuantState | None:
     from bitsandbytes.nn import Params4bit
 
-    return four_bit_state.of(codes) if isinstance(codes, Params4bit) and four_bit_state.is_packed(codes) else None
+    return quant_states.of(codes) if isinstance(codes, Params4bit) and quant_states.is_packed(codes) else None
 
 
 def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
@@ -166,19 +166,19 @@ def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
         weight = layer.weight = like(weight, codes)
     weight.requires_grad = False
     weight.data = codes
-    four_bit_state.give(state, weight, layer)
+    quant_states.give(state, weight, layer)
     weight.blocksize = state.blocksize
     weight.compress_statistics = state.nested
     weight.quant_type = state.quant_type
     weight.quant_storage = layer.quant_storage = codes.dtype
-    four_bit_state.mark(weight)
-    loaded_in_parts.forget(layer)
+    quant_states.mark(weight)
+    partial_loads.forget(layer)
 
 
 def _statistics(weight: Params4bit) -> Tensors:
     """What is saved of the quantization state of ``weight``: nothing if a program has dequantized it in place."""
-    state = four_bit_state.of(weight)
-    return {} if state is None or in_place.holds_floats(weight) else state.as_dict(packed=True)
+    state = quant_states.of(weight)
+    return {} if state is None or dequantized_in_place.holds_floats(weight) else state.as_dict(packed=True)
 
 
 def defect() -> Finding:
@@ -214,7 +214,7 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",
             find="assert module.weight.shape[1] == 1",
             replace="_patches_refuse_parts(module)\nassert module.weight.shape[1] == 1",
-            names={"_patches_refuse_parts": loaded_in_parts.refuse},
+            names={"_patches_refuse_parts": partial_loads.refuse},
         ),
     ),
     defect=defect,

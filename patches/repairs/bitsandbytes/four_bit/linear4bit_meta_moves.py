@@ -15,8 +15,8 @@ quantization state. Its packed weights are uninitialized, like every weight that
 from __future__ import annotations
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers.weights import on_meta
-from ...helpers.weights.module_moves import make_apply
+from ....quantized.weights import meta_weights
+from ....quantized.weights.module_moves import make_apply
 
 
 def defect() -> Finding:
@@ -44,7 +44,7 @@ PATCH = Patch(
             SetAttribute(f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Params4bit"))
             for layer in ("Linear4bit", "Embedding4bit")
         ),
-        *on_meta.FOUR_BIT,
+        *meta_weights.FOUR_BIT,
     ),
     defect=defect,
 )

@@ -30,9 +30,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers.four_bit import four_bit_foreign
-from ...helpers.weights import in_place, on_meta
-from ...helpers.weights.replaced import make_setattr
+from ....quantized.four_bit import foreign_weights
+from ....quantized.weights import dequantized_in_place, meta_weights
+from ....quantized.weights.weight_assignment import make_setattr
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -43,7 +43,7 @@ def plain_linear(layer: Linear4bit, x: Tensor) -> Tensor:
     """``layer(x)`` as ``nn.Linear`` computes it, in the dtype of ``x``."""
     import torch
 
-    on_meta.refuse(x, layer.weight, torch._C.DisableTorchFunctionSubclass)
+    meta_weights.refuse(x, layer.weight, torch._C.DisableTorchFunctionSubclass)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     return torch.nn.functional.linear(x, layer.weight.to(x.dtype), bias)
 
@@ -91,13 +91,13 @@ PATCH = Patch(
                     fix_4bit_weight_quant_state_from_module(self)
             """,
             names={
-                "_patches_was_never_quantized": in_place.was_never_quantized,
+                "_patches_was_never_quantized": dequantized_in_place.was_never_quantized,
                 "_patches_plain_linear": plain_linear,
-                "_patches_refuse_foreign": four_bit_foreign.refuse,
+                "_patches_refuse_foreign": foreign_weights.refuse,
             },
         ),
         SetAttribute(
-            "bitsandbytes.nn.modules:Linear4bit.__setattr__", make=make_setattr("Linear4bit", four_bit_foreign.replaced)
+            "bitsandbytes.nn.modules:Linear4bit.__setattr__", make=make_setattr("Linear4bit", foreign_weights.replaced)
         ),
     ),
     defect=defect,

@@ -8,7 +8,7 @@ While compiling, the repair makes the product an operator, ``bnb_patches::linear
 of the quantization state. AOT autograd expands it into ``MatMul4Bit`` with the same quantization state. So lowering,
 the tensors saved for backward and every bit of the result stay the same; only the graph that is looked up in the cache
 contains an operator instead. The operator's name contains a digest of the code that it expands to, so that an upgrade
-of either package does not find old graphs (``helpers/operators/digest.py``). Eager calls take the old path, and so
+of either package does not find old graphs (``operators/code_digest.py``). Eager calls take the old path, and so
 does torch.export, whose programs are loaded where the operator does not exist.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.process import tracing
+from ....process import tracing
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
     if out is not None or not tracing.for_this_process():
         output: torch.Tensor = function.apply(A, B, out, bias, quant_state)
         return output
-    from ...helpers.operators import linear_4bit
+    from ....operators import linear_4bit
 
     nested = quant_state.state2 if quant_state.nested else None
     return linear_4bit.OPERATOR(

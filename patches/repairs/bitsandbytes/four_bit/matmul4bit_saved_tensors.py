@@ -9,7 +9,7 @@ see it. (#2034)
 The repair keeps references to the weight and absmax of the forward, and backward raises autograd's error if one of
 them was changed since. A weight that accelerate's offloading brought for this forward, or that is not a parameter, is
 saved with ``ctx.save_for_backward``, where hooks see it. A resident weight is not: hooks could not free it, but each
-would copy or recompute it (see ``helpers/weights/kept_weights.py``). Nothing is copied. Tensors made in inference
+would copy or recompute it (see ``quantized/saved_for_backward.py``). Nothing is copied. Tensors made in inference
 mode, which autograd refuses to save, stay on ``ctx`` as before.
 
 If the forward ran before the patch was applied, its backward is as it was. If the forward ran with the patch and the
@@ -24,14 +24,14 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.weights import kept_weights
+from ....quantized import saved_for_backward
 
 if TYPE_CHECKING:
     import torch
     from bitsandbytes.functional import QuantState
 
 _ID = "bitsandbytes-matmul4bit-saved-tensors"
-_ELSEWHERE = kept_weights.Elsewhere(_ID)
+_ELSEWHERE = saved_for_backward.Elsewhere(_ID)
 
 
 class _Kept(NamedTuple):
@@ -68,7 +68,7 @@ def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
     Written out, like :func:`recall`: each layer comes by both in each step of a training.
     """
     owner = weight._base  # it comes as a view, or as itself from who calls the function
-    if not kept_weights.is_resident(weight if owner is None else owner):
+    if not saved_for_backward.is_resident(weight if owner is None else owner):
         save(ctx, weight, state)
         return
     ctx.tensors = None, weight
@@ -89,7 +89,7 @@ def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
 def save(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
     """Save it with autograd, where hooks see it, but for what was made in inference mode."""
     operands = _operands(weight, state)
-    if kept_weights.savable(*operands):
+    if saved_for_backward.savable(*operands):
         ctx.save_for_backward(*operands)
         ctx.tensors, ctx._patches_noted = _ELSEWHERE, None
     else:
@@ -133,8 +133,8 @@ def _recall_others(ctx: Any, noted: tuple[Any, ...] | None) -> Any:
         operands = ctx.saved_tensors
     else:
         operands, versions = noted[: len(noted) // 2], noted[len(noted) // 2 :]
-        if None not in versions and versions != kept_weights.versions_of(operands):
-            kept_weights.refuse(operands, versions)
+        if None not in versions and versions != saved_for_backward.versions_of(operands):
+            saved_for_backward.refuse(operands, versions)
     return _Kept((None, operands[0]), _state(operands, ctx.state))
 
 
@@ -176,7 +176,7 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:Linear4bit.forward",
             "inp_dtype = x.dtype",
             "inp_dtype = x.dtype\nif '_hf_hook' in self.__dict__:\n    _patches_notice(self)",
-            names={"_patches_notice": kept_weights.notice},
+            names={"_patches_notice": saved_for_backward.notice},
         ),
         Rewrite(
             f"{_FUNCTION}.forward",

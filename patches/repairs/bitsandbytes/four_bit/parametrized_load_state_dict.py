@@ -23,8 +23,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.four_bit import four_bit_state
-from ...helpers.four_bit.quant_state_dict import Quantized, read_for, refuse_cast
+from ....quantized.four_bit import quant_states
+from ....quantized.four_bit.quant_state_dict import Quantized, read_for, refuse_cast
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +63,12 @@ def load(
     original = f"{prefix}parametrizations.{parameter}.original"
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     try:
-        state = _read(parameter, four_bit_state.of(parametrization), held, {"": codes, **saved}, assign)
+        state = _read(parameter, quant_states.of(parametrization), held, {"": codes, **saved}, assign)
     except ValueError as error:
         error_msgs.append(f"The 4-bit parameter {key!r} was not loaded and not changed: {error}")
         state_dict[original] = held.detach()
     else:
-        four_bit_state.give(state, parametrization)
+        quant_states.give(state, parametrization)
         state_dict[original] = codes
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from ....engine import DeleteAttribute, Finding, Patch, SetAttribute
 from ....engine.gate import satisfied
-from ...helpers.four_bit import four_bit_state
-from ...helpers.four_bit.quant_state_names import NESTED, OWN, packed_key
+from ....quantized.four_bit import quant_states
+from ....quantized.four_bit.quant_state_names import NESTED, OWN, packed_key
 
 
 def proxy(name: str, attribute: str, nested: bool) -> property:
@@ -35,7 +35,7 @@ def proxy(name: str, attribute: str, nested: bool) -> property:
     def get(self: Any) -> Any:
         if name in self.__dict__:
             return self.__dict__[name]
-        state: Any = four_bit_state.of(self)
+        state: Any = quant_states.of(self)
         if state is not None and nested:
             state = state.state2
         if state is None:

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.four_bit import four_bit_state
-from ...helpers.process import live_objects
+from ....process import live_objects
+from ....quantized.four_bit import quant_states
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
     """``fn(parameter)`` without the cast in it, if ``parameter`` holds packed bits."""
     moved = fn(parameter)
-    if moved.dtype is parameter.dtype or not four_bit_state.is_packed(parameter):
+    if moved.dtype is parameter.dtype or not quant_states.is_packed(parameter):
         return moved
     if moved.device == parameter.device:
         return parameter
@@ -44,7 +44,7 @@ def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
 def damage() -> tuple[str, ...]:
     """Weights whose bits were cast before the patch was applied: in another dtype than they were packed in."""
     weights = live_objects.lasting(_cast_weights)  # a weight and its layer refer to each other
-    states = map(four_bit_state.of, weights)
+    states = map(quant_states.of, weights)
     return tuple(
         f"a 4-bit weight of shape {tuple(state.shape)} was packed as {weight.quant_storage} "
         f"and cast to {weight.dtype}, which destroyed its values: load the model again"
@@ -55,9 +55,9 @@ def damage() -> tuple[str, ...]:
 
 def _cast_weights() -> list[Params4bit]:
     """Quantized weights of layers (not the casts that a user made of one) in another dtype than they were packed in."""
-    states = [(w, four_bit_state.of(w)) for w in _weights() if four_bit_state.is_marked(w)]
+    states = [(w, quant_states.of(w)) for w in _weights() if quant_states.is_marked(w)]
     # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
-    plain = [w for w, state in states if state is not None and not four_bit_state.is_for_cpu_kernel(state)]
+    plain = [w for w, state in states if state is not None and not quant_states.is_for_cpu_kernel(state)]
     return [w for w in plain if w.dtype != w.quant_storage]
 
 

@@ -27,8 +27,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers.four_bit import four_bit_state
-from ...helpers.weights.parameters import like, make_cut
+from ....quantized.four_bit import quant_states
+from ....quantized.weights.parameter_copies import like, make_cut
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -60,7 +60,7 @@ def _pieces(whole: Params4bit, parts: tuple[Tensor, ...], dim: int = 0) -> tuple
 
     if whole.requires_grad and torch.is_grad_enabled():
         return parts
-    if not four_bit_state.is_marked(whole):
+    if not quant_states.is_marked(whole):
         return tuple(like(whole, part, module=None) for part in parts)
     if not _is_column_of_codes(whole):
         return parts
@@ -74,8 +74,8 @@ def _pieces(whole: Params4bit, parts: tuple[Tensor, ...], dim: int = 0) -> tuple
 
 def _is_column_of_codes(weight: Params4bit) -> bool:
     """Whether ``weight`` is packed as bitsandbytes saves it, and its statistics are where it is."""
-    state = four_bit_state.of(weight)
-    if state is None or state.shape is None or four_bit_state.is_for_cpu_kernel(state):
+    state = quant_states.of(weight)
+    if state is None or state.shape is None or quant_states.is_for_cpu_kernel(state):
         return False
     whole = weight.dim() == 2 and weight.shape[1] == 1 and weight.nbytes == -(-prod(state.shape) // 2) > 0
     return bool(whole and state.absmax.device == weight.device)
@@ -85,7 +85,7 @@ def _state_of(whole: Params4bit, start: int, stop: int) -> QuantState | None:
     """The state of the entries from ``start`` to ``stop`` of the column; None if they are no whole blocks."""
     import torch
 
-    state: Any = four_bit_state.of(whole)
+    state: Any = quant_states.of(whole)
     size, values = prod(state.shape), 2 * whole.element_size()
     first, last = start * values, min(stop * values, size)
     # One entry alone looks like a transposed column to dequantize_4bit.

@@ -23,9 +23,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.four_bit import four_bit_state
-from ...helpers.process import live_objects
-from ...helpers.weights import on_meta
+from ....process import live_objects
+from ....quantized.four_bit import quant_states
+from ....quantized.weights import meta_weights
 
 if TYPE_CHECKING:
     import torch
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 def _moves_with(device: torch.device | None, state: QuantState) -> bool:
     """Whether the statistics follow a weight to ``device``. Those of a repacked one fit no codes but its own."""
-    return device is None or device.type != "meta" or four_bit_state.is_for_cpu_kernel(state)
+    return device is None or device.type != "meta" or quant_states.is_for_cpu_kernel(state)
 
 
 def _holds_codes(weight: Params4bit) -> bool:
     """Whether ``weight`` need not be quantized any more. Raises if it holds what it cannot be."""
-    state, quantized = four_bit_state.of(weight), four_bit_state.is_marked(weight)
+    state, quantized = quant_states.of(weight), quant_states.is_marked(weight)
     if not quantized or state is None or state.shape is None:
         return quantized
-    size = four_bit_state.packed_bytes(state.shape)
+    size = quant_states.packed_bytes(state.shape)
     if weight.shape != state.shape or weight.nbytes == size:
         return True
     if getattr(weight.module, "weight", None) is weight:  # in its layer, so nobody has just made it: `.data` was set
@@ -61,7 +61,7 @@ def damage() -> tuple[str, ...]:
     """Weights whose statistics went to meta before the patch was applied."""
     from bitsandbytes.nn import Params4bit
 
-    states = map(four_bit_state.of, live_objects.instances(Params4bit))
+    states = map(quant_states.of, live_objects.instances(Params4bit))
     lost = {id(state): state for state in states if state is not None and state.absmax.is_meta}
     return tuple(
         f"the quantization state of a 4-bit weight of shape {tuple(state.shape)} is on the meta device and lost: "
@@ -112,7 +112,7 @@ PATCH = Patch(
             replace="not _patches_holds_codes(self)",
             names={"_patches_holds_codes": _holds_codes},
         ),
-        *on_meta.FOUR_BIT,
+        *meta_weights.FOUR_BIT,
     ),
     defect=defect,
     damage=damage,

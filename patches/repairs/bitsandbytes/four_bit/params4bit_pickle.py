@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers.four_bit import four_bit_state
-from ...helpers.weights.parameters import is_read_by_default, make_setstate, with_class
+from ....quantized.four_bit import quant_states
+from ....quantized.weights.parameter_copies import is_read_by_default, make_setstate, with_class
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
@@ -31,7 +31,7 @@ def _make_reduce_ex(original: None) -> Callable[[Params4bit, int], tuple[Any, ..
 
     def __reduce_ex__(self: Params4bit, protocol: int) -> tuple[Any, ...]:
         reduced = super(Params4bit, self).__reduce_ex__(protocol)
-        plain = four_bit_state.of(self) is None and self.module is None
+        plain = quant_states.of(self) is None and self.module is None
         return reduced if plain and is_read_by_default(protocol) else with_class(reduced, self)
 
     return __reduce_ex__
@@ -66,7 +66,7 @@ PATCH = Patch(
         *(
             SetAttribute(
                 f"bitsandbytes.nn.modules:{layer}.__setstate__",
-                make=make_setstate(layer, "Params4bit", four_bit_state.MARKS),
+                make=make_setstate(layer, "Params4bit", quant_states.MARKS),
             )
             for layer in ("Linear4bit", "Embedding4bit")
         ),

@@ -12,7 +12,7 @@ Upstream: #1927 (offload), #2034 (``save_for_backward``). All releases from 0.46
 With the repair, forward keeps references to the packed weights and scales that it used, and backward reads these. It
 raises autograd's error if one was changed since, directly or through the weight. Two things are saved with
 ``ctx.save_for_backward``, where hooks see them: offloaded weights, so that checkpointing brings them again instead of
-keeping them on the device (``helpers/weights/kept_weights.py``), and what the gradient of a weight needs, such as the
+keeping them on the device (``quantized/saved_for_backward.py``), and what the gradient of a weight needs, such as the
 input. Nothing is copied.
 
 Off CUDA, ``int8_vectorwise_quant`` sets outliers of a float16 input to zero and restores them. torch then assumes that
@@ -28,15 +28,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.int8 import int8_scales
-from ...helpers.int8.int8_moves import SETTLING
-from ...helpers.weights import kept_weights
+from ....quantized import saved_for_backward
+from ....quantized.int8 import row_scales
+from ....quantized.int8.weight_moves import SETTLING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _ID = "bitsandbytes-int8-backward-live-state"
-_ELSEWHERE: Any = kept_weights.Elsewhere(_ID)
+_ELSEWHERE: Any = saved_for_backward.Elsewhere(_ID)
 
 
 class _Weight(NamedTuple):
@@ -67,12 +67,12 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
     """
     needs = ctx.needs_input_grad
     # Codes of a weight that is float are those of no parameter.
-    if needs[1] or state.has_fp16_weights or not kept_weights.is_resident(B):
+    if needs[1] or state.has_fp16_weights or not saved_for_backward.is_resident(B):
         _save(ctx, B, state, CAt, subA, SCAt, idx, A)
         return
     ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, _NO_TENSORS, _NO_TENSOR_STATES, None
     if needs[0]:
-        CB, SCB = int8_scales.of_product(state)
+        CB, SCB = row_scales.of_product(state)
         try:
             ctx._patches_noted = CB, SCB, B, CB._version, SCB._version, B._version
         except RuntimeError:  # made in inference mode: there torch does not count
@@ -84,10 +84,10 @@ def _save(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
 
     A trace always does: it keeps nothing by reference.
     """
-    CB, SCB = int8_scales.of_product(state) if ctx.needs_input_grad[0] else (None, None)
+    CB, SCB = row_scales.of_product(state) if ctx.needs_input_grad[0] else (None, None)
     if not ctx.needs_input_grad[1]:
         CAt = subA = SCAt = idx = A = None
-    if kept_weights.savable(CB, SCB, CAt, subA, SCAt, idx, A):
+    if saved_for_backward.savable(CB, SCB, CAt, subA, SCAt, idx, A):
         ctx.save_for_backward(_codes(B, CB), SCB, CAt, subA, SCAt, idx, A)
         ctx.state = ctx.tensors = ctx.tensor_states = ctx.A = _ELSEWHERE
         ctx.threshold, ctx._patches_noted = state.threshold, None
@@ -116,12 +116,12 @@ def _recall(ctx: Any) -> Any:
         return ctx if noted == () else _saved(ctx)  # () of a forward without the patch
     CB, SCB, B, version, scales_version, weight_version = noted
     if version is not None and (CB._version != version or SCB._version != scales_version):
-        kept_weights.refuse((CB, SCB), (version, scales_version))
+        saved_for_backward.refuse((CB, SCB), (version, scales_version))
     # Written to through the weight, if that is the same memory by now.
     if version is not None and B._version != weight_version and B.data_ptr() == CB.data_ptr():
-        kept_weights.refuse((B,), (weight_version,))
+        saved_for_backward.refuse((B,), (weight_version,))
     state = ctx.state
-    now = int8_scales.of_product(state)
+    now = row_scales.of_product(state)
     if now[0] is CB and now[1] is SCB:
         return ctx
     return _Kept(_Weight(CB, SCB, state.threshold))

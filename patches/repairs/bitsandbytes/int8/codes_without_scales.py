@@ -20,10 +20,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.int8 import int8_scales, int8_settled
-from ...helpers.int8.int8_moves import SCALE_OR_ERROR
-from ...helpers.process import stack
-from ...helpers.weights.own_codes import are_own
+from ....process import call_stack
+from ....process.tensor_bits import have_same_bits
+from ....quantized.int8 import row_scales, scale_ownership
+from ....quantized.int8.weight_moves import SCALE_OR_ERROR
+from ....quantized.own_packed_weights import are_own
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear8bitLt
@@ -46,7 +47,7 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
                 known = vars(layer.state).pop(_SCALES_CAME, False)
                 load(state_dict, prefix, local_metadata, strict, *lists)
                 if not known:
-                    int8_settled.own_codes_and(None, layer)
+                    scale_ownership.own_codes_and(None, layer)
                     setattr(layer.state, _CODES_CAME, True)
                 return
             lists[-1].append(
@@ -83,8 +84,8 @@ def _in_parts(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) 
     if local_metadata.get("assign_to_params_buffers", False) or weight.shape != layer.weight.shape:
         return False
     own = layer.weight
-    whole = isinstance(own, Int8Params) and int8_scales.is_int8(own) and not hasattr(own, "_local_tensor")
-    return whole and stack.loads_in_parts()
+    whole = isinstance(own, Int8Params) and row_scales.is_int8(own) and not hasattr(own, "_local_tensor")
+    return whole and call_stack.loads_in_parts()
 
 
 def _make_place(layer: Linear8bitLt, scales: Tensor, alone: bool) -> None:
@@ -93,10 +94,10 @@ def _make_place(layer: Linear8bitLt, scales: Tensor, alone: bool) -> None:
 
     kept = vars(layer.state)
     kept.pop(_SCALES_CAME, None)
-    if kept.pop(_CODES_CAME, False) and int8_scales.known(layer) is None:
+    if kept.pop(_CODES_CAME, False) and row_scales.known(layer) is None:
         empty = torch.empty(layer.weight.shape[0], device=layer.weight.device, dtype=torch.float32)
-        int8_settled.own_codes_and(empty, layer)
-    elif alone and (own := int8_scales.known(layer)) is not None and not int8_settled.are_equal(own, scales.to(own)):
+        scale_ownership.own_codes_and(empty, layer)
+    elif alone and (own := row_scales.known(layer)) is not None and not have_same_bits(own, scales.to(own)):
         setattr(layer.state, _SCALES_CAME, True)
 
 
@@ -110,7 +111,7 @@ def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> 
     if layer.weight.dtype == torch.int8 and are_own(weight, layer.weight):
         return True
     assign = local_metadata.get("assign_to_params_buffers", False)
-    carries = isinstance(weight, Int8Params) and int8_scales.is_unsettled(weight) and int8_scales.of(weight) is not None
+    carries = isinstance(weight, Int8Params) and row_scales.is_unsettled(weight) and row_scales.of(weight) is not None
     return bool(assign and carries)
 
 
@@ -118,12 +119,12 @@ def _not_quantized(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, A
     """Whether ``weight`` is codes and ``layer`` holds floats, which bitsandbytes sees when the codes are in it."""
     if local_metadata.get("assign_to_params_buffers", False):
         return False
-    return int8_scales.is_int8(weight) and bool(layer.weight.is_floating_point())
+    return row_scales.is_int8(weight) and bool(layer.weight.is_floating_point())
 
 
 def _would_be_cut_off(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
     """Whether ``weight`` is unquantized, and torch would copy it into int8 codes by value: zeros, most of them."""
-    quantized = int8_scales.is_int8(layer.weight) and not layer.weight.is_meta
+    quantized = row_scales.is_int8(layer.weight) and not layer.weight.is_meta
     if not quantized or not weight.is_floating_point() or weight.is_meta:
         return False
     if local_metadata.get("assign_to_params_buffers", False) or hasattr(layer.weight, "_local_tensor"):

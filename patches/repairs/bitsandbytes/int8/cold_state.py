@@ -21,8 +21,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.int8 import int8_scales
-from ...helpers.reproducers.graphs import in_pieces
+from ....quantized.int8 import row_scales
+from ...reproducers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch
@@ -33,20 +33,20 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     import bitsandbytes as bnb
 
     settled, weight = layer.state, layer.weight
-    if settled.has_fp16_weights or not int8_scales.has_scales(weight):
+    if settled.has_fp16_weights or not row_scales.has_scales(weight):
         return None  # tied, sharded or given by functional_call: the state is that of another weight
     # The weight first: with `int8-requantized-codes` it shows the scales of the state, so that an eager forward in
     # between, which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
     # operation that the graph holds too, where torch.export would make a constant of what it read.
-    scale = int8_scales.of(weight)
+    scale = row_scales.of(weight)
     if scale is None:
-        codes, scale = int8_scales.of_product(settled)
+        codes, scale = row_scales.of_product(settled)
     else:
         codes = weight.detach()
     if codes is None or scale is None or codes.device != x.device or scale.device != x.device:
         return None
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    product: torch.Tensor = bnb.matmul(x, weight, bias=bias, state=int8_scales.make_state(layer, codes, scale))
+    product: torch.Tensor = bnb.matmul(x, weight, bias=bias, state=row_scales.make_state(layer, codes, scale))
     return product
 
 

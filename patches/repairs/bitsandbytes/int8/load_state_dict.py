@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.int8 import int8_scales, int8_settled
-from ...helpers.int8.int8_moves import KEEP_CODES_BEFORE_048
+from ....quantized.int8 import row_scales, scale_ownership
+from ....quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +35,11 @@ def _scale_to_fill(layer: Any) -> Tensor | None:
     if weight.dtype == torch.int8 and assigned:  # the DTensor of FSDP2 is no such thing, and stays
         empty = torch.empty(weight.shape[0], device=weight.device, dtype=torch.float32)  # whatever the default is
         layer.weight = Int8Params(weight.data, False, False, weight.data, empty)
-        int8_settled.start_over(layer)
+        scale_ownership.start_over(layer)
     if layer.weight.dtype != torch.int8:
         return None  # a new weight: what the state has is of another one
-    int8_settled.loaded(layer)
-    return int8_scales.saved(layer)
+    scale_ownership.loaded(layer)
+    return row_scales.saved(layer)
 
 
 def defect() -> Finding:

@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers.int8 import int8_moves, int8_scales
-from ...helpers.weights import on_meta
-from ...helpers.weights.module_moves import make_apply
+from ....quantized.int8 import row_scales, weight_moves
+from ....quantized.weights import meta_weights
+from ....quantized.weights.module_moves import make_apply
 
 
 def _settle(layer: Any, old: dict[str, Any], address: int) -> None:
@@ -30,8 +30,8 @@ def _settle(layer: Any, old: dict[str, Any], address: int) -> None:
     from bitsandbytes.nn import Int8Params
 
     before, weight = old.get("weight"), layer._parameters.get("weight")
-    if isinstance(before, Int8Params) and int8_scales.is_int8(before) and int8_scales.is_int8(weight):
-        int8_moves.follow(layer, weight, address)
+    if isinstance(before, Int8Params) and row_scales.is_int8(before) and row_scales.is_int8(weight):
+        weight_moves.follow(layer, weight, address)
 
 
 def defect() -> Finding:
@@ -69,9 +69,9 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state",
             "self.weight.CB = None",
             "_patches_bring(self)\nself.weight.CB = None",
-            names={"_patches_bring": int8_moves.bring},
+            names={"_patches_bring": weight_moves.bring},
         ),
-        on_meta.INT8,
+        meta_weights.INT8,
     ),
     defect=defect,
 )

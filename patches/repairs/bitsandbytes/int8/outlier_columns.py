@@ -19,9 +19,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.int8 import int8_scales
-from ...helpers.process import tracing
-from ...helpers.reproducers.graphs import in_pieces
+from ....process import tracing
+from ....quantized.int8 import row_scales
+from ...reproducers.graphs import in_pieces
 
 if TYPE_CHECKING:
     import torch
@@ -49,13 +49,13 @@ def traced_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any)
 
 
 def _operator(A: torch.Tensor, bias: Any, state: Any) -> torch.Tensor:
-    from ...helpers.operators import int8_linear
+    from ....operators import int8_linear
 
-    return int8_linear.OPERATOR(A, *int8_scales.of_product(state), bias, float(state.threshold))
+    return int8_linear.OPERATOR(A, *row_scales.of_product(state), bias, float(state.threshold))
 
 
 def _fits(A: torch.Tensor, state: Any) -> bool:
-    codes, scale = int8_scales.of_product(state)
+    codes, scale = row_scales.of_product(state)
     if state.has_fp16_weights or codes is None or scale is None:
         return False
     return state.threshold > 0.0 and A.dim() in (2, 3)

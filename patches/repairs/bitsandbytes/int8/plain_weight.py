@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers.int8 import int8_plain, int8_scales, int8_settled
-from ...helpers.weights import on_meta
-from ...helpers.weights.module_moves import make_apply
-from ...helpers.weights.replaced import make_setattr
+from ....quantized.int8 import plain_weights, row_scales, scale_ownership
+from ....quantized.weights import meta_weights
+from ....quantized.weights.module_moves import make_apply
+from ....quantized.weights.weight_assignment import make_setattr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,19 +32,19 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     import torch
 
     weight, bias = layer.weight, layer.bias
-    on_meta.refuse(x, weight, torch._C.DisableTorchFunctionSubclass)
+    meta_weights.refuse(x, weight, torch._C.DisableTorchFunctionSubclass)
     if bias is not None:
         bias = bias.to(x.dtype)
     if weight.is_floating_point() and not layer.state.has_fp16_weights:
-        int8_plain.refuse_codes(layer, weight)
+        plain_weights.refuse_codes(layer, weight)
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-    own = () if weight.is_floating_point() else (weight.detach(), int8_plain.scale(layer, weight))
-    product: Tensor = bnb.matmul(x, weight, bias=bias, state=int8_scales.make_state(layer, *own))
+    own = () if weight.is_floating_point() else (weight.detach(), plain_weights.scale(layer, weight))
+    product: Tensor = bnb.matmul(x, weight, bias=bias, state=row_scales.make_state(layer, *own))
     return product
 
 
 def _note(layer: Any, old: dict[str, Any], address: int) -> None:
-    int8_plain.note(layer)
+    plain_weights.note(layer)
 
 
 def defect() -> Finding:
@@ -93,8 +93,8 @@ PATCH = Patch(
             """,
             names={"_patches_plain_forward": _plain_forward},
         ),
-        int8_settled.SCALES_OF_THE_LAYER,
-        SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr("Linear8bitLt", int8_plain.replaced)),
+        scale_ownership.SCALES_OF_THE_LAYER,
+        SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr("Linear8bitLt", plain_weights.replaced)),
         SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_note)),
     ),
     defect=defect,

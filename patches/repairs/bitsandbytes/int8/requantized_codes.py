@@ -16,18 +16,18 @@ Packed weights are never quantized. If a weight has no scales anywhere, an error
 from __future__ import annotations
 
 from ....engine import CannotShow, Finding, Patch
-from ...helpers.int8 import int8_scales
-from ...helpers.int8.int8_moves import KEEP_CODES
+from ....quantized.int8 import row_scales
+from ....quantized.int8.weight_moves import KEEP_CODES
 
 
 def _damage() -> tuple[str, ...]:
     """Layers whose codes were quantized a second time: every scale is 127 exactly."""
     found = []
-    for layer in int8_scales.layers():
-        _, scale = int8_scales.of_product(layer.state)
-        if not layer.state.has_fp16_weights and not int8_scales.is_lost(scale) and bool((scale == 127).all()):
+    for layer in row_scales.layers():
+        _, scale = row_scales.of_product(layer.state)
+        if not layer.state.has_fp16_weights and not row_scales.is_lost(scale) and bool((scale == 127).all()):
             found.append(
-                f"{int8_scales.name_of(layer)}: its packed INT8 weights were quantized a second time; load weight and SCB again"
+                f"{row_scales.name_of(layer)}: its packed INT8 weights were quantized a second time; load weight and SCB again"
             )
     return tuple(found)
 

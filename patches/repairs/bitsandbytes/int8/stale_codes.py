@@ -18,12 +18,11 @@ less time than a product.
 
 from __future__ import annotations
 
-import ctypes
-import zlib
 from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Patch, Rewrite
 from ....engine.gate import satisfied
+from ....process.tensor_bits import fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +44,7 @@ def _contents(weight: Tensor) -> tuple[int, int, int] | None:
     if not weight.is_cpu or not weight.is_contiguous() or not weight.nbytes:
         return None
     address, size = weight.data_ptr(), weight.nbytes
-    return address, size, zlib.crc32((ctypes.c_ubyte * size).from_address(address))
+    return address, size, fingerprint(weight)
 
 
 def defect() -> Finding:

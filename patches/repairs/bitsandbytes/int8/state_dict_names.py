@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
-from ...helpers.int8 import int8_plain, int8_scales
+from ....quantized.int8 import plain_weights, row_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 def _scale(layer: Any) -> Tensor:
     """The row scales as ``state_dict`` saves them; absent for a layer that is not quantized."""
-    scale = int8_scales.saved(layer)
+    scale = row_scales.saved(layer)
     if scale is None:
         raise AttributeError(f"{type(layer).__name__!r} object has no attribute 'SCB': it is not quantized")
     return scale
 
 
 def _set_scale(layer: Any, scale: Tensor) -> None:
-    int8_plain.set_scale(layer, scale)
+    plain_weights.set_scale(layer, scale)
 
 
 def _delete_scale(layer: Any) -> None:
-    int8_plain.set_scale(layer, None)
+    plain_weights.set_scale(layer, None)
 
 
 def _format(layer: Any) -> Tensor:

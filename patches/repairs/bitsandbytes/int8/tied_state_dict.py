@@ -9,7 +9,7 @@ from an ``Int8Params``. Saving fails, and so does loading with transformers, whi
 from __future__ import annotations
 
 from ....engine import Finding, Patch, Rewrite
-from ...helpers.int8 import int8_plain
+from ....quantized.int8 import plain_weights
 
 
 def defect() -> Finding:
@@ -47,7 +47,7 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
             "getattr(self.state, scb_name)",
             "_patches_scale_to_save(self)",
-            names={"_patches_scale_to_save": int8_plain.scale_to_save},
+            names={"_patches_scale_to_save": plain_weights.scale_to_save},
         ),
     ),
     defect=defect,

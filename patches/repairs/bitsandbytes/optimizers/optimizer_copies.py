@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers.optimizers.optimizer_overrides import BY_PARAMETER
+from ....optimizers.parameter_overrides import BY_PARAMETER
 
 if TYPE_CHECKING:
     from bitsandbytes.optim.optimizer import Optimizer8bit

@@ -33,7 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite, SetAttribute
-from ...helpers.optimizers.optimizer_overrides import BY_PARAMETER
+from ....optimizers.parameter_overrides import BY_PARAMETER
 
 if TYPE_CHECKING:
     from bitsandbytes.optim import GlobalOptimManager

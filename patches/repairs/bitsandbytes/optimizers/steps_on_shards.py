@@ -30,7 +30,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ....engine import CannotShow, Finding, Patch, Rewrite
-from ...helpers.optimizers.optimizer_bits import BLOCK, SAME_BITS
+from ....optimizers.state_bits import BLOCK, SAME_BITS
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from bitsandbytes.nn import Linear4bit
 
 import patches
 from patches.repairs.bitsandbytes.four_bit.cpu_repack import canonical_state
-from patches.repairs.helpers.operators import packed_weights
+from patches.operators import packed_copies
 
 from .cpu_layers import (
     ID, NESTED, QUIET, another, copies, holds_a_copy, infer, inputs, made, make, never, patched, relative,
@@ -16,8 +16,8 @@ from .cpu_layers import (
 
 __all__ = ["made", "patched"]
 pytestmark = QUIET
-FEW = packed_weights._FEW
-ENOUGH = packed_weights._ENOUGH_USES
+FEW = packed_copies._FEW
+ENOUGH = packed_copies._ENOUGH_USES
 
 
 @NESTED
@@ -38,9 +38,9 @@ def test_few_rows_are_packed_and_many_are_not(bias, nested, made):
 
 
 def test_large_weights_may_have_more_rows():
-    rows = torch.empty(packed_weights._FEW_FOR_LARGE, 4096)
-    assert packed_weights.few_rows(rows, (4096, 4096)) and not packed_weights.few_rows(rows, (4095, 4096))
-    assert not packed_weights.few_rows(rows.new_empty(len(rows) + 1, 4096), (4096, 4096))
+    rows = torch.empty(packed_copies._FEW_FOR_LARGE, 4096)
+    assert packed_copies.few_rows(rows, (4096, 4096)) and not packed_copies.few_rows(rows, (4095, 4096))
+    assert not packed_copies.few_rows(rows.new_empty(len(rows) + 1, 4096), (4096, 4096))
 
 
 def test_what_a_copy_holds():
@@ -77,7 +77,7 @@ def test_a_run_that_trains_in_between(shape, made):
 
 def test_training_asks_nothing_of_weights_on_other_devices(monkeypatch):
     layer, asked = make().train(), []
-    monkeypatch.setattr(packed_weights, "release", asked.append)
+    monkeypatch.setattr(packed_copies, "release", asked.append)
     canonical_state(layer, torch.compiler.is_compiling)
     assert len(asked) == 1
     layer.weight.quant_state.to("meta")

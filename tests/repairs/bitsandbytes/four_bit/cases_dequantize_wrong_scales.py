@@ -16,7 +16,7 @@ from bitsandbytes.nn import Embedding4bit, Linear4bit
 import patches
 from patches import REGISTRY
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.four_bit import block_scales
+from patches.quantized.four_bit import block_scales
 
 ID = "bitsandbytes-dequantize-wrong-scales"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from bitsandbytes.functional import has_avx512bf16
 from bitsandbytes.nn import Linear4bit
 
 import patches
-from patches.repairs.helpers.operators import packed_weights
+from patches.operators import packed_copies
 
 ID = "bitsandbytes-cpu-repack"
 NESTED = pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
@@ -35,8 +35,8 @@ def patched(unpatched):
 @pytest.fixture
 def made(monkeypatch) -> list:
     """The packed copies that are made."""
-    made, pack = [], packed_weights._pack
-    monkeypatch.setattr(packed_weights, "_pack", lambda *arguments: made.append(pack(*arguments)) or made[-1])
+    made, pack = [], packed_copies._pack
+    monkeypatch.setattr(packed_copies, "_pack", lambda *arguments: made.append(pack(*arguments)) or made[-1])
     return made
 
 
@@ -77,7 +77,7 @@ def infer(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def copies(layer: Linear4bit) -> dict:
     """The packed copies that hang on the memory of the layer's weight."""
-    return vars(layer.weight.untyped_storage()).get(packed_weights._COPIES, {})
+    return vars(layer.weight.untyped_storage()).get(packed_copies._COPIES, {})
 
 
 def holds_a_copy(layer: Linear4bit) -> bool:

@@ -79,7 +79,7 @@ def test_absent_where_there_is_nothing_to_show():
 
 @lacking
 def test_nothing_is_shadowed():
-    from patches.repairs.helpers.four_bit.quant_state_names import NESTED, OWN
+    from patches.quantized.four_bit.quant_state_names import NESTED, OWN
 
     assert not {*OWN, *NESTED} & {*dir(torch.nn.Parameter), *layer().weight.__dict__}
     weight = layer().weight

@@ -88,7 +88,7 @@ def test_packed_bits_that_were_cast_are_refused(stored, through, into, nested):
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("weights", ["random", "zeros", "ones", "positive"])
 def test_packed_bits_as_they_were_saved_are_not(stored, quant_type, weights):
-    from patches.repairs.helpers.four_bit.quant_state_dict import refuse_cast
+    from patches.quantized.four_bit.quant_state_dict import refuse_cast
 
     torch.manual_seed(0)
     weight = {"random": torch.randn(64, 64), "zeros": torch.zeros(64, 64), "ones": torch.ones(64, 64),

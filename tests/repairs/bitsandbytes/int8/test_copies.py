@@ -33,7 +33,7 @@ def in_its_layer(thing):
 
 
 def saved(thing):
-    """Through ``torch.save``; of a weight alone it keeps no class (tests/repairs/test_pickled_parameters.py)."""
+    """Through ``torch.save``; of a weight alone it keeps no class (tests/quantized/test_parameter_copies.py)."""
     file = io.BytesIO()
     torch.save(in_its_layer(thing), file)
     file.seek(0)

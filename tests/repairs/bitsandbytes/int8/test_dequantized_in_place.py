@@ -8,7 +8,7 @@ from bitsandbytes.functional import int8_vectorwise_dequant
 from bitsandbytes.nn import Int8Params, Linear8bitLt
 
 import patches
-from patches.repairs.helpers.process import live_objects
+from patches.process import live_objects
 
 ID = "bitsandbytes-int8-dequantized-in-place"
 NOTES = "bitsandbytes-int8-plain-weight"  # which knows the layer of a weight that has not

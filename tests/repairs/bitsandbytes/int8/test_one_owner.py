@@ -103,13 +103,13 @@ def test_after_a_revert_scales_are_where_bitsandbytes_has_them():
 
 
 def test_nothing_is_kept_of_layers_that_are_gone():
-    from patches.repairs.helpers.int8 import int8_settled
+    from patches.quantized.int8 import scale_ownership
 
     with patches.applied():
         for _ in range(600):
             layer = bnb.nn.Linear8bitLt(8, 8, bias=False, has_fp16_weights=False).to("cpu")
             layer(torch.ones(1, 8))
-        assert len(int8_settled._homes) <= 256
+        assert len(scale_ownership._homes) <= 256
 
 
 @pytest.mark.parametrize("warm", [True, False])

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.helpers.reproducers.graphs import pieces
+from patches.repairs.reproducers.graphs import pieces
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -126,7 +126,7 @@ def test_checkpointing_recomputes_the_operator(as_on_a_gpu, device):
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(device, dtype, grad):
-    from patches.repairs.helpers.operators import int8_linear
+    from patches.operators import int8_linear
 
     layer = layer_of(dtype, True, device)
     weight = layer.weight

@@ -1,0 +1,1 @@
+"""What a ``BitsAndBytesConfig`` asks for, and the quantizers of transformers that carry it out."""

@@ -1,0 +1,39 @@
+"""The edits that the two quantizers of transformers for bitsandbytes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..engine import Rewrite
+
+QUANTIZERS = (
+    "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer",
+    "transformers.quantizers.quantizer_bnb_8bit:Bnb8BitHfQuantizer",
+)
+BEFORE_LOADING = "_process_model_before_weight_loading"
+AFTER_LOADING = "_process_model_after_weight_loading"
+
+
+def in_both(
+    method: str, find: str, replace: str, names: dict[str, Callable[..., Any]], when: str = ""
+) -> tuple[Rewrite, ...]:
+    """A ``Rewrite`` of ``method`` in each of the two, for 4 bits and for INT8."""
+    return tuple(
+        Rewrite(f"{quantizer}.{method}", find=find, replace=replace, names=names, when=when) for quantizer in QUANTIZERS
+    )
+
+
+def quantizes(quantizer: Any, model: Any, name: str) -> bool:
+    """Whether ``quantizer`` makes the parameter ``name`` of ``model``, from a weight or from what is packed already."""
+    upstream = getattr(quantizer, "param_needs_quantization", None)
+    if upstream is not None:
+        return bool(upstream(model, name))
+    path, _, own = name.rpartition(".")  # up to transformers 4.56 it asks for a state dict, too
+    return own == "weight" and type(model.get_submodule(path)._parameters[own]).__name__ in ("Params4bit", "Int8Params")
+
+
+def is_bitsandbytes(quantizer: Any) -> bool:
+    """Whether ``quantizer`` makes or reads a model in 4 bits or INT8."""
+    config = getattr(quantizer, "quantization_config", None)
+    return bool(getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False))

@@ -1,0 +1,143 @@
+"""Whether the ranks that save or load a checkpoint together all have the plugin.
+
+The first rank, which receives all plans, sees it in them. The others see which ranks have said that they have it: once a
+rank has its part of the plan, all ranks have been there.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..engine import Rewrite
+from . import rank_agreement
+
+_OF_4_BITS = re.compile(r"(.*)\.(absmax|quant_state\.bitsandbytes__\w+)")
+_OF_INT8 = re.compile(r"(.*\.|)SCB")
+_HERE = "checkpoint"
+Step = Callable[..., Any]
+
+
+def _weight_of(key: str) -> str:
+    """The packed weight that is read with ``key``; empty if that is no quantization state."""
+    if found := _OF_4_BITS.fullmatch(key):
+        return found[1]
+    return f"{found[1]}weight" if (found := _OF_INT8.fullmatch(key)) else ""
+
+
+def lacking(plans: Sequence[set[str]]) -> list[int]:
+    """The ranks whose plan has a packed weight and lacks its quantization state, where another rank's plan has that."""
+    statistics = {key: weight for plan in plans for key in plan if (weight := _weight_of(key))}
+    return [
+        rank
+        for rank, plan in enumerate(plans)
+        if any(key not in plan and weight in plan for key, weight in statistics.items())
+    ]
+
+
+def _message(ranks: list[int]) -> str:
+    return (
+        f"bnb-patches is active on some ranks only: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
+        "would not {} the quantization state of quantized layers (absmax, SCB). Start all ranks with the same packages and "
+        "PATCHES_* variables; patches.check_ranks() says what differs."
+    )
+
+
+def saved_by_all(plans: list[Any]) -> list[Any]:
+    """``plans`` of all ranks, with a warning where some lack a quantization state; another rank saves it."""
+    if ranks := lacking([{item.index.fqn for item in plan.items} for plan in plans]):
+        warnings.warn(_message(ranks).format("save"), stacklevel=2)
+    return plans
+
+
+def loaded_by_all(plans: list[Any]) -> list[Any]:
+    """``plans`` of all ranks, or an error where some would keep a quantization state under other packed weights."""
+    if ranks := lacking([{item.dest_index.fqn for item in plan.items} for plan in plans]):
+        raise RuntimeError(_message(ranks).format("load"))
+    return plans
+
+
+def _others(wrapper: Any, state: Mapping[str, Any]) -> list[int]:
+    """The other ranks of this checkpoint that have a part of what the quantization states in ``state`` belong to."""
+    import torch.distributed as dist
+
+    weights = {weight for key in state if (weight := _weight_of(key))} & state.keys()
+    meshes = [state[weight].device_mesh.mesh for weight in weights if hasattr(state[weight], "device_mesh")]
+    sharing = {rank for mesh in meshes for rank in mesh.flatten().tolist()}
+    return sorted(sharing & {*dist.get_process_group_ranks(wrapper.group or dist.group.WORLD)} - {dist.get_rank()})
+
+
+def planned(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> tuple[Any, list[int]]:
+    """This rank's part of the plan, and the ranks that lack the plugin, unless this is the first rank, which sees the plans.
+
+    Nothing is said or asked where no quantized layer is sharded.
+    """
+    others: list[int] = []
+
+    def here() -> Any:
+        plan = local_step()
+        if wrapper.use_dist:
+            others.extend(_others(wrapper, getattr(planner, "state_dict", {})))
+        if others:
+            rank_agreement.say(_HERE)
+        return plan
+
+    plan = wrapper.reduce_scatter("plan", here, global_step)
+    return plan, rank_agreement.absent(_HERE, others) if others and not wrapper.is_coordinator else []
+
+
+def planned_to_save(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> Any:
+    """:func:`planned`, with a warning."""
+    plan, ranks = planned(wrapper, planner, local_step, global_step)
+    if ranks:
+        warnings.warn(_message(ranks).format("save"), stacklevel=2)
+    return plan
+
+
+def planned_to_load(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> Any:
+    """:func:`planned`; the error waits for the next step, whose errors reach all ranks."""
+    plan, ranks = planned(wrapper, planner, local_step, global_step)
+    if ranks:
+        setattr(planner, _LACKING, ranks)
+    return plan
+
+
+def refuse(planner: Any) -> None:
+    """Raise the error that :func:`planned_to_load` has left."""
+    if ranks := getattr(planner, _LACKING, None):
+        delattr(planner, _LACKING)
+        raise RuntimeError(_message(ranks).format("load"))
+
+
+_LACKING = "_patches_lacking"
+_PLAN = 'distW.reduce_scatter("plan", local_step, global_step)'
+
+SAME_ON_ALL_RANKS = (
+    Rewrite(
+        "torch.distributed.checkpoint.state_dict_saver:_save_state_dict",
+        find=_PLAN,
+        replace="_patches_planned_to_save(distW, planner, local_step, global_step)",
+        names={"_patches_planned_to_save": planned_to_save},
+    ),
+    Rewrite(
+        "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
+        find=_PLAN,
+        replace="_patches_planned_to_load(distW, planner, local_step, global_step)",
+        names={"_patches_planned_to_load": planned_to_load},
+    ),
+    Rewrite(
+        "torch.distributed.checkpoint._dedup_save_plans:dedup_save_plans",
+        find="enumerate(all_plans)",
+        replace="enumerate(_patches_saved_by_all(all_plans))",
+        names={"_patches_saved_by_all": saved_by_all},
+    ),
+    Rewrite(
+        "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.create_global_plan",
+        find="create_default_global_load_plan(global_plan)",
+        replace="create_default_global_load_plan(_patches_loaded_by_all(global_plan))",
+        names={"_patches_loaded_by_all": loaded_by_all},
+    ),
+)
+"""Saving and loading, on the first rank and on the others."""

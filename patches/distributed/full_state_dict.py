@@ -1,0 +1,177 @@
+"""Loading a full state dict on all ranks from rank 0, where it has more than parameters and buffers (torch #149516)."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from ..engine import Rewrite
+from ..quantized.four_bit import quant_states
+from ..quantized.int8 import row_scales
+from ..quantized.own_packed_weights import same_bits
+from . import rank_agreement
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+_TARGET = "torch.distributed._state_dict_utils:_broadcast_state_dict"
+_MOVE = "local_state_dict[key] = local_state_dict[key].cpu()"
+_MARK = "bnb_patches"
+_OF_4_BITS = re.compile(r"(.*)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)")
+_OF_INT8 = re.compile(r"(.*\.|)(SCB|weight_format)")
+
+
+class Watched:
+    """The packed weights that one call may overwrite although it brings nothing to read them with."""
+
+    def __init__(self, model: Module) -> None:
+        self.layers = {id(layer.weight): layer for layer in _sharded_layers(model)}
+        self.kept: list[tuple[Any, Tensor]] = []
+        self.number = next(_CALLS)
+        self.took = False
+        """Whether quantization states were sent."""
+        rank_agreement.say(f"here/{self.number}")
+
+    def keep(self, key: str, sent: dict[str, Any], weight: Any) -> None:
+        """Keep what ``weight`` holds, if ``key`` was sent without its quantization state."""
+        layer = self.layers.get(id(weight))
+        if layer is None or key not in sent:
+            return
+        if sent[key].dtype != weight.dtype:
+            raise RuntimeError(
+                f"{type(layer).__name__} {row_scales.name_of(layer)!r} stores its packed weight as {weight.dtype}, and rank 0 "
+                f"sends {sent[key].dtype}. A cast would destroy the weight, so nothing was loaded. Quantize the model with "
+                f"quant_storage={sent[key].dtype} (bnb_4bit_quant_storage)."
+            )
+        if (key.removesuffix("weight") + "SCB" if _is_int8(layer) else key + ".absmax") not in sent:
+            self.kept.append((layer, weight.to_local().detach().clone()))
+
+    def judge(self) -> None:
+        """Raise on every rank if on one of them a packed weight is another than before; all get back what they had."""
+        if self.took and (ranks := rank_agreement.silent(f"here/{self.number}")):
+            warnings.warn(
+                f"Ranks {ranks} seem to run without bnb-patches: they would drop the quantization states that rank 0 sends. "
+                "Call patches.check_ranks() on every rank.",
+                stacklevel=2,
+            )
+        if not self.kept:
+            return
+        changed = [layer for layer, old in self.kept if not same_bits(layer.weight.to_local().detach(), old)]
+        if rank_agreement.all_agree(not changed, f"codes/{self.number}", f"here/{self.number}"):
+            return
+        for layer, old in self.kept:
+            layer.weight.to_local().detach().copy_(old)
+        layer = changed[0] if changed else self.kept[0][0]
+        raise RuntimeError(
+            f"{type(layer).__name__} {row_scales.name_of(layer)!r}: rank 0 sent packed weights without their "
+            "quantization state (absmax, SCB), and they differ from those of this model. No packed weight was changed on "
+            "any rank. The state dict was saved sharded without bnb-patches: load it into a model that was "
+            "quantized from the same base weights, and save it again."
+        )
+
+
+_WATCHED: ContextVar[Watched | None] = ContextVar("_WATCHED", default=None)
+_CALLS = count()
+
+
+def _is_int8(layer: Any) -> bool:
+    from bitsandbytes.nn import Linear8bitLt
+
+    return isinstance(layer, Linear8bitLt)
+
+
+def _sharded_layers(model: Module) -> Iterator[Any]:
+    """The quantized layers of ``model`` whose weight FSDP2 has sharded."""
+    import torch
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    for layer in model.modules():
+        if not hasattr(getattr(layer, "weight", None), "to_local"):
+            continue
+        if isinstance(layer, Linear4bit) and quant_states.of(layer) is not None:
+            yield layer
+        elif isinstance(layer, Linear8bitLt) and layer.weight.dtype == torch.int8:
+            yield layer
+
+
+def watching(model: Module, broadcast: Callable[..., None]) -> Callable[..., None]:
+    """``broadcast``, that may not put other packed weights under the quantization state of ``model``."""
+
+    def run(*args: Any, **options: Any) -> None:
+        watched = Watched(model)
+        token = _WATCHED.set(watched)
+        try:
+            broadcast(*args, **options)
+        except BaseException:
+            rank_agreement.give_up(f"codes/{watched.number}")
+            raise
+        finally:
+            _WATCHED.reset(token)
+        watched.judge()
+
+    return run
+
+
+def marked(sent: dict[str, Any]) -> dict[str, Any]:
+    """What rank 0 tells the others of its state dict, and that it has the plugin; ranks without it pass that over."""
+    return {**sent, _MARK: True} if sent else sent
+
+
+def take(sent: dict[str, Any], local: dict[str, Any]) -> None:
+    """Let ``local``, the parameters and buffers of this rank, take quantization states that rank 0 sends as well."""
+    import torch
+
+    if sent and sent.pop(_MARK, None) is None:
+        warnings.warn(
+            "Rank 0 runs without bnb-patches and this rank runs with it: call patches.check_ranks() on every rank, and "
+            "start all of them with the same packages and PATCHES_* variables.",
+            stacklevel=2,
+        )
+    took = False
+    for key in sent:
+        if key in local:
+            continue
+        found = _OF_4_BITS.fullmatch(key)
+        owner = found[1] if found else f"{int8[1]}weight" if (int8 := _OF_INT8.fullmatch(key)) else ""
+        if owner in local:
+            local[key] = torch.empty(0)  # what is sent takes its place
+            took = True
+    if (watched := _WATCHED.get()) is not None:
+        watched.took = took
+        for key, weight in local.items():
+            watched.keep(key, sent, weight)
+
+
+SKIP_UNKNOWN_KEYS = Rewrite(
+    _TARGET,
+    find=_MOVE,
+    replace=f"if key in local_state_dict:\n    {_MOVE}",
+    count=2,
+    when="torch>=2.7",
+)
+"""With ``cpu_offload``, move to the CPU what the sharded model has, and leave the rest to ``load_state_dict``."""
+
+TAKE_STATISTICS = (
+    Rewrite(_TARGET, "[ret]", "[_patches_marked(ret)]", names={"_patches_marked": marked}, when="torch>=2.6"),
+    Rewrite(
+        _TARGET,
+        "ret = broadcast_list[0]",
+        "ret = broadcast_list[0]\n_patches_take(ret, local_state_dict)",
+        names={"_patches_take": take},
+        when="torch>=2.6",
+    ),
+)
+"""What rank 0 sends of quantization states is kept on the other ranks."""
+
+WATCH_CODES = Rewrite(
+    "torch.distributed.checkpoint.state_dict:_load_model_state_dict",
+    "_broadcast_state_dict",
+    "_patches_watching(model, _broadcast_state_dict)",
+    names={"_patches_watching": watching},
+)
+"""Packed weights that come without a quantization state are the model's own, or an error on every rank."""

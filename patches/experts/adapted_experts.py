@@ -1,0 +1,156 @@
+"""Quantized experts with low-rank adapters: one tensor that a model's code reads in the place of its parameter.
+
+peft's wrapper of a parameter adds the adapter to the weights for the time of a forward: ``W + scaling * B @ A``, for
+all experts at once. Of quantized experts that sum would be the floating-point tensor that quantizing avoids. An
+:class:`AdaptedExperts` stands for the sum and never forms it: an expert that is selected is its quantized matrix and
+its own factors, and a product with it is the base's product and two small ones.
+
+It works above autograd, by ``__torch_function__``. So the factors get their gradients from the very operations that are
+run, the base dequantizes again in backward as it does without adapters, and a checkpoint recomputes both. An operation
+that needs all numbers at once gets them and is reported (:mod:`.dense`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..process import tracing
+from .dense_operations import went_dense
+
+
+class Factors(NamedTuple):
+    """One adapter: it adds ``scaling * left @ right`` to each expert (three dimensions) or to one (two)."""
+
+    left: Tensor
+    right: Tensor
+    scaling: float
+
+    def swapped(self) -> Factors:
+        return Factors(self.right.transpose(-2, -1), self.left.transpose(-2, -1), self.scaling)
+
+    def at(self, chosen: Tensor) -> Factors:
+        return Factors(self.left[chosen], self.right[chosen], self.scaling)
+
+    def moved(self, device: torch.device) -> Factors:
+        return Factors(self.left.to(device), self.right.to(device), self.scaling)
+
+    def added(self, result: Tensor, x: Tensor) -> Tensor:
+        """``result`` plus what the adapter adds to ``x @ W``; all of them matrices."""
+        low = x @ self.left.to(x.dtype)
+        return torch.addmm(result, low, self.right.to(low.dtype), alpha=self.scaling)
+
+
+class Adapters:
+    """All adapters of one parameter, one :class:`Factors` each."""
+
+    def __init__(self, adapters: Sequence[Factors]) -> None:
+        self.whole = list(adapters)
+        self._experts: list[list[tuple[Tensor, Tensor]]] | None = None
+
+    def of(self, number: int, swapped: bool) -> list[Factors]:
+        """The factors of one expert."""
+        if self._experts is None:  # by one operation: a selection for each would be as many gradients of full size
+            self._experts = [list(zip(f.left.unbind(0), f.right.unbind(0), strict=True)) for f in self.whole]
+        pairs = zip(self._experts, self.whole, strict=True)
+        found = [Factors(*experts[number], whole.scaling) for experts, whole in pairs]
+        return [factors.swapped() for factors in found] if swapped else found
+
+    def __add__(self, other: Adapters) -> Adapters:
+        return Adapters([*self.whole, *other.whole])
+
+    def __radd__(self, experts: Tensor) -> AdaptedExperts:
+        """``experts + self``, as peft's wrapper says it."""
+        return AdaptedExperts(experts, self)
+
+    def moved(self, device: torch.device) -> Adapters:
+        return Adapters([factors.moved(device) for factors in self.whole])
+
+
+class AdaptedExperts(torch.Tensor):
+    """``base`` and what ``adapters`` add to it: all experts, a selection of them, or one."""
+
+    base: Tensor
+    adapters: Adapters
+    chosen: Tensor | int | None
+    """Which experts these are: a vector of numbers, one number, or all."""
+    is_swapped: bool
+    """Whether each expert is transposed, in ``base`` already."""
+    apply_rule: Callable[[Any, Any, Any], Any]
+    """Give the result of a function, or ``NotImplemented`` if it needs all numbers; :mod:`.adapted_rules` sets it."""
+
+    @staticmethod
+    @tracing.never
+    def __new__(
+        cls, base: Tensor, adapters: Adapters, chosen: Tensor | int | None = None, is_swapped: bool = False
+    ) -> AdaptedExperts:
+        made: AdaptedExperts = torch.Tensor._make_wrapper_subclass(
+            cls, base.shape, strides=base.stride(), dtype=base.dtype, device=base.device, requires_grad=False
+        )
+        made.base, made.adapters, made.chosen, made.is_swapped = base, adapters, chosen, is_swapped
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def at(self, chosen: Tensor | int) -> AdaptedExperts:
+        """Some of all experts, or one of them."""
+        return AdaptedExperts(self.base[chosen], self.adapters, chosen, self.is_swapped)
+
+    def of(self, number: int) -> list[Factors]:
+        """What the adapters add to one expert, in the orientation that this has."""
+        return self.adapters.of(number, self.is_swapped)
+
+    def swapped(self) -> AdaptedExperts:
+        """Each expert transposed."""
+        return AdaptedExperts(self.base.transpose(-2, -1), self.adapters, self.chosen, not self.is_swapped)
+
+    def moved(self, *args: Any, **kwargs: Any) -> AdaptedExperts:
+        """As :meth:`torch.Tensor.to`. Factors move with the base; they take its dtype where they are used."""
+        base = self.base.to(*args, **kwargs)
+        adapters = self.adapters if base.device == self.device else self.adapters.moved(base.device)
+        return AdaptedExperts(base, adapters, self.chosen, self.is_swapped)
+
+    def dense(self) -> Tensor:
+        """All of it in floating point."""
+        whole = self.base * 1  # the product of quantized experts and a number is an ordinary tensor
+        for factors in (
+            self.adapters.whole if not isinstance(self.chosen, int) else self.adapters.of(self.chosen, False)
+        ):
+            part = factors.at(self.chosen) if isinstance(self.chosen, Tensor) else factors
+            part = part.swapped() if self.is_swapped else part
+            whole = whole + (part.left @ part.right * part.scaling).to(whole.dtype)
+        return whole
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"AdaptedExperts({self.base!r}, {len(self.adapters.whole)} adapters)"
+
+    @classmethod
+    @tracing.never  # peft's wrapper has ended the graph before
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = cls.apply_rule(func, args, kwargs)
+        return func(*_dense(args, func), **_dense(kwargs, func)) if result is NotImplemented else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        return func(*_dense(args, func), **_dense(kwargs or {}, func))
+
+
+def _dense(arguments: Any, func: Any) -> Any:
+    """``arguments`` with ordinary tensors in the place of adapted experts; says so."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, AdaptedExperts):
+            return value
+        went_dense(f"{getattr(func, '__name__', func)} with adapters", value)
+        return value.dense()
+
+    return torch.utils._pytree.tree_map(plain, arguments)

@@ -1,0 +1,130 @@
+"""Adapters of experts as peft before 0.19 saved them: read into the layout of 0.19 and later.
+
+``lora_A`` is (experts * rank, in) and ``lora_B`` (out, rank * experts). For a parameter (experts, out, in) peft before
+0.19 took its second dimension for "in" and its third for "out". So its ``lora_A`` belongs to the rows and its
+``lora_B`` to the columns, where later releases have it the other way round. The same numbers in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..engine import Rewrite
+from ..process.messages import LOGGER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+BEFORE_IT_WAS_SAVED = "0.17"
+"""Stands for the release where a configuration names none: the first that had ``target_parameters``."""
+
+
+class _Pair(NamedTuple):
+    """``lora_A`` and ``lora_B`` of one parameter in a state dict, and what the model has there."""
+
+    keys: tuple[str, str]
+    layer: Any
+
+    def fits(self, state: dict[str, Tensor], old: bool) -> bool:
+        """Whether the shapes can be those of the old layout, or of the new one."""
+        sides = (self.layer.in_features, self.layer.out_features)
+        a, b = (state[key] for key in self.keys)
+        first, second = reversed(sides) if old else sides
+        return bool(a.shape[1:] == (first,) and b.shape[:1] == (second,) and a.shape[0] == b.shape[1])
+
+    def converted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        a, b = (state[key] for key in self.keys)
+        experts = self.layer.num_experts
+        rows = a.reshape(experts, -1, a.shape[1]).permute(2, 1, 0).flatten(1)
+        columns = b.reshape(b.shape[0], -1, experts).permute(2, 1, 0).flatten(0, 1)
+        return {self.keys[0]: columns.contiguous(), self.keys[1]: rows.contiguous()}
+
+
+def read(model: Module, config: Any, adapter: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``state``, named as in ``model``, with factors of experts in the layout that the installed peft reads."""
+    pairs = list(_pairs(model, adapter, state))
+    old = [pair for pair in pairs if pair.fits(state, old=True)]
+    new = [pair for pair in pairs if pair.fits(state, old=False)]
+    only_old = [pair for pair in old if pair not in new]
+    only_new = [pair for pair in new if pair not in old]
+    if only_old and only_new:
+        raise ValueError(
+            f"adapter {adapter!r} has {only_old[0].keys[0]} in the layout of peft before 0.19 and {only_new[0].keys[0]} "
+            "in the layout of later releases. No release of peft writes both, so the file joins two adapters. Nothing was "
+            "loaded"
+        )
+    if not old or only_new or not (only_old or _is_old(config)):
+        return state
+    if not only_old:  # square matrices: both layouts have the same shapes
+        LOGGER.warning(
+            "Adapter %r of experts was saved by peft %s, before 0.19, and is read in the layout of that release. Its "
+            "shapes do not tell the layouts apart. If it was trained or saved with peft 0.19 or later, set "
+            '"peft_version" in its adapter_config.json to that release and load it again.',
+            adapter, config.peft_version,
+        )  # fmt: skip
+    config.peft_version = config._get_peft_version()  # saving writes the new layout
+    return {**state, **{key: tensor for pair in old for key, tensor in pair.converted(state).items()}}
+
+
+def _pairs(model: Module, adapter: str, state: dict[str, Tensor]) -> Iterator[_Pair]:
+    for name, layer in model.named_modules():
+        if not getattr(layer, "_did_swap_in_out_features", False) or adapter not in getattr(layer, "lora_A", ()):
+            continue
+        prefix = f"{name}." if name else ""
+        pair = _Pair((f"{prefix}lora_A.{adapter}.weight", f"{prefix}lora_B.{adapter}.weight"), layer)
+        if all(key in state and state[key].dim() == 2 for key in pair.keys):
+            yield pair
+
+
+def _is_old(config: Any) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(str(config.peft_version).partition("@")[0]).release < (0, 19)
+    except InvalidVersion:
+        return False
+
+
+def with_version(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What a file of an adapter's configuration says; peft fills in its own release where it names none."""
+    if attributes.get("target_parameters") and attributes.get("peft_version") is None:
+        return {**attributes, "peft_version": BEFORE_IT_WAS_SAVED}
+    return attributes
+
+
+VERSION = Rewrite(
+    "peft.config:PeftConfigMixin.from_pretrained",
+    find="{**class_kwargs, **loaded_attributes}",
+    replace="{**class_kwargs, **_patches_with_version(loaded_attributes)}",
+    names={"_patches_with_version": with_version},
+)
+"""The edit that tells which release wrote a file: of each patch that asks."""
+
+
+def of_file(
+    model: Module, config: Any, adapter: str, state: dict[str, Tensor] | None, folder: str | None
+) -> dict[str, Tensor] | None:
+    """What ``model.load_adapter`` is to load in the place of ``state``, or of the file in ``folder`` if that is None."""
+    if getattr(config, "target_parameters", None) is None or not _is_old(config):
+        return state
+    tensors = state
+    if tensors is None and folder is not None:
+        from peft.utils.save_and_load import load_peft_weights
+
+        tensors = load_peft_weights(folder, device="cpu")
+    if not tensors:
+        return state
+    names = {_in_model(key, adapter): key for key in tensors}
+    found = read(model, config, adapter, {name: tensors[key] for name, key in names.items()})
+    new = {names[name]: tensor for name, tensor in found.items()}
+    return state if all(new[key] is tensors[key] for key in tensors) else new
+
+
+def _in_model(key: str, adapter: str) -> str:
+    """A name in a file as the model has it: with the adapter's, without the prefix of a ``PeftModel``."""
+    name = key.removeprefix("base_model.model.")
+    for kind in ("lora_A", "lora_B"):
+        name = name.replace(f"{kind}.weight", f"{kind}.{adapter}.weight")
+    return name

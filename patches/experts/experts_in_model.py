@@ -1,0 +1,115 @@
+"""Which parameters of a model are experts, and of which matrices each expert is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+_OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?(weight\.absmax|SCB)$")
+"""``experts.3.gate_proj.weight.absmax``, or ``gate_up_proj.3.weight.absmax``."""
+
+
+def has_packed_experts(keys: Iterable[str]) -> bool:
+    """Whether a checkpoint with the tensors ``keys`` has the statistics of single experts."""
+    return any(map(_OF_AN_EXPERT.search, keys))
+
+
+class Found(NamedTuple):
+    """A parameter that holds the experts of one layer."""
+
+    module: torch.nn.Module
+    path: str
+    """Of the module in the model."""
+    name: str
+    """Of the parameter in the module."""
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        found: torch.nn.Parameter = self.module._parameters[self.name]  # type: ignore[assignment]
+        return found
+
+
+def experts_in(model: torch.nn.Module) -> Iterator[Found]:
+    """As many matrices in one parameter, in a module that is called experts, or that transformers treats as such."""
+    for path, module in model.named_modules():
+        if _is_experts(path, module):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and _stacks_matrices(parameter):
+                    yield Found(module, path, name)
+
+
+def in_two_dimensions(model: torch.nn.Module) -> Iterator[Found]:
+    """Experts that cannot be quantized: the matrices of all, one below the other in one parameter (DBRX)."""
+    for path, module in model.named_modules():
+        if is_two_dimensional(module):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield Found(module, path, name)
+
+
+def is_two_dimensional(module: Any) -> bool:
+    """Whether ``module`` holds all experts in parameters of two dimensions; a single expert is made of layers."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return "Expert" in type(module).__name__ and bool(own) and all(p.dim() == 2 and min(p.shape) > 1 for p in own)
+
+
+def is_one(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
+    """Whether :func:`experts_in` finds the parameter ``name`` of ``model``."""
+    path = name.rpartition(".")[0]
+    return _stacks_matrices(parameter) and _is_experts(path, model.get_submodule(path))
+
+
+def _stacks_matrices(parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point()
+
+
+def _is_experts(path: str, module: Any) -> bool:
+    """``is_transposed`` and ``has_gate`` are what ``use_experts_implementation`` sets."""
+    from torch.nn.modules.conv import _ConvNd
+
+    if isinstance(module, _ConvNd):
+        return False
+    named = "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
+    return named or (hasattr(module, "is_transposed") and hasattr(module, "has_gate"))
+
+
+def converters(model: Any) -> list[Any]:
+    """What merges the tensors of a checkpoint into parameters of ``model``, as transformers says."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    if not hasattr(model, "config") or not hasattr(model, "base_model_prefix"):
+        return []
+    return [each for each in get_model_conversion_mapping(model, add_legacy=False) if isinstance(each, WeightConverter)]
+
+
+def stacked(converter: Any) -> int:
+    """Into how many matrices of rows a checkpoint splits each expert of what ``converter`` makes; 0: otherwise made."""
+    operations = [type(operation).__name__ for operation in converter.operations]
+    dims = [getattr(operation, "dim", None) for operation in converter.operations]
+    sources = len(converter.source_patterns)
+    if len(converter.target_patterns) != 1 or not all("*" in source for source in converter.source_patterns):
+        return 0
+    if operations == ["MergeModulelist"] and dims == [0] and sources == 1:
+        return 1
+    return sources if operations == ["MergeModulelist", "Concatenate"] and dims == [0, 1] else 0
+
+
+def makes(converter: Any, name: str) -> bool:
+    """Whether ``converter`` makes the parameter ``name``; one for any "weight" does not count."""
+    targets = [target.removeprefix("^").removesuffix("$") for target in converter.target_patterns]
+    return any(name.endswith(target) for target in targets if target != "weight")
+
+
+def matrices_of(name: str, among: list[Any]) -> int:
+    """Of how many matrices, one below the other, a checkpoint makes each expert of the parameter ``name``."""
+    return next((stacked(converter) or 1 for converter in among if makes(converter, name)), 1)

@@ -1,0 +1,125 @@
+"""Quantized experts under FSDP2: each rank holds the packed weights and statistics of its experts.
+
+FSDP2 makes a padded copy of a rank's part (``new_zeros``, then ``copy_``), keeps it flat as well (``view(-1)``), gathers what
+``fsdp_pre_all_gather`` gives, and asks ``fsdp_post_all_gather`` for the parameter of all ranks. An expert is whole on one rank:
+dimension 0 is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..quantized.quantized_experts import is_quantized
+
+if TYPE_CHECKING:
+    import torch
+
+    from .tensor import QuantizedExperts
+
+TABLES = ("code", "nested_code")
+"""Alike on all ranks, and not gathered."""
+
+
+def zeros(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
+    """``like.new_zeros(size)``: of quantized experts packed ones, if the ranks have as many experts each."""
+    even = is_quantized(like) and size[1:] == like.shape[1:] and like.shape[0] == size[0] * ranks
+    if not even or like.chosen is not None:
+        made: torch.Tensor = like.new_zeros(size)
+        return made
+    tensors = _each(like, lambda tensor: tensor.new_zeros(size[0], *tensor.shape[1:]))
+    whole: QuantizedExperts = like.like(packed=like.packed.with_tensors(tensors))
+    return whole
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.view(-1)``, which nobody reads of a tensor that has ``fsdp_pre_all_gather``."""
+    return tensor if is_quantized(tensor) else tensor.view(-1)
+
+
+def to_gather(experts: QuantizedExperts) -> tuple[torch.Tensor, ...]:
+    """What the other ranks need of this part."""
+    return tuple(tensor for name, tensor in experts.packed.tensors().items() if name not in TABLES)
+
+
+def gathered(part: QuantizedExperts, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> QuantizedExperts:
+    """The experts of all ranks in the memory of ``tensors``."""
+    own = part.packed.tensors()
+    names = [name for name in own if name not in TABLES]
+    tables = {name: tensor for name, tensor in own.items() if name in TABLES}
+    return part.like(packed=part.packed.with_tensors({**dict(zip(names, tensors)), **tables}), dtype=dtype)
+
+
+def all_gathered(experts: QuantizedExperts, *group: Any) -> Any:
+    """The parts of all ranks, one after the other: what a full state dict asks for."""
+    import torch
+
+    if experts.chosen is not None or experts.dim() != 3:
+        return NotImplemented
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    return experts.like(
+        packed=experts.packed.with_tensors(_each(experts, lambda tensor: gather(tensor.contiguous(), *group)))
+    )
+
+
+def waited(experts: QuantizedExperts) -> QuantizedExperts:
+    """As gathered, once all is there."""
+    import torch
+
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    return experts.like(packed=experts.packed.with_tensors(_each(experts, wait)))
+
+
+def _each(experts: QuantizedExperts, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with ``change`` made to what the ranks have of their own."""
+    return {n: t if n in TABLES else change(t) for n, t in experts.packed.tensors().items()}
+
+
+def scattered(outputs: list[Any], inputs: list[list[Any]], *rest: Any) -> Any:
+    """``scatter_`` of quantized experts: one after the other of the tensors that they hold."""
+    import torch
+
+    work = None
+    for name in outputs[0].packed.tensors():
+        if work is not None:
+            work.wait()  # only the last is waited for by the caller
+        to = [part.packed.tensors()[name] for part in outputs]
+        parts = [[part.packed.tensors()[name].contiguous() for part in group] for group in inputs]
+        _, work = torch.ops.c10d.scatter_.default(to, parts, *rest)
+    return outputs, work
+
+
+def apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Quantized experts as the tensors that they hold, which can be broadcast and written into."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        found += vars(tensor)["packed"].tensors().values() if is_quantized(tensor) else [tensor]
+    return found
+
+
+def rules() -> dict[Any, Callable[..., Any]]:
+    """What collectives do with quantized experts."""
+    import torch
+
+    if not torch.distributed.is_available():
+        return {}
+    import torch.distributed._functional_collectives  # defines operators
+
+    functional = torch.ops._c10d_functional
+    found: dict[Any, Callable[..., Any]] = {
+        functional.all_gather_into_tensor.default: all_gathered,
+        functional.wait_tensor.default: waited,
+        torch.ops.c10d.scatter_.default: scattered,
+    }
+    if (wrap := getattr(functional, "_wrap_tensor_autograd", None)) is not None:
+        found[wrap.default] = waited
+    return found
+
+
+def refuse(func: Any) -> None:
+    """An error if ``func`` is another collective: it would write into a copy, or read before all is there."""
+    if func.namespace in ("c10d", "_c10d_functional"):
+        raise NotImplementedError(
+            f"{func} does not support quantized experts, so broadcast_from_rank0 and reductions cannot be used. Load and "
+            "save them with torch.distributed.checkpoint (dcp), or on every rank from the same state dict."
+        )

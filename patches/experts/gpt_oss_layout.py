@@ -1,0 +1,43 @@
+"""gpt-oss in 4 bits as unsloth writes it: each expert is linear layers, whose matrices the parameter has transposed.
+
+``experts.gate_up_projs.3.weight`` has a row for what comes out, and ``experts.gate_up_proj[3]`` a column. Packed weights stay
+as they are: the parameter shows them transposed. Biases and the router lie under other names as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from .experts_in_model import Found
+
+_WEIGHT = re.compile(r"experts\.\w+_projs\.\d+\.weight\.absmax$")
+
+
+def are_in(keys: Iterable[str]) -> bool:
+    """Whether a checkpoint with these names has experts so."""
+    return any(map(_WEIGHT.search, keys))
+
+
+def named(parameter: str) -> str:
+    """What the matrices of ``parameter`` are called, before their number."""
+    return f"{parameter}s"
+
+
+def converters(found: list[Found]) -> list[Any]:
+    """For the biases of the experts, and for the router."""
+    from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
+
+    biases = sorted(
+        {one.name for one in found if f"{one.name}_bias" in one.module._parameters and one.name.endswith("_proj")}
+    )
+    return [
+        WeightRenaming("mlp.router.linear.", "mlp.router."),
+        *(
+            WeightConverter(
+                [f"experts.{named(name)}.*.bias"], f"experts.{name}_bias", operations=[MergeModulelist(dim=0)]
+            )
+            for name in biases
+        ),
+    ]

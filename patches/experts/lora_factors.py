@@ -1,0 +1,128 @@
+"""What peft's wrapper of a parameter does where the parameter is quantized experts: adding, merging, unmerging.
+
+``lora_A`` of experts is (experts * rank, in), expert by expert; ``lora_B`` is (out, rank * experts), the expert fastest.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..process.tensor_bits import fingerprint
+
+if TYPE_CHECKING:
+    from .adapted_experts import Factors
+    from .packed_experts import Packed
+    from .tensor import QuantizedExperts
+
+_KEPT = "_patches_before_merge"
+
+
+def is_quantized(layer: Any) -> bool:
+    """Whether the parameter that ``layer`` adapts is quantized experts."""
+    from .tensor import QuantizedExperts
+
+    return isinstance(layer.get_param(), QuantizedExperts)
+
+
+def delta(layer: Any, adapter: str) -> Any:
+    """What ``adapter`` adds to the parameter: its factors where that is quantized, else the sum that peft forms."""
+    if not is_quantized(layer):
+        return layer.get_delta_weight(adapter)
+    from . import adapted_rules  # noqa: F401 - says what operations do with them
+    from .adapted_experts import Adapters
+
+    return Adapters([factors(layer, adapter)])
+
+
+def factors(layer: Any, adapter: str) -> Factors:
+    """Views of ``lora_A`` and ``lora_B``, as (experts, rows, rank) and (experts, rank, columns) of the parameter."""
+    from .adapted_experts import Factors
+
+    experts = layer.num_experts
+    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    a = a.reshape(experts, -1, a.shape[-1])
+    b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    made = Factors(b, a, layer.scaling[adapter])
+    return made if getattr(layer, "_did_swap_in_out_features", False) else made.swapped()  # peft before 0.19: never
+
+
+def merged(layer: Any, adapter: str, safe: bool) -> bool:
+    """Merge ``adapter`` into quantized experts, one expert at a time; False if they are not quantized."""
+    from .tensor import QuantizedExperts
+
+    parameter = layer.get_param()
+    if not isinstance(parameter, QuantizedExperts):
+        return False
+    _warn()
+    new = _requantized(parameter, factors(layer, adapter), 1.0, adapter if safe else None)
+    if not layer.merged_adapters:
+        vars(layer)[_KEPT] = {"before": parameter.detach().to("cpu")}
+    elif not _is_what_was_merged(layer, parameter.packed):
+        vars(layer).pop(_KEPT, None)
+    parameter.data = parameter.like(packed=new)
+    if _KEPT in vars(layer):
+        vars(layer)[_KEPT]["merged"] = _contents(new)
+    layer.merged_adapters.append(adapter)
+    return True
+
+
+def unmerged(layer: Any) -> bool:
+    """Take all merged adapters out of quantized experts; False if they are not quantized."""
+    from .tensor import QuantizedExperts
+
+    parameter = layer.get_param()
+    if not isinstance(parameter, QuantizedExperts):
+        return False
+    there = [adapter for adapter in layer.merged_adapters if adapter in layer.lora_A]
+    if len(there) == len(layer.merged_adapters) and _is_what_was_merged(layer, parameter.packed):
+        parameter.data = vars(layer)[_KEPT]["before"].to(parameter.device)
+    else:  # written to since, or a merged adapter was deleted, whose part stays
+        _warn()
+        for adapter in there:
+            parameter.data = parameter.like(packed=_requantized(parameter, factors(layer, adapter), -1.0))
+    vars(layer).pop(_KEPT, None)
+    layer.merged_adapters.clear()
+    return True
+
+
+def _is_what_was_merged(layer: Any, packed: Packed) -> bool:
+    kept = vars(layer).get(_KEPT)
+    return kept is not None and kept["merged"] == _contents(packed)
+
+
+def _contents(packed: Packed) -> list[int]:
+    """A fingerprint of each tensor."""
+    return [fingerprint(tensor) for tensor in packed.tensors().values()]
+
+
+def _warn() -> None:
+    warnings.warn(
+        "Merging LoRA into quantized experts rounds the merged weights: outputs may differ from those of the model "
+        "with the adapter unmerged.",
+        stacklevel=4,
+    )
+
+
+def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, checked: str | None = None) -> Packed:
+    """Experts plus ``adapter``, quantized as they are. ``checked``: the name of an adapter that may be broken."""
+    from .quantize import How, packed_matrices
+
+    adapter = adapter.swapped() if experts.swapped else adapter
+    new = packed_matrices(_added(experts.packed, adapter, sign, checked), How.of_packed(experts.packed))
+    return replace(new, kind=replace(new.kind, transposed=experts.packed.kind.transposed))
+
+
+def _added(packed: Packed, adapter: Factors, sign: float, checked: str | None) -> Iterator[Sequence[Any]]:
+    """The matrices of one expert after the other in floating point, with ``adapter`` added."""
+    import torch
+
+    rows = [part.shape[0] for part in packed.parts]
+    for number in range(packed.count):
+        left, right = adapter.left[number].detach().float(), adapter.right[number].detach().float()
+        dense = torch.addmm(packed.dequantize(number).float(), left, right, alpha=sign * adapter.scaling)
+        if checked is not None and not dense.isfinite().all():
+            raise ValueError(f"NaNs detected in the merged weights. The adapter {checked} seems to be broken")
+        yield dense.to(packed.kind.dtype).split(rows)

@@ -1,0 +1,188 @@
+"""Quantizing experts: each matrix by itself, with the packed weights that ``quantize_4bit`` gives for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..config import skip_list
+from ..process import malloc_trim
+from . import int8_matrix
+from .experts_in_model import Found, converters, experts_in, in_two_dimensions, matrices_of
+from .packed_experts import Packed
+
+if TYPE_CHECKING:
+    import torch
+
+
+class How(NamedTuple):
+    """What a ``BitsAndBytesConfig`` says of quantized weights."""
+
+    quant_type: str
+    double: bool
+    storage: torch.dtype
+    threshold: float | None = None
+    """Of INT8."""
+    blocksize: int | None = None
+    """Of 4 bits; None: the default of bitsandbytes."""
+
+    @classmethod
+    def of_packed(cls, packed: Packed) -> How:
+        """As ``packed`` was quantized."""
+        kind = packed.kind
+        codes = packed.parts[0].codes
+        return cls(kind.quant_type, packed.nested_code is not None, codes.dtype, kind.threshold, kind.blocksize)
+
+    @classmethod
+    def said_by(cls, config: Any) -> How:
+        """As ``config`` says; an error if it asks for neither 4 bits nor INT8."""
+        import torch
+
+        if getattr(config, "load_in_8bit", False):
+            if config.llm_int8_has_fp16_weight:
+                raise ValueError(
+                    "llm_int8_has_fp16_weight=True keeps weights in floating point and quantizes them in each forward, "
+                    "which quantized experts do not support. Leave it out, or load the model in 4 bits."
+                )
+            return cls("int8", False, torch.int8, float(config.llm_int8_threshold))
+        if not getattr(config, "load_in_4bit", False):
+            raise ValueError(
+                "experts are quantized to 4 bits or INT8: load the model with BitsAndBytesConfig(load_in_4bit=True) or "
+                "BitsAndBytesConfig(load_in_8bit=True)"
+            )
+        return cls(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_storage)
+
+    def bytes(self, columns: int) -> float:
+        """Of a number in a matrix with so many columns, with its part of the statistics."""
+        if self.quant_type == "int8":
+            return 1 + 4 / columns
+        blocksize = self.blocksize or 64
+        return 0.5 + (1 + 4 / 256 if self.double else 4) / blocksize
+
+    def of(self, module: Any) -> How:
+        """Of the experts in ``module``.
+
+        LLM.int8 multiplies by matrices whose rows are what comes out: transformers says of which experts they are.
+        """
+        return self if getattr(module, "is_transposed", True) is False else self._replace(threshold=None)
+
+
+def packed(experts: Iterable[torch.Tensor], count: int, how: How) -> Packed:
+    """``experts`` (rows, columns) one after the other, each in ``count`` matrices of as many rows."""
+    each = (expert.chunk(count) if count > 1 else (expert,) for expert in experts)
+    return packed_matrices(each, how)
+
+
+def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: How) -> Packed:
+    """Each expert as its matrices."""
+    found: list[list[Any]] = []
+    for matrices in experts:
+        found = found or [[] for _ in matrices]
+        for states, matrix in zip(found, matrices):
+            states.append(_packed_matrix(matrix.detach(), how))
+            malloc_trim.quantized(states[-1][0])
+            dtype = matrix.dtype
+    return Packed.of_scales(found, dtype, how.threshold) if how.quant_type == "int8" else Packed.of_states(found)
+
+
+def _packed_matrix(matrix: torch.Tensor, how: How) -> Any:
+    """Packed weights, and their quantization state or scales."""
+    from bitsandbytes.functional import quantize_4bit
+
+    if how.quant_type == "int8":
+        return int8_matrix.quantized(matrix)
+    options: dict[str, Any] = {} if how.blocksize is None else {"blocksize": how.blocksize}
+    return quantize_4bit(
+        matrix.contiguous(),
+        quant_type=how.quant_type,
+        compress_statistics=how.double,
+        quant_storage=how.storage,
+        **options,
+    )
+
+
+def wanted(model: Any) -> tuple[list[Found], How]:
+    """The experts of a loaded model that its configuration asks to quantize, and how; an error if they cannot be."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        raise ValueError(_not_quantized(model))
+    how = How.said_by(quantizer.quantization_config)
+    found = [one for one in experts_in(model) if is_wanted(one.full_name, quantizer)]
+    if not found:
+        raise ValueError(none_in(model))
+    for one in found:
+        _check(one)
+    return found, how
+
+
+def none_in(model: Any) -> str:
+    """Why no experts of ``model`` are quantized."""
+    what = type(model).__name__
+    if flat := [one.full_name for one in in_two_dimensions(model)]:
+        more = f" and {len(flat) - 1} more" if len(flat) > 1 else ""
+        return (
+            f"the experts of this {what} cannot be quantized and stay as they are: it keeps them in parameters of two "
+            f"dimensions ({flat[0]}{more}), and only linear layers and parameters of three dimensions can be quantized"
+        )
+    return (
+        f"this {what} has no experts to quantize: no module of experts has a 3-D parameter, or "
+        "llm_int8_skip_modules names all of them"
+    )
+
+
+def _not_quantized(model: Any) -> str:
+    what = type(model).__name__
+    modules = model.modules() if hasattr(model, "named_modules") and not isinstance(model, type) else ()
+    if any(type(module).__name__ in ("Linear4bit", "Linear8bitLt") for module in modules):
+        return (
+            f"this {what} is a part of a quantized model, or wraps one: give quantize_experts the model that "
+            "from_pretrained returned"
+        )
+    return (
+        f"this {what} is not quantized: load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True) or "
+        "(load_in_8bit=True); its experts are quantized in the same way"
+    )
+
+
+def is_wanted(name: str, quantizer: Any) -> bool:
+    """Whether ``llm_int8_skip_modules``, or what transformers has instead, leaves the parameter ``name`` to us.
+
+    A name skips what its components stand in, as for linear layers (docs/asked.md); transformers asks for a beginning or
+    an end of the path.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    asked = quantizer.quantization_config.llm_int8_skip_modules or ()
+    known = getattr(quantizer, "modules_to_not_convert", None)
+    return bool(should_convert_module(name, known)) and not any(skip_list.root(name, each) for each in asked)
+
+
+def _check(one: Found) -> None:
+    import torch
+
+    parameter = one.parameter
+    if parameter.is_meta:
+        raise ValueError(
+            f"{one.full_name} is on the meta device (offloaded, or not loaded): quantize the experts before the model "
+            "is dispatched"
+        )
+    if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"{one.full_name} is {parameter.dtype}: expected float16, bfloat16 or float32")
+
+
+def quantize_model(model: Any) -> list[str]:
+    """Quantize the experts of a loaded model, all or none; the names of those that were."""
+    from .tensor import QuantizedExperts, as_parameter
+
+    found, how = wanted(model)
+    known = converters(model)
+    new: dict[int, Any] = {}
+    for one in found:
+        parameter = one.parameter
+        if id(parameter) not in new and not isinstance(parameter, QuantizedExperts):
+            experts = packed(parameter.unbind(0), matrices_of(one.full_name, known), how.of(one.module))
+            new[id(parameter)] = as_parameter(experts, parameter.dtype)
+    for one in found:
+        if id(one.parameter) in new:
+            one.module._parameters[one.name] = new[id(one.parameter)]
+    return [one.full_name for one in found]

@@ -1,0 +1,83 @@
+"""Saving quantized experts under the names that transformers 4 gave each matrix, in 4 bits and INT8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import gpt_oss_layout
+from .experts_in_model import converters, makes, stacked
+from .packed_experts import Packed
+from .tensor import QuantizedExperts
+
+State = dict[str, Any]
+_TABLES = ("quant_map", "nested_quant_map")
+"""Shared by all experts: a file needs each for itself."""
+
+
+def without_ties(remove: Callable[[State, Any], State], state: State, model: Any) -> State:
+    """``remove_tied_weights_from_state_dict``, which compares addresses that quantized experts have not."""
+    experts = {name: value for name, value in state.items() if isinstance(value, QuantizedExperts)}
+    rest = {name: value for name, value in state.items() if name not in experts}
+    return {**remove(rest, model), **experts} if experts else remove(state, model)
+
+
+def reverted(revert: Callable[[Any, State], State], model: Any, state: State) -> State:
+    """``revert_weight_conversion``; quantized experts become packed weights and statistics, matrix by matrix."""
+    experts = {name: value for name, value in state.items() if isinstance(value, QuantizedExperts)}
+    if not experts:
+        return revert(model, state)
+    found = revert(model, {name: value for name, value in state.items() if name not in experts})
+    for name, value in experts.items():
+        for weight, (expert, part) in names(revert, model, name, value).items():
+            found.update(_entries(value.packed, expert, part, weight))
+    return found
+
+
+def _entries(packed: Packed, expert: int, part: int, weight: str) -> State:
+    """One matrix as ``Linear4bit`` or ``Linear8bitLt`` is saved."""
+    if packed.kind.int8:
+        here, layer = packed.parts[part], weight.removesuffix("weight")
+        scales = {f"{layer}SCB": here.absmax[expert], f"{layer}weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return {weight: here.codes[expert], **scales}
+    codes, quantization = list(packed.matrices(expert))[part]
+    statistics = quantization.as_dict(packed=True)
+    return {
+        weight: codes,
+        **{f"{weight}.{key}": tensor.clone() if key in _TABLES else tensor for key, tensor in statistics.items()},
+    }
+
+
+def names(
+    revert: Callable[[Any, State], State], model: Any, name: str, experts: QuantizedExperts
+) -> dict[str, tuple[int, int]]:
+    """The name of each matrix in a checkpoint, with the number of its expert and of the part.
+
+    What transformers would make of a parameter whose values say which expert and part they belong to.
+    """
+    count, parts = experts.packed.count, experts.packed.parts
+    if experts.swapped:  # read from linear layers, and saved as such
+        return {f"{gpt_oss_layout.named(name)}.{expert}.weight": (expert, 0) for expert in range(count)}
+    if any(makes(each, name) and not stacked(each) for each in converters(model)):
+        # The checkpoint's own tensors are made otherwise.
+        return {f"{name}.{expert}.weight": (expert, 0) for expert in range(count)}
+    rows = torch.cat([torch.full((part.shape[0],), i) for i, part in enumerate(parts)])
+    traced = torch.arange(count)[:, None] * len(parts) + rows
+    traced = traced[:, :, None].repeat(1, 1, 2)  # up to 5.17 a single column is squeezed
+    apart = revert(model, {name: traced})
+    found = {}
+    for key, value in apart.items():
+        numbers = value.unique().tolist() if value.dim() == 2 and key.endswith(".weight") else []
+        if len(numbers) == 1 and value.shape[0] == parts[numbers[0] % len(parts)].shape[0]:
+            found[key] = divmod(int(numbers[0]), len(parts))
+    if len(found) == count * len(parts) == len(set(found.values())):
+        return found
+    if len(parts) > 1 or len(apart) != 1:
+        raise NotImplementedError(
+            f"{name}: quantized experts are saved one by one, and transformers has no names for the single experts of "
+            "this model. Call model.dequantize() before saving"
+        )
+    (whole,) = apart
+    return {f"{whole}.{expert}.weight": (expert, 0) for expert in range(count)}

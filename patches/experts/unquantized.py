@@ -1,0 +1,72 @@
+"""Experts that a quantized model keeps in floating point: parameters of three dimensions, which are no linear layer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..quantized.four_bit import quant_states
+from ..quantized.quantized_experts import is_quantized
+from .experts_in_model import in_two_dimensions
+
+if TYPE_CHECKING:
+    import torch
+
+WORTH_A_WORD = 0.1
+"""The share of the model's parameters from which on it matters."""
+
+
+class Experts(NamedTuple):
+    """Those of one model, and how much of it they are."""
+
+    tensors: dict[str, torch.Tensor]
+    share: float
+    """Of the numbers that the model's parameters stand for."""
+    bytes_in_all: int
+    """Of all its parameters."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def dimensions(self) -> int:
+        """Of their parameters."""
+        return next(iter(self.tensors.values())).dim()
+
+    @property
+    def dtypes(self) -> str:
+        return " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()}))
+
+    def __str__(self) -> str:
+        first = next(iter(self.tensors))
+        return first if len(self.tensors) == 1 else f"{first} and {len(self.tensors) - 1} more"
+
+
+def left_in(model: torch.nn.Module) -> Experts | None:
+    """The experts of ``model`` that are in floating point; None if they are too few to matter."""
+    tensors = dict(_stacked(model))
+    parameters = list(model.parameters())
+    share = sum(tensor.numel() for tensor in tensors.values()) / max(1, sum(map(_elements, parameters)))
+    if share < WORTH_A_WORD:
+        return None
+    return Experts(tensors, share, sum(parameter.nbytes for parameter in parameters))
+
+
+def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Many matrices in one parameter; convolutions and tables of positions (1, n, d) are none."""
+    from torch.nn.modules.conv import _ConvNd
+
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if parameter.dim() == 3 and parameter.shape[0] > 1 and parameter.is_floating_point():
+            if not isinstance(owner, _ConvNd) and not is_quantized(parameter):
+                yield name, parameter
+    for one in in_two_dimensions(model):
+        yield one.full_name, one.parameter
+
+
+def _elements(parameter: torch.Tensor) -> int:
+    """What a parameter stands for: two numbers to each byte of 4-bit codes."""
+    packed = type(parameter).__name__ == "Params4bit" and quant_states.is_packed(parameter)
+    return parameter.numel() * (2 * parameter.element_size() if packed else 1)

@@ -1,0 +1,258 @@
+"""Views, copies and moves of quantized experts: none of them dequantizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import fsdp
+from .dense_operations import went_dense
+from .quantized_tensor import FUNCTIONS, RULES, QuantizedExperts, Rule
+
+aten = torch.ops.aten
+
+
+def rule(*operators: Any) -> Callable[[Rule], Rule]:
+    """Makes a function what these operators do with experts."""
+
+    def add(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(operators, function))
+        return function
+
+    return add
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.detach_.default)
+def same(experts: QuantizedExperts) -> Any:
+    return experts.like()
+
+
+@rule(aten.select.int)
+def select(experts: QuantizedExperts, dim: int, number: int) -> Any:
+    if dim % experts.dim() or experts.dim() < 3:
+        return NotImplemented
+    count = experts.shape[0]
+    if not -count <= number < count:
+        raise IndexError(f"expert {number} of {count}")
+    number = int(number) % count
+    return experts.like(chosen=number if experts.chosen is None else experts.numbers()[number])
+
+
+@rule(aten.unbind.int)
+def unbind(experts: QuantizedExperts, dim: int = 0) -> Any:
+    if dim % experts.dim() or experts.dim() < 3:
+        return NotImplemented
+    return [experts.like(chosen=number) for number in experts.numbers()]
+
+
+@rule(aten.index.Tensor)
+def index(experts: QuantizedExperts, indices: list[torch.Tensor | None]) -> Any:
+    ids = indices[0]
+    whole = len(indices) == 1 and experts.chosen is None
+    if not whole or ids is None or ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        return NotImplemented
+    return experts.like(chosen=torch.where(ids < 0, ids + experts.shape[0], ids))
+
+
+@rule(aten.slice.Tensor)
+def part_of(experts: QuantizedExperts, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    if start in (None, 0) and (end is None or end >= experts.shape[dim]) and step == 1:
+        return experts.like()
+    if dim % experts.dim() or experts.chosen is not None:
+        return NotImplemented
+    return experts.like(packed=experts.packed.only(slice(start, end, step)))
+
+
+@rule(aten.split.Tensor)
+def split(experts: QuantizedExperts, size: int, dim: int = 0) -> Any:
+    if dim % experts.dim() or experts.chosen is not None:
+        return NotImplemented
+    starts = range(0, experts.shape[0], size)
+    return [experts.like(packed=experts.packed.only(slice(start, start + size))) for start in starts]
+
+
+@rule(aten.t.default)
+def transposed(experts: QuantizedExperts) -> Any:
+    return experts.like(swapped=not experts.swapped)
+
+
+@rule(aten.transpose.int)
+def transpose(experts: QuantizedExperts, first: int, second: int) -> Any:
+    rank = experts.dim()
+    return transposed(experts) if {first % rank, second % rank} == {rank - 2, rank - 1} else NotImplemented
+
+
+@rule(aten.permute.default)
+def permute(experts: QuantizedExperts, dims: list[int]) -> Any:
+    order = [dim % experts.dim() for dim in dims]
+    kept = list(range(experts.dim()))
+    if order == kept:
+        return experts.like()
+    return transposed(experts) if order == [*kept[:-2], kept[-1], kept[-2]] else NotImplemented
+
+
+@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+def reshaped(experts: QuantizedExperts, shape: list[int], **kwargs: Any) -> Any:
+    """Only to the shape that it has."""
+    here = list(experts.shape)
+    asked = [have if want == -1 else want for want, have in zip(shape, here)]
+    return experts.like() if len(shape) == len(here) and asked == here else NotImplemented
+
+
+@rule(aten.as_strided.default)
+def as_strided(experts: QuantizedExperts, size: list[int], stride: list[int], offset: int | None = None) -> Any:
+    """Only as it is laid out."""
+    here = (list(experts.shape), list(experts.stride()), 0)
+    return experts.like() if (list(size), list(stride), offset or 0) == here else NotImplemented
+
+
+@rule(aten.is_pinned.default)
+def is_pinned(experts: QuantizedExperts, device: Any = None) -> bool:
+    return all(tensor.is_pinned() for tensor in experts.packed.tensors().values())
+
+
+# -- copies and moves ----------------------------------------------------------------------------------------------------
+
+
+@rule(aten.clone.default)
+def clone(experts: QuantizedExperts, memory_format: Any = None) -> Any:
+    return experts.like(packed=experts.packed.each(torch.clone))
+
+
+@rule(aten._to_copy.default)
+def moved(
+    experts: QuantizedExperts, dtype: Any = None, device: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> Any:
+    """Another dtype is another view; another device takes packed weights and statistics there, of the chosen alone."""
+    if dtype is not None and not dtype.is_floating_point:
+        return NotImplemented
+    dtype = dtype or experts.dtype
+    if device is None or torch.device(device) == experts.device:
+        return experts.like(dtype=dtype)
+    packed, chosen = experts.packed, experts.chosen
+    if isinstance(chosen, int):
+        packed, chosen = packed.only(slice(chosen, chosen + 1)), 0
+    elif chosen is not None:
+        chosen = chosen.to(device)
+    packed = packed.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    return experts.like(packed=packed, chosen=chosen, dtype=dtype)
+
+
+@rule(aten.empty_like.default)
+def empty_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    """Packed weights to be filled, for ``to_empty`` and for what is on the meta device; else floating point."""
+    if experts.dim() < 3 or experts.chosen is not None or (dtype or experts.dtype) != experts.dtype:
+        return torch.empty(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
+    return experts.like(packed=experts.packed.each(lambda tensor: torch.empty_like(tensor, device=device)))
+
+
+@rule(aten.zeros_like.default)
+def zeros_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    """Shape and dtype are all that it reads."""
+    return torch.zeros(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
+
+
+@rule(aten.new_zeros.default)
+def new_zeros(experts: QuantizedExperts, size: list[int], dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    return torch.zeros(size, dtype=dtype or experts.dtype, device=device or experts.device)
+
+
+@rule(aten.copy_.default)
+def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
+    """From other quantized experts, quantized alike: their packed weights and statistics."""
+    if not isinstance(experts, QuantizedExperts):
+        return NotImplemented
+    name = f"quantized experts of shape {tuple(experts.shape)}"
+    if not isinstance(source, QuantizedExperts):
+        raise RuntimeError(
+            f"{name} cannot take a {type(source).__name__} in {source.dtype}, expected quantized experts. Load a state "
+            "dict with quantized experts, or quantize after loading: patches.quantize_experts(model)."
+        )
+    views = experts.chosen is not None or source.chosen is not None or experts.swapped != source.swapped
+    if views or experts.packed.layout() != source.packed.layout() or experts.shape != source.shape:
+        raise RuntimeError(
+            f"{name} cannot take experts with another quantization: expected {experts!r}, got {source!r}"
+        )
+    to, values = experts.packed.tensors(), source.packed.tensors()
+    for key, tensor in to.items():
+        tensor.copy_(values[key], non_blocking)
+    return experts
+
+
+@rule(aten.set_.source_Tensor)
+def set_(experts: Any, source: Any) -> Any:
+    """``torch.nn.utils.parametrize`` sets a parameter to itself."""
+    same = (
+        isinstance(source, QuantizedExperts)
+        and isinstance(experts, QuantizedExperts)
+        and experts.packed is source.packed
+    )
+    return experts if same else NotImplemented
+
+
+def share_memory_(experts: QuantizedExperts) -> QuantizedExperts:
+    """For other processes; the tensor itself has no memory to share."""
+    for tensor in experts.packed.tensors().values():
+        tensor.share_memory_()
+    return experts
+
+
+def is_shared(experts: QuantizedExperts) -> bool:
+    return all(tensor.is_shared() for tensor in experts.packed.tensors().values())
+
+
+RULES.update(fsdp.rules())
+FUNCTIONS[torch.Tensor.share_memory_] = share_memory_
+FUNCTIONS[torch.Tensor.is_shared] = is_shared
+
+
+# -- what cannot be --------------------------------------------------------------------------------------
+
+
+def requires_grad_(experts: QuantizedExperts, requires_grad: bool = True) -> Any:
+    if requires_grad:
+        raise RuntimeError(
+            f"quantized experts of shape {tuple(experts.shape)} cannot require gradients, because they are "
+            "packed. Train adapters on them, or load the model without quantized experts."
+        )
+    return NotImplemented
+
+
+def numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"quantized experts of shape {tuple(experts.shape)} have no numpy array, so disk_offload and dispatch_model cannot "
+        "write them to the disk. from_pretrained(..., device_map=..., offload_folder=...) can. "
+        "experts.dequantize().numpy() gives their values."
+    )
+
+
+def tolist(experts: QuantizedExperts) -> Any:
+    went_dense("tolist", experts)
+    return experts.dequantize().tolist()
+
+
+def dlpack(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
+    """Another library reads at an address, and there are no values at that of the tensor."""
+    went_dense("__dlpack__", experts)
+    return experts.dequantize().__dlpack__(*args, **kwargs)
+
+
+def storage(experts: QuantizedExperts) -> Any:
+    """safetensors asks for it when the patches that save packed weights are not in."""
+    raise RuntimeError(
+        f"quantized experts of shape {tuple(experts.shape)} have no storage in floating point, so safetensors cannot write "
+        "them. Call patches.apply(), then save_pretrained again."
+    )
+
+
+FUNCTIONS[torch.Tensor.storage] = storage
+FUNCTIONS[torch.Tensor.numpy] = numpy
+FUNCTIONS[torch.Tensor.tolist] = tolist
+FUNCTIONS[torch.Tensor.__dlpack__] = dlpack
+FUNCTIONS[torch.Tensor.requires_grad_] = requires_grad_
+FUNCTIONS[torch.Tensor.requires_grad.__set__] = requires_grad_  # type: ignore[attr-defined]

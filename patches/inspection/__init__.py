@@ -1,0 +1,75 @@
+"""One table of a live model: what it is made of, what of it trains, and what will go wrong.
+
+Everything is read from attributes: shapes, dtypes, devices, hooks, states. No tensor is read, moved or made, no
+module is called, no library is imported. What cannot be repaired by a patch is said here in words.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from . import adapters, device_lines, layers, module_walk, problems, requested_config, training
+from .records import Facts, Problem
+from .table import Inspection
+from .transformers_names import Naming
+
+__all__ = ["Inspection", "inspect"]
+
+
+def inspect(model: Any, optimizer: Any = None) -> Inspection:
+    """See :func:`patches.inspect`."""
+    torch = sys.modules.get("torch")
+    _demand(model, getattr(torch, "nn", None), "Module", "model", "a torch.nn.Module")
+    if optimizer is not None:
+        _demand(optimizer, getattr(torch, "optim", None), "Optimizer", "optimizer", "a torch.optim.Optimizer")
+        optimizer = training.unwrapped(optimizer)
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[union-attr]  # asking a shape calls no one
+        return Inspection(_read(model, optimizer))
+
+
+def _demand(thing: object, module: Any, name: str, argument: str, wanted: str) -> None:
+    if module is None or isinstance(thing, type) or not isinstance(thing, getattr(module, name)):
+        given = f"the class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
+        raise TypeError(f"patches.inspect: {argument} must be {wanted}, not {given}")
+
+
+def _read(model: Any, optimizer: Any) -> Facts:
+    modules = module_walk.modules(model)
+    found = adapters.find(modules)
+    of_adapters = adapters.ids(found)
+    base = layers.of(modules, of_adapters)
+    naming = Naming(modules, any(layer.weight.how for layer in base))
+    named = dict(module_walk.parameters(modules))
+    parameters = {name: p for name, p in named.items() if p.requires_grad}
+    trains = training.read(modules, parameters, of_adapters, optimizer)
+    on = training.checkpointing(modules, parameters, naming.heads)
+    known = set(map(id, named.values()))
+    state = training.optimizer_state(optimizer, known, parameters) if optimizer is not None else None
+    wrong = problems.find(base, found, parameters, trains, on, state, naming)
+    return Facts(
+        model=type(model).__name__,
+        layers=layers.lines(base, naming),
+        adapters=adapters.lines(found),
+        training=trains,
+        checkpointing=on,
+        optimizer=state,
+        problems=tuple(_with_status(wrong)),
+        asked=requested_config.read(base, naming),
+        places=device_lines.of(base),
+    )
+
+
+def _with_status(found: Iterable[Problem]) -> Iterator[Problem]:
+    """With the state of their patches, as far as this release of the plugin has them."""
+    from ..registry import REGISTRY
+
+    states: dict[str, str] = {}
+    for problem in found:
+        if problem.patch not in REGISTRY.patches:
+            yield replace(problem, patch="", effect="")
+            continue
+        states = states or {result.id: str(result.status) for result in REGISTRY.report()}
+        yield replace(problem, status=states[problem.patch])

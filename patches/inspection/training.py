@@ -1,0 +1,139 @@
+"""What trains: parameters, gradients, gradient checkpointing and the optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from ..offload.onload_bytes import size
+from .module_walk import Modules
+from .records import Checkpointing, OptimizerState, Training
+from .tensors import dtypes, library, of_class
+
+Named = dict[str, Any]
+
+
+def read(modules: Modules, parameters: Named, adapters: set[int], optimizer: Any) -> Training:
+    """``adapters``: the ids of their tensors.
+
+    ``optimizer``: where it has made a step, it knows which parameters never had a gradient in any.
+    """
+    without = [name for name, p in parameters.items() if p.grad is None]
+    gradients = len(parameters) - len(without)
+    if not gradients:  # after zero_grad() all look as if they had got none
+        without = _never_stepped(parameters, optimizer)
+    return Training(
+        names=tuple(parameters),
+        outside=tuple(name for name, p in parameters.items() if id(p) not in adapters),
+        tensors=len(parameters),
+        parameters=sum(int(p.numel()) for p in parameters.values()),
+        bytes=sum(size(p) for p in parameters.values()),
+        dtypes=dtypes(parameters.values()),
+        gradients=gradients,
+        without_gradient=tuple(without),
+        modules=dict(Counter("train" if module.training else "eval" for _, module in modules)),
+    )
+
+
+def _never_stepped(parameters: Named, optimizer: Any) -> list[str]:
+    held = _held(optimizer) if optimizer is not None else {}
+    if not any(optimizer.state.get(p) for p in held.values()):
+        return []  # no step yet, or one that keeps no state
+    return [name for name, p in parameters.items() if id(p) in held and not optimizer.state.get(p)]
+
+
+# -- gradient checkpointing ------------------------------------------------------------------------
+
+
+def checkpointing(modules: Modules, parameters: Named, heads: Iterable[Any]) -> Checkpointing | None:
+    """None where it is not on. ``heads``: the output embeddings, which come after all layers."""
+    on = {name: module for name, module in modules if vars(module).get("gradient_checkpointing") is True}
+    layers = {n: m for n, m in on.items() if of_class(m, "transformers.modeling_layers", "GradientCheckpointingLayer")}
+    on = layers or on
+    if not on:
+        return None
+    kinds = {_reentrant(module) for module in on.values()}
+    reentrant = kinds == {True}
+    kind = "reentrant" if reentrant else "non-reentrant" if kinds == {False} else "unknown"
+    return Checkpointing(len(on), kind, _idle(modules, on, parameters, heads if reentrant else None))
+
+
+def _reentrant(module: Any) -> bool | None:
+    """As it was asked for; unsloth and others put a function of their own there."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    given = getattr(function, "keywords", {}).get("use_reentrant")
+    if given is None and getattr(function, "func", function) is library("torch.utils.checkpoint", "checkpoint"):
+        return True  # what torch takes then, with a warning
+    return bool(given) if given is not None else None
+
+
+def _idle(modules: Modules, layers: Named, parameters: Named, heads: Iterable[Any] | None) -> str:
+    resting = sum(not module.training for module in layers.values())
+    if resting:
+        return f"{'they' if resting == len(layers) else f'{resting} of them'} are in eval mode"
+    if heads is not None and parameters and not _inputs_require_grad(modules, [*layers.values(), *heads], parameters):
+        return "reentrant, and nothing makes the inputs of the layers require grad"
+    return ""
+
+
+def _inputs_require_grad(modules: Modules, not_before: Iterable[Any], parameters: Named) -> bool:
+    """Whether an embedding trains, or has the hook of transformers or peft that makes its output require grad.
+
+    What trains and is not in the modules ``not_before`` is taken for something before the layers.
+    """
+    after = {id(p) for module in not_before for p in module.parameters()}
+    if any(id(p) not in after for p in parameters.values()):
+        return True
+    hooks = (hook for _, module in modules for hook in module._forward_hooks.values())
+    return any("require_grad" in getattr(hook, "__name__", "") for hook in hooks)
+
+
+# -- the optimizer -----------------------------------------------------------------------------------
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """What accelerate and others have wrapped."""
+    inner = vars(optimizer).get("optimizer")
+    base = library("torch.optim", "Optimizer")
+    return unwrapped(inner) if isinstance(inner, base) else optimizer
+
+
+def _held(optimizer: Any) -> dict[int, Any]:
+    return {id(p): p for group in optimizer.param_groups for p in group["params"]}
+
+
+def optimizer_state(optimizer: Any, known: set[int], parameters: Named) -> OptimizerState:
+    """``known``: the ids of all parameters of the model."""
+    held = _held(optimizer)
+    states = [state for p in held.values() if (state := optimizer.state.get(p))]
+    tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
+    settings = getattr(optimizer, "args", None)
+    return OptimizerState(
+        kind=f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}",
+        tensors=len(held),
+        stepped=len(states),
+        in_8_bits=sum(any(map(_small, state.values())) for state in states),
+        bits=_bits(optimizer, settings),
+        smallest=int(getattr(settings, "min_8bit_size", 0) or 0),
+        bytes=sum(map(size, tensors)),
+        dtypes=dtypes(tensors),
+        sharded=sum(type(p).__name__ == "DTensor" for p in held.values()),
+        outside=sum(key not in known for key in held),
+        missing=tuple(name for name, p in parameters.items() if id(p) not in held),
+    )
+
+
+def _bits(optimizer: Any, settings: Any) -> int | None:
+    asked = getattr(settings, "optim_bits", None)
+    if isinstance(asked, int):
+        return asked
+    name = type(optimizer).__name__.lower()
+    return next((bits for word, bits in (("8bit", 8), ("fp8", 8), ("4bit", 4)) if word in name), None)
+
+
+def _small(value: Any) -> bool:
+    """A moment in 8 bits of bitsandbytes, which keeps codes as uint8, or a tensor of torchao's optimizers."""
+    if not hasattr(value, "element_size"):
+        return False
+    return str(value.dtype) == "torch.uint8" or type(value).__name__.startswith("OptimState")

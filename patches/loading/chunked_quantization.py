@@ -1,0 +1,155 @@
+"""Quantizing on a CPU a piece at a time, with the packed weights and statistics that the whole weight has.
+
+bitsandbytes quantizes a weight in one step. On a CPU that takes, for each value, 20 bytes of memory in 4 bits (140 before
+bitsandbytes 0.50) and 9 in INT8: for the largest matrix of a model, more than all that a map with the disk in it keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..offload.offload_map import OffloadMap
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OF_4_BITS = 2**16
+"""Values in a piece: whole blocks of every size."""
+OF_INT8 = 2**18
+"""The same for INT8, which takes less memory and time for each value."""
+
+
+def creating(quantizer: Any, weight: Tensor) -> Callable[..., Any]:
+    """``create_quantized_param`` of transformers 4, which makes the weight that a model has of ``weight``."""
+    create: Callable[..., Any] = quantizer.create_quantized_param
+    size = OF_INT8 if quantizer.quantization_config.load_in_8bit else OF_4_BITS
+    return create if quantizer.pre_quantized or weight.numel() < 2 * size else calling(create)
+
+
+def calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, in which a large weight that is quantized on a CPU is quantized in pieces."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        with _mode()():
+            return function(*args, **options)
+
+    return called
+
+
+def converting(mapping: Any, device_map: Any) -> Callable[..., Any]:
+    """``convert`` of transformers 5, which makes the weights that the model has of tensors of the checkpoint."""
+    upstream: Callable[..., Any] = mapping.convert
+    if not isinstance(device_map, OffloadMap):
+        return upstream
+    operations = [*getattr(mapping, "operations", ()), mapping.quantization_operation]
+
+    @functools.wraps(upstream)
+    def convert(*args: Any, **options: Any) -> Any:
+        with _inside([each for each in operations if each is not None]):
+            return upstream(*args, **options)
+
+    return convert
+
+
+@contextlib.contextmanager
+def _inside(operations: list[Any]) -> Iterator[None]:
+    """In which large weights that ``operations`` convert on a CPU are quantized in pieces; reading stays without a mode."""
+    try:
+        for operation in operations:
+            operation.convert = _of_large(operation)
+        yield
+    finally:
+        for operation in operations:
+            vars(operation).pop("convert", None)
+
+
+def _of_large(operation: Any) -> Callable[..., Any]:
+    """``operation.convert``, in the mode if a weight is large: there every operation of torch takes more time."""
+    convert: Callable[..., Any] = operation.convert
+    name = type(operation).__name__
+    if name.endswith("Deserialize"):  # packed already
+        return convert
+    least = 2 * (OF_INT8 if name == "Bnb8bitQuantize" else OF_4_BITS)
+
+    @functools.wraps(convert)
+    def converted(tensors: Any, *args: Any, **options: Any) -> Any:
+        large = any(_values(value) >= least for value in tensors.values())
+        return (calling(convert) if large else convert)(tensors, *args, **options)
+
+    return converted
+
+
+def _values(tensors: Any) -> int:
+    return sum(map(_values, tensors)) if isinstance(tensors, (list, tuple)) else int(tensors.numel())
+
+
+@functools.cache
+def _mode() -> type[Any]:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    operators = torch.ops.bitsandbytes
+    pieces: dict[Any, tuple[Callable[..., Any], int]] = {
+        operators.quantize_4bit.default: (_of_4_bits, OF_4_BITS),
+        operators.int8_vectorwise_quant.default: (_of_int8, OF_INT8),
+    }
+
+    class InPieces(TorchDispatchMode):
+        """Stands between a call of an operator and its kernel."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = kwargs or {}
+            divided, size = pieces.get(func, (None, 0))
+            if divided is not None and args[0].device.type == "cpu" and args[0].numel() >= 2 * size:
+                return divided(func, *args, **given)
+            return func(*args, **given)
+
+    return InPieces
+
+
+def _of_4_bits(
+    quantize: Callable[..., tuple[Tensor, Tensor]], weight: Tensor, blocksize: int, quant_type: str, quant_storage: Any
+) -> tuple[Tensor, Tensor]:
+    """``quantize_4bit``: a block is quantized by itself."""
+    import torch
+
+    flat = weight.reshape(-1)
+    size = flat.numel()
+    packed = flat.new_empty(((size + 1) // 2 // quant_storage.itemsize, 1), dtype=quant_storage)
+    absmax = flat.new_empty(-(-size // blocksize), dtype=torch.float32)
+    rows = blocks = 0
+    for part in _parts(flat, OF_4_BITS):
+        codes, statistics = quantize(part, blocksize, quant_type, quant_storage)
+        packed[rows : rows + codes.shape[0]] = codes
+        absmax[blocks : blocks + statistics.shape[0]] = statistics
+        rows, blocks = rows + codes.shape[0], blocks + statistics.shape[0]
+    return packed, absmax
+
+
+def _of_int8(
+    quantize: Callable[..., tuple[Tensor, Tensor, Any]], weight: Tensor, threshold: float = 0.0
+) -> tuple[Tensor, Tensor, Any]:
+    """``int8_vectorwise_quant``: a row is quantized by itself, unless columns are left out."""
+    import torch
+
+    if threshold or weight.dim() != 2:
+        return quantize(weight, threshold)
+    packed = weight.new_empty(weight.shape, dtype=torch.int8)
+    scales = weight.new_empty(len(weight), dtype=torch.float32)
+    rows = 0
+    for part in _parts(weight, max(1, OF_INT8 // weight.shape[1])):
+        end = rows + part.shape[0]
+        packed[rows:end], scales[rows:end], _ = quantize(part, threshold)
+        rows = end
+    return packed, scales, None
+
+
+def _parts(tensor: Tensor, length: int) -> list[Tensor]:
+    """Pieces of ``length``, and a last one that has the rest."""
+    size = tensor.shape[0]
+    ends = [*range(length, size - length + 1, length), size]
+    return [tensor[start:end] for start, end in zip([0, *ends], ends)]

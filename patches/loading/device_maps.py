@@ -1,0 +1,226 @@
+"""Where ``from_pretrained`` puts each module of a quantized model that does not fit, and where each of them computes.
+
+A device map of a user names modules inside one another, single parameters, and devices in three notations. Loading
+and accelerate's hooks read such a map differently. An ``OffloadMap`` says the same in the one form that both read alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..offload.offload_map import (
+    OFFLOADED,
+    OffloadMap,
+    Place,
+    execution_device,
+    find_enclosing,
+    is_offloaded_place,
+    to_torch_device,
+)
+from . import split_layers
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def offloads(device_map: Any) -> bool:
+    """Whether ``device_map`` sends something to the CPU or the disk beside what it keeps where it computes."""
+    return isinstance(device_map, Mapping) and _any_offloaded(device_map.values())
+
+
+def _any_offloaded(values: Iterable[Place]) -> bool:
+    places = set(values)
+    return places != {"cpu"} and not places.isdisjoint(OFFLOADED)
+
+
+def supports(quantizer: Any) -> bool:
+    """Whether ``quantizer`` makes a model whose layers can be offloaded quantized, and is not asked to leave them."""
+    config: Any = getattr(quantizer, "quantization_config", None)
+    if str(getattr(config, "quant_method", "")).rpartition(".")[2].lower() not in ("bitsandbytes", "bits_and_bytes"):
+        return False
+    if config.llm_int8_enable_fp32_cpu_offload or config.llm_int8_has_fp16_weight:
+        return False
+    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.modeling_utils import is_fsdp_enabled
+
+    return not is_fsdp_enabled() and not is_deepspeed_zero3_enabled()  # these dispatch no model
+
+
+def refused(quantizer: Any, values: set[Place]) -> bool:
+    """What ``validate_environment`` asks: whether a model with such ``values`` in its device map cannot be had."""
+    return not supports(quantizer) and _any_offloaded(values)
+
+
+def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
+    """``device_map`` as an ``OffloadMap`` if ``model`` is to be offloaded quantized; else as it is."""
+    if not offloads(device_map) or not supports(quantizer):
+        return device_map
+    _refuse_unknown(model, device_map)
+    _refuse_no_place(device_map)
+    given, device_map = device_map, {**device_map, **_of_shared(model, device_map)}
+    main = execution_device(device_map)
+    found = dict(_disjoint(model, "", device_map, main, inside=False))
+    # By where modules go, not by what is given: one with tensors of its own takes a tied weight along (Zaya).
+    found = dict(_disjoint(model, "", {**found, **_of_tied(model, found, main)}, main, inside=False))
+    result = OffloadMap(found, given)
+    result.divided = split_layers.devices(model, result)
+    return result
+
+
+def checked(upstream: Callable[..., None], device_map: Any, quantizer: Any) -> Callable[..., None]:
+    """``check_tied_parameters_on_same_device``, which stops at a map with gaps; :func:`planned` says what such a map lacks."""
+    return (lambda *_: None) if offloads(device_map) and supports(quantizer) else upstream
+
+
+def _of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
+    """One place for a module that has several names: that of a name that the map has, or that of the first."""
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if _has_own(module):
+            names.setdefault(id(module), []).append(path)
+    found = {}
+    for paths in names.values():
+        said = find_enclosing(device_map, next((path for path in paths if path in device_map), paths[0]))
+        if len(paths) > 1 and said is not None:
+            found.update(dict.fromkeys(paths, device_map[said]))
+    return found
+
+
+def _of_tied(model: Module, device_map: Mapping[str, Place], main: Place) -> dict[str, Place]:
+    """Where modules go whose weight is another's that lies elsewhere: there is one weight, which waits nowhere else.
+
+    If they are on several devices, all go to one of these: to ``main``, if that is one.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, source in tied(model).items():
+        groups.setdefault(source, [source]).append(name)
+    found = {}
+    for source, names in groups.items():
+        given = {name: device_map[at] for name in names if (at := find_enclosing(device_map, name)) is not None}
+        resident = sorted(
+            (at for at in given.values() if not is_offloaded_place(at)),
+            key=lambda at: to_torch_device(at) != to_torch_device(main),
+        )
+        place = "disk" if given.get(source) == "disk" else next(iter(resident), given.get(source))
+        if place is not None and len({str(each) for each in given.values()}) > 1:
+            found.update({name.rpartition(".")[0]: place for name in given})
+    return found
+
+
+def tied(model: Any) -> dict[str, str]:
+    """Names of weights that are another's, and that name. Those of transformers 4 are one parameter by now."""
+    declared: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
+    if declared is not None:
+        return declared
+    first: dict[int, str] = {}
+    names = ((name, first.setdefault(id(each), name)) for name, each in model.named_parameters(remove_duplicate=False))
+    return {name: source for name, source in names if name != source}
+
+
+def _refuse_unknown(model: Module, device_map: Mapping[str, Place]) -> None:
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known.update(name for name, _ in _tensors(model, ""))
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        import difflib
+
+        near = difflib.get_close_matches(unknown[0], list(known), n=3)
+        raise ValueError(
+            f"The device_map names {', '.join(map(repr, unknown))}, which {type(model).__name__} does not have"
+            + (f"; the nearest names are {', '.join(map(repr, near))}" if near else "")
+            + ". `for name, _ in model.named_modules()` shows all that it has."
+        )
+
+
+def _refuse_no_place(device_map: Mapping[str, Place]) -> None:
+    for name, place in device_map.items():
+        try:
+            known, cause = is_offloaded_place(place) or to_torch_device(place).type != "meta", None
+        except (RuntimeError, TypeError) as error:
+            known, cause = False, error
+        if not known:
+            raise ValueError(
+                f"The device_map sends {name!r} to {place!r}, which is not a place. A place is a device that this machine "
+                'has, such as 0 or "cuda:1", or "cpu" or "disk".'
+            ) from cause
+
+
+def _disjoint(
+    module: Module, path: str, given: Mapping[str, Place], main: Place, inside: bool
+) -> Iterator[tuple[str, Place]]:
+    """The places of ``module``; ``inside``: a name in ``given`` has it."""
+    inside = inside or path in given
+    places = _places_in(module, path, given, main)
+    whole = inside and len({str(place) for place in places}) == 1
+    if places and path and (whole or _has_own(module)):
+        yield path, _place_of(module, path, given, places)
+        return
+    if not path:
+        for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            yield name, _resident(_find(name, given, main), main)
+        if whole and not _has_own(module):
+            yield "", places[0]
+            return
+    for name, child in module.named_children():
+        yield from _disjoint(child, _join(path, name), given, main, inside)
+
+
+def _has_own(module: Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+
+
+def _place_of(module: Module, path: str, given: Mapping[str, Place], places: list[Place]) -> Place:
+    """One place for a module whose own tensors accelerate's hook brings together, with all that is inside it.
+
+    Of several, the one that takes the least memory: what a map sends to the disk may not fit elsewhere.
+    """
+    own = [given[_join(path, name)] for name, _ in module.named_parameters(recurse=False) if _join(path, name) in given]
+    for waiting in reversed(OFFLOADED):
+        if waiting in [place for place in (*own, *places) if isinstance(place, str)]:
+            return waiting
+    return own[0] if own else places[0]
+
+
+def _resident(place: Place, main: Place) -> Place:
+    """The model itself has no hook that would bring what is its own."""
+    return main if is_offloaded_place(place) else place
+
+
+def _places_in(module: Module, path: str, given: Mapping[str, Place], main: Place) -> list[Place]:
+    return [_find(name, given, main, required) for name, required in _tensors(module, path)]
+
+
+def _tensors(module: Module, path: str) -> Iterator[tuple[str, bool]]:
+    """Names of all tensors in ``module``, and whether a device map must have them."""
+    for prefix, part in module.named_modules(prefix=path, remove_duplicate=False):
+        for name in part._parameters:
+            if part._parameters[name] is not None:
+                yield _join(prefix, name), True
+        for name in part._buffers:
+            if part._buffers[name] is not None:
+                yield _join(prefix, name), name not in part._non_persistent_buffers_set
+
+
+def _find(name: str, given: Mapping[str, Place], main: Place, required: bool = True) -> Place:
+    found = find_enclosing(given, name)
+    if found is not None:
+        return given[found]
+    if required:
+        raise ValueError(
+            f"The device_map has no entry for {name!r}. Add one for {name.rpartition('.')[0] or name!r} or a module that "
+            'contains it; an entry {"": 0} places everything that no other entry names.'
+        )
+    return main
+
+
+def owner(model: Module, name: str) -> Module:
+    """The module that has the tensor ``name``. ``get_submodule`` takes ten times as long, which counts for each tensor."""
+    found: Any = model
+    for part in name.split(".")[:-1]:
+        found = found._modules[part]
+    return found  # type: ignore[no-any-return]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

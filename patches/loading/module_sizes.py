@@ -1,0 +1,293 @@
+"""A device map for a quantized model that does not fit, by the bytes that its modules will take.
+
+transformers counts half a byte for a weight of 4 bits and none for its absmax, keeps a tenth free for what quantizing
+needs, and a layer for what computes. Here the true sizes are counted: packed weights, statistics, row scales, what is
+not quantized in its own dtype, buffers. Statistics of 4-bit weights and buffers stay on the device where their layer
+computes, wherever its weights wait, and so they count there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..config.quantizers import quantizes
+from ..offload import offload_map
+from . import device_maps, weights_stored_separately
+
+
+class Unit(NamedTuple):
+    """A module that goes to one place."""
+
+    name: str
+    module: Any
+    moves: int
+    """Bytes that wait where the map says."""
+    stays: int
+    """Bytes that stay where it computes."""
+    block: bool
+    """One of the layers that the model repeats."""
+    listed: bool = True
+    """One of a list: then all of it can compute on one device if it is divided (:mod:`.divided`)."""
+
+
+@dataclass
+class Room:
+    """A place with so many bytes left."""
+
+    place: offload_map.Place
+    left: float
+
+
+Sizes = dict[str, tuple[int, int]]
+"""Of each tensor by its name: the bytes that move, and those that stay."""
+
+Map = dict[str, offload_map.Place]
+
+
+def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Callable[..., Any]:
+    """``infer_auto_device_map``: by the true sizes where that of transformers offloads, or holds more than allowed."""
+
+    def infer_auto_device_map(model: Any, **options: Any) -> Any:
+        device_map = infer(model, **options)
+        fits = {*offload_map.OFFLOADED}.isdisjoint(device_map.values())
+        if not device_maps.supports(quantizer) or fits and not max_memory:
+            return device_map
+        sizes = tensor_sizes(model, quantizer, options.get("special_dtypes"))
+        if fits and _is_allowed(device_map, sizes, max_memory):
+            return device_map
+        from accelerate.utils.modeling import clean_device_map
+
+        units = list(_units(model, "", sizes, set(options["no_split_module_classes"] or ())))
+        resident, waiting = _rooms(max_memory, units)
+        # All on the CPU: so it is where there is no device, and where the first module alone is too large for it.
+        if not device_maps.offloads(device_map) and all(room.place == "cpu" for room in resident):
+            return device_map
+        found = _fitted(units, sizes, resident, waiting, _beyond_a_layer(model, quantizer, units))
+        _follow_tied(found, device_maps.tied(model))
+        # What waits computes on the first device that a map names: the one where room was left for its statistics.
+        first = next((room.place for room in resident if room.place in found.values()), None)
+        return dict(sorted(clean_device_map(found).items(), key=lambda item: item[1] != first))
+
+    return infer_auto_device_map
+
+
+def _is_allowed(device_map: Any, sizes: Sizes, max_memory: Any) -> bool:
+    """Whether no device holds more than the program allows it; transformers counts no absmax."""
+    held: Counter[offload_map.Place] = Counter()
+    for name, size in sizes.items():
+        at = offload_map.find_enclosing(device_map, name)
+        held[None if at is None else device_map[at]] += sum(size)
+    allowed = {place: size for place, size in _memory(max_memory).items() if place in max_memory}
+    return all(held[place] <= allowed.get(place, held[place]) for place in held)
+
+
+def tensor_sizes(model: Any, quantizer: Any, special_dtypes: Any = None) -> Sizes:
+    """What the parameters and buffers of ``model``, which are on meta, will take once it is loaded.
+
+    ``special_dtypes``: of transformers 4, what some will be cast to.
+    """
+    tied, sizes = device_maps.tied(model), Sizes()
+    dtypes = special_dtypes or _kept_in_another_dtype(model)
+    for name, parameter in model.named_parameters():
+        if name not in tied:
+            if quantizes(quantizer, model, name):
+                sizes[name] = packed(parameter)
+            elif name in dtypes:
+                sizes[name] = parameter.numel() * dtypes[name].itemsize, 0
+            else:
+                sizes[name] = _bytes(quantizer, model, name, parameter), 0
+    for name in weights_stored_separately.more(
+        model
+    ):  # with the weight that it is declared as tied to, because both go to one place
+        sizes[name] = sizes[name][0] + _bytes(quantizer, model, name, model.get_parameter(name)), sizes[name][1]
+    sizes.update({name: (0, buffer.nbytes) for name, buffer in model.named_buffers()})
+    return sizes
+
+
+def _kept_in_another_dtype(model: Any) -> dict[str, Any]:
+    """Which parameters transformers 5 casts to another dtype than that of the model, and to which: T5's wo in float16."""
+    plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else getattr(model, "dtype_plan", {})
+    if not plan:
+        return {}
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern, groups, _ = build_glob_alternation(list(plan))
+    found = ((name, pattern.search(name)) for name, _ in model.named_parameters())
+    return {name: plan[groups[match.lastgroup]] for name, match in found if match is not None}
+
+
+def _bytes(quantizer: Any, model: Any, name: str, parameter: Any) -> int:
+    """Of what is no linear layer's weight; experts that are quantized while they are read take less."""
+    element_size = getattr(quantizer, "param_element_size", None)  # from transformers 5 on
+    return int(parameter.numel() * element_size(model, name, parameter)) if element_size else int(parameter.nbytes)
+
+
+def _beyond_a_layer(model: Any, quantizer: Any, units: list[Unit]) -> int:
+    """By how much quantizing the largest weight takes more than a layer, which a device holds beside what it may hold.
+
+    The weight as it was read, the copy in float16 from which bitsandbytes makes INT8, and the packed weight.
+    """
+    if quantizer.pre_quantized:
+        return 0
+    in_float16 = str(model.dtype) == "torch.float16"
+    copies = model.dtype.itemsize + (2 if quantizer.quantization_config.load_in_8bit and not in_float16 else 0)
+    weights = (weight for name, weight in model.named_parameters() if quantizes(quantizer, model, name))
+    takes = max((copies * weight.numel() + sum(packed(weight)) for weight in weights), default=0)
+    return max(0, takes - max((unit.moves for unit in units if unit.block), default=takes))
+
+
+def packed(weight: Any) -> tuple[int, int]:
+    """Bytes of the packed weights of a layer, and of the statistics that stay on its device."""
+    numbers = weight.numel()
+    if type(weight).__name__ == "Int8Params":
+        return numbers + 4 * weight.shape[0], 0
+    blocks = -(-numbers // (getattr(weight, "blocksize", None) or 64))
+    tables = 16 * 4
+    if getattr(weight, "compress_statistics", False):  # absmax in 8 bits, in blocks of 256 with an absmax of their own
+        return -(-numbers // 2), tables + blocks + 4 * -(-blocks // 256) + 256 * 4 + 4
+    return -(-numbers // 2), tables + 4 * blocks
+
+
+def _units(module: Any, path: str, sizes: Sizes, blocks: set[str], listed: bool = False) -> Iterator[Unit]:
+    own = {name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]}
+    block = type(module).__name__ in blocks
+    if path and (own or block or not any(True for _ in module.children())):
+        if any(name.startswith(f"{path}.") for name in sizes) or own:
+            yield _unit(path, module, sizes, block, listed)
+        return
+    for name in own:
+        yield Unit(name, None, 0, sum(sizes.get(name, ())), False)
+    for name, child in module.named_children():
+        in_list = type(module).__name__ == "ModuleList"
+        yield from _units(child, f"{path}.{name}" if path else name, sizes, blocks, in_list)
+
+
+def _unit(path: str, module: Any, sizes: Sizes, block: bool, listed: bool) -> Unit:
+    inside = [size for name, size in sizes.items() if name.startswith(f"{path}.")]
+    return Unit(path, module, sum(size[0] for size in inside), sum(size[1] for size in inside), block, listed)
+
+
+def _memory(max_memory: Any) -> dict[Any, float]:
+    """What each place may hold, in bytes."""
+    try:
+        from transformers.integrations.accelerate import get_max_memory
+    except ImportError:  # transformers 4
+        from accelerate.utils import get_max_memory
+    return {place: size for place, size in get_max_memory(max_memory).items() if size > 0}
+
+
+def _rooms(max_memory: Any, units: list[Unit]) -> tuple[list[Room], list[Room]]:
+    """Where the model can compute, and where it can wait."""
+    memory = _memory(max_memory)
+    devices = [place for place in memory if place not in offload_map.OFFLOADED] or [p for p in memory if p == "cpu"]
+    resident = [Room(place, memory[place]) for place in devices]
+    if max_memory is None and resident:  # what is free now: activations and the layer in execution need room, too
+        largest = max((unit.moves for unit in units), default=0)
+        for room in resident:
+            room.left = 0.9 * room.left - (largest if room is resident[0] else 0)
+    waiting = [Room("cpu", memory["cpu"])] if "cpu" in memory and "cpu" not in devices else []
+    return resident, [*waiting, Room("disk", float("inf"))]
+
+
+def _fitted(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room], spare: int = 0) -> Map:
+    """A place for each unit.
+
+    First all layers are kept whole. If they do not fit, ``spare`` bytes are left on each device, and room on the first
+    for the statistics of what waits: at first for those of all layers, then for those of the layers that waited in the
+    map before.
+    """
+    found, left_behind = _fill(units, sizes, _copies(resident), _copies(waiting), divides=False)
+    if resident and set(found.values()).isdisjoint(offload_map.OFFLOADED):
+        return found
+    resident = [Room(room.place, room.left - spare) for room in resident]
+    for first in range(max(1, len(resident))):  # a device that takes nothing is none where what waits computes
+        reserved = sum(unit.stays for unit in units)
+        for _ in range(3):
+            rooms = _copies(resident[first:])
+            if rooms:
+                rooms[0].left -= reserved
+            tried, left_behind = _fill(units, sizes, rooms, _copies(waiting), divides=True)
+            if left_behind > reserved:
+                break
+            found, reserved = tried, left_behind
+        if not resident or resident[first].place in found.values():
+            break
+    return found
+
+
+def _copies(rooms: list[Room]) -> list[Room]:
+    return [Room(room.place, room.left) for room in rooms]
+
+
+def _fill(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list[Room], divides: bool) -> tuple[Map, int]:
+    """The places, and the bytes that what waits leaves on the first device.
+
+    What the model does not repeat comes first, and to the first device, where it also computes if it waits: its outputs are
+    often added up. Layers go from one device to the next in order. The first that a device cannot hold is divided,
+    and further ones as long as a fifth of it is free: experts that are one parameter may be too large for it.
+    """
+    found, left_behind, rooms = Map(), 0, resident
+    most = {room.place: room.left for room in resident}
+    for unit in sorted(units, key=lambda unit: unit.block):
+        if unit.block and divides and rooms and not _fits(unit, rooms[0]) and (unit.listed or len(resident) == 1):
+            parts = _divided(unit, sizes, rooms[0], waiting)
+            if parts:
+                found.update(parts)
+                rooms = rooms[1:] if rooms[0].left < 0.2 * most[rooms[0].place] else rooms
+                continue
+        possible = rooms if unit.block else resident[:1]
+        at = next((at for at, room in enumerate(possible) if _fits(unit, room)), None)
+        if at is None:
+            left_behind += unit.stays
+            found.update(_wait(unit, sizes, waiting))
+            continue
+        possible[at].left -= unit.moves + unit.stays
+        found[unit.name] = possible[at].place
+        rooms = rooms[at:] if unit.block else rooms
+    return found, left_behind
+
+
+def _divided(unit: Unit, sizes: Sizes, room: Room, waiting: list[Room]) -> Map:
+    """The places of the parts of ``unit``, whose statistics stay in ``room``; none if no part has room beside these."""
+    parts = list(_units(unit.module, unit.name, sizes, set()))
+    left = room.left - sum(part.stays for part in parts)
+    found = Map()
+    for part in parts:
+        if part.moves <= left and part.moves:
+            left -= part.moves
+            found[part.name] = room.place
+    if left < 0 or not found:
+        return Map()
+    room.left = left
+    for part in parts:
+        if part.name not in found:
+            found.update(_wait(part, sizes, waiting) if part.moves else {part.name: room.place})
+    return found
+
+
+def _fits(unit: Unit, room: Room) -> bool:
+    return unit.moves + unit.stays <= room.left
+
+
+def _wait(unit: Unit, sizes: Sizes, waiting: list[Room]) -> Map:
+    """Where ``unit`` waits; the first layer that the CPU cannot hold is divided."""
+    first, found = waiting[0], Map()
+    divides = unit.block and 0 < first.left < unit.moves
+    for part in _units(unit.module, unit.name, sizes, set()) if divides else [unit]:
+        room = next(room for room in waiting if part.moves <= room.left)
+        room.left -= part.moves
+        found[part.name] = room.place
+    if divides:
+        first.left = 0
+    return found
+
+
+def _follow_tied(found: Map, tied: dict[str, str]) -> None:
+    """Weights that are tied lie in one place."""
+    for name, source in tied.items():
+        mine, theirs = (offload_map.find_enclosing(found, each) for each in (name, source))
+        if mine is not None and theirs is not None:
+            found[mine] = found[theirs]

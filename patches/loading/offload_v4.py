@@ -1,0 +1,134 @@
+"""What ``from_pretrained`` of transformers 4 does with a weight that it has read, where a layer is offloaded quantized.
+
+Its loader takes one tensor after another, and knows nothing of packed weights on the disk. The statistics of a
+quantized checkpoint come with the weight up to 4.56, and one by one from 4.57 on: a layer goes to where it waits when it
+has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from ..config.quantizers import quantizes
+from ..offload import offload_map
+from ..offload.offload_map import OffloadMap
+from ..process import malloc_trim
+from . import checkpoint_keys, chunked_quantization, device_maps, offload_v5
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+
+def loading(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
+    """``_load_pretrained_model``, which reads the files; if that fails, what was written is removed."""
+    if not isinstance(device_map, OffloadMap):
+        return upstream
+
+    def _load_pretrained_model(model: Module, state_dict: Any, files: Any, *also: Any, **options: Any) -> Any:
+        if files:  # before upstream reads a pickled one, and says that it may be of TensorFlow
+            checkpoint_keys.whole(list(map(str, files)))
+        if "disk" in device_map.values():
+            in_safetensors = bool(files) and str(files[0]).endswith(".safetensors")
+            inside = options["disk_offload_folder"]
+            offload_v5.open_folder(device_map, model, options["hf_quantizer"], inside, in_safetensors)
+        if files is None and state_dict is not None:
+            files = [""]  # so does transformers where a map has no disk
+        try:
+            *found, _, errors = upstream(model, state_dict, files, *also, **options)
+        except BaseException:
+            if device_map.folder is not None:
+                device_map.folder.remove()
+            raise
+        return (*found, device_map.index or None, errors)
+
+    return _load_pretrained_model
+
+
+def expanded(upstream: Callable[..., Any], device_map: Any, names: Iterable[str]) -> Any:
+    """``expand_device_map``; a tensor that the model does not have is nowhere."""
+    if not isinstance(device_map, OffloadMap):
+        return upstream(device_map, names)
+    return {name: device_map.at(name) for name in names}
+
+
+def skipped(upstream: Callable[..., Any], device_map: Any, files: Any) -> Any:
+    """``get_disk_only_shard_files``, which are not read: what is on the disk has to be quantized, or has statistics."""
+    return [] if isinstance(device_map, OffloadMap) else upstream(device_map, files)
+
+
+def within(device_map: Any, prefix: str) -> Any:
+    """``device_map`` by the names of the base model, whose checkpoint is loaded into a model with a head."""
+    inside = {name.removeprefix(prefix): place for name, place in device_map.items()}
+    if not isinstance(device_map, OffloadMap):
+        return inside
+    if prefix.rstrip(".") in inside:
+        inside[""] = inside.pop(prefix.rstrip("."))
+    view = OffloadMap(inside, device_map.given)
+    divided = {name.removeprefix(prefix): place for name, place in device_map.divided.items()}
+    vars(view).update(vars(device_map), root=prefix, divided=divided)
+    return view
+
+
+def placed(
+    device_map: Any, model: Module, name: str, tensor: Tensor, quantizer: Any, files: Any, load: Any, *also: Any
+) -> bool:
+    """Give ``model`` the tensor ``name``, and put it where it waits; False where transformers is to do it.
+
+    ``files`` says what lies in a file of the checkpoint, ``load`` sets a parameter, and ``also`` is for the quantizer.
+    """
+    if not isinstance(device_map, OffloadMap):
+        return False
+    if not quantizes(quantizer, model, name):
+        _place(device_map, model, name, tensor, files, load)
+        return True
+    weight = _weight_of(quantizer, name)
+    offloaded = offload_map.offloads_module(device_map, weight)
+    if also:  # up to 4.56, where it raises an error for a checkpoint without statistics
+        quantizer.check_quantized_param(model, tensor, name, *also[:1])
+    where = device_map.computes_at(weight) if offloaded else device_map.at(weight)
+    chunked_quantization.creating(quantizer, tensor)(model, tensor, name, where, *also)
+    made = device_maps.owner(model, weight)._parameters["weight"] if offloaded else None
+    if made is not None and not made.is_meta and offload_v5.is_packed(made):
+        _send(device_map, model, weight, made, files if quantizer.pre_quantized else None)
+        malloc_trim.quantized(made)
+    return True
+
+
+def is_placed(device_map: Any, is_safetensors: bool) -> bool:
+    """Whether a tensor on the disk needs no further step: it lies in a safetensors file, or :func:`placed` wrote it."""
+    return is_safetensors or isinstance(device_map, OffloadMap)
+
+
+def _place(device_map: OffloadMap, model: Module, name: str, tensor: Tensor, files: Any, load: Any) -> None:
+    """A tensor that is not quantized."""
+    at = device_map.at(name)
+    load(model, name, tensor.to("cpu" if at == "disk" else at))
+    if at == "disk" and name.rpartition(".")[2] in device_maps.owner(model, name)._parameters:
+        _leave(device_map, model, name, tensor, files)
+
+
+def _weight_of(quantizer: Any, name: str) -> str:
+    """The weight that ``name`` is or belongs to."""
+    if hasattr(quantizer, "get_param_name"):  # from 4.57 on
+        name = quantizer.get_param_name(name)
+    return f"{name.rpartition('.')[0]}.weight"
+
+
+def _send(device_map: OffloadMap, model: Module, name: str, weight: Tensor, files: Any) -> None:
+    """Packed weights, with all their statistics, to where they wait."""
+    if offload_v5.on_disk(device_map, name):
+        _leave(device_map, model, name, weight, files)
+    elif weight.device.type != "cpu":
+        device_maps.owner(model, name)._parameters["weight"] = weight.to("cpu")  # type: ignore[assignment]
+
+
+def _leave(device_map: OffloadMap, model: Module, name: str, tensor: Tensor, files: Any) -> None:
+    """On the disk: in the checkpoint where that has it, or else in a file of its own."""
+    if files and name in files:
+        entry = {**files[name], "dtype": str(tensor.dtype).removeprefix("torch.")}
+    else:
+        entry = offload_v5.written(device_map, name, tensor)
+    device_map.index[device_map.root + name] = entry
+    offload_v5.leave(device_map, model, name, tensor)

@@ -1,0 +1,47 @@
+"""Where the parts of a model that does not fit were put: a line in the log, and in the report as long as the model lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from ..offload import forward_uses, onload_bytes
+from ..process.byte_sizes import readable
+from ..process.messages import LOGGER
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from ..offload.offload_map import OffloadMap
+
+_LOADED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""What was said of each model that is alive."""
+
+
+def say(model: Module, device_map: OffloadMap) -> None:
+    """Once for each model that is loaded."""
+    layers: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if own:
+            at = device_map.at(name)
+            place = str(device_map.main if at is None else at)
+            layers[place] += 1
+            held[place] += sum(onload_bytes.size(parameter) for parameter in own if id(parameter) not in seen)
+            seen.update(map(id, own))
+    placed = ", ".join(f"{place} ({count} layers, {readable(held[place])})" for place, count in layers.items())
+    used = forward_uses.of(model)
+    copied = readable(sum(used[id(module)] * onload_bytes.by_a_use(module) for module in model.modules()))
+    _LOADED[model] = (
+        f"{type(model).__name__} is quantized and placed on {placed}. Each forward copies {copied} from the CPU or the disk "
+        f"to {device_map.main}. patches.inspect(model) shows where each part is"
+    )
+    LOGGER.info("%s", _LOADED[model])
+
+
+def notes() -> tuple[str, ...]:
+    """What the report of all patches says of them, the one that was loaded first before the others."""
+    return tuple(_LOADED.values())

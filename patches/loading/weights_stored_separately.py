@@ -1,0 +1,74 @@
+"""Weights that a model declares as tied, and that its checkpoint has with different values: transformers 5 does not tie them.
+
+The head of T5 v1.1 and flan-T5 is such a weight. A device map counts it before any weight is read.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ..engine import Rewrite
+from ..experts import quantized_sizes
+from ..process.tensor_bits import have_same_bits
+from . import checkpoint_keys, device_maps
+
+_checkpoint: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("checkpoint")
+"""What the map that is being made is for: files, state dict, and the ``key_mapping`` of ``from_pretrained``."""
+
+
+def mapping(upstream: Callable[..., Any], files: Any, state: Any, asked: Any) -> Callable[..., Any]:
+    """``_get_device_map`` for the model that is loaded from this checkpoint."""
+
+    def _get_device_map(model: Any, device_map: Any, max_memory: Any, quantizer: Any) -> Any:
+        keys = functools.partial(checkpoint_keys.names, files, state)
+        token = _checkpoint.set((files, state, asked))
+        try:
+            return upstream(model, device_map, max_memory, quantized_sizes.noted(quantizer, keys))
+        finally:
+            _checkpoint.reset(token)
+
+    return _get_device_map
+
+
+MAPPING = Rewrite(
+    "transformers.modeling_utils:PreTrainedModel.from_pretrained",
+    find="_get_device_map",
+    replace="_patches_mapping(_get_device_map, checkpoint_files, state_dict, key_mapping)",
+    names={"_patches_mapping": mapping},
+    when="transformers>=5",
+)
+"""The edit that says which checkpoint a map is for: of each patch that counts what will be loaded."""
+
+
+def more(model: Any) -> Iterator[str]:
+    """For each weight that is loaded beside the one it is declared as tied to: the name of that one."""
+    files, state, asked = _checkpoint.get((None, None, None))
+    tied = device_maps.tied(model)
+    stored = _stored(model, tied, files, state, asked) if tied else {}
+    for source in dict.fromkeys(tied.values()):
+        names = [name for name in (source, *tied) if name == source or tied[name] == source]
+        keys = {stored[name] for name in names if name in stored}
+        if len(keys) > 1:
+            values = checkpoint_keys.tensors(files, state, keys).values()
+            yield from [source] * (_distinct(values) - 1)
+
+
+def _stored(model: Any, tied: Mapping[str, str], files: Any, state: Any, asked: Any) -> dict[str, str]:
+    """The tied weights that the checkpoint has, and their names there."""
+    known = {*tied, *tied.values()}
+    ends = tuple({name.rpartition(".")[2] for name in known})
+    keys = list(checkpoint_keys.names(files, state))
+    found = checkpoint_keys.in_model(model, keys, [key for key in keys if key.endswith(ends)], asked)
+    return {name: key for key, name in found.items() if name in known}
+
+
+def _distinct(values: Iterable[Any]) -> int:
+    """How many there are, equal ones counted once."""
+    found: list[Any] = []
+    for value in values:
+        if not any(have_same_bits(value, other) for other in found):
+            found.append(value)
+    return len(found)

@@ -1,0 +1,123 @@
+"""Saving a model into the folder that it reads its offloaded weights from, so that nothing is lost on the way.
+
+Until all is written, the files that the model reads stay as they are: what is to take their names is written beside
+them. Then the old files get names in a folder of their own, where the model reads on until it is gone, and the new
+ones get theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from . import weights_maps
+from .weight_files import Folder, Index
+
+_PART = ".part"
+_WEIGHTS = ".safetensors"
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+
+
+def _read(model: Any, directory: str) -> set[str]:
+    """Names of the files in ``directory`` that ``model`` reads."""
+    files = {entry.get("safetensors_file") for loader in weights_maps.loaders(model) for entry in loader.index.values()}
+    there = os.path.realpath(directory)
+    return {os.path.basename(file) for file in files if file and os.path.realpath(os.path.dirname(file)) == there}
+
+
+def _kept(model: Any, directory: str) -> set[str]:
+    """Names of the files in ``directory`` that stay until all is written: the checkpoint, if ``model`` reads any of it."""
+    read = _read(model, directory)
+    return read and {name for name in os.listdir(directory) if name.endswith(_WEIGHTS)}
+
+
+def removable(names: list[str], model: Any, directory: str) -> list[str]:
+    """Those of ``names``, which lie in ``directory``, that may be removed before ``model`` is written."""
+    kept = _kept(model, directory)
+    return [name for name in names if name not in kept]
+
+
+def config(model: Any, directory: str) -> None:
+    """``model.config.save_pretrained``; beside the old one, which belongs to the files that are there, until these are replaced."""
+    if not _read(model, directory):
+        model.config.save_pretrained(directory)
+        return
+    with tempfile.TemporaryDirectory(dir=directory) as new:
+        model.config.save_pretrained(new)
+        for name in os.listdir(new):
+            end = _PART if name == "config.json" else ""
+            os.replace(os.path.join(new, name), os.path.join(directory, name + end))
+
+
+def saved(save_file: Callable[..., None], model: Any) -> Callable[..., None]:
+    """``safetensors.torch.save_file``: beside a file that has to stay, in its place otherwise."""
+
+    def save(tensors: Any, file: str, **options: Any) -> None:
+        directory, name = os.path.split(file)
+        save_file(tensors, file + (_PART if name in _kept(model, directory) else ""), **options)
+
+    return save
+
+
+class Shards:
+    """The items of a dict of file names; when all are written, and only then, the new files take the old ones' names."""
+
+    def __init__(self, shards: Iterable[tuple[str, Any]], model: Any, directory: str) -> None:
+        self.items, self.model, self.directory = list(shards), model, os.fspath(directory)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        parts = [self._at(f"{name}{_PART}") for name in ("config.json", *(name for name, _ in self.items))]
+        try:
+            yield from self.items
+            new = {name for name, _ in self.items}
+            old = {name for name in _kept(self.model, self.directory) if name in new or self._is_left(name, new)}
+            read = old & _read(self.model, self.directory)
+            if read:
+                self._keep(read)
+            for part in filter(os.path.exists, parts):
+                os.replace(part, part.removesuffix(_PART))
+            for name in old - new:
+                os.remove(self._at(name))
+        finally:
+            for part in parts:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(part)
+
+    def _is_left(self, name: str, new: set[str]) -> bool:
+        """Whether it is a shard of the checkpoint that is replaced: transformers removes these."""
+        stem = re.split(r"-\d{5}-of-|\.safetensors", next(iter(new), ""))[0]
+        return _SHARD.fullmatch(name) is not None and name.startswith(stem)
+
+    def _keep(self, names: set[str]) -> None:
+        """Give ``names`` a second name each, by which the model reads them from now on."""
+        above = os.path.dirname(os.path.realpath(self.directory))
+        try:
+            folder = self._linked(names, above)
+        except OSError:  # it may not be written to, or is another file system
+            folder = self._linked(names, self.directory)
+        moved = {name: os.path.join(folder.path, name) for name in names}
+        there = os.path.realpath(self.directory)
+        for loader in weights_maps.loaders(self.model):
+            for key, entry in list(loader.index.items()):
+                where, name = os.path.split(entry.get("safetensors_file") or "")
+                if name in moved and os.path.realpath(where) == there:
+                    loader.index[key] = {**entry, "safetensors_file": moved[name]}
+            if isinstance(loader.index, Index):
+                loader.index.know()
+            loader._patches_kept = (*getattr(loader, "_patches_kept", ()), folder)
+
+    def _linked(self, names: set[str], inside: str) -> Folder:
+        folder = Folder(inside)
+        for name in names:
+            os.link(os.path.realpath(self._at(name)), os.path.join(folder.path, name))
+        return folder
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.directory, name)

@@ -1,0 +1,206 @@
+"""The packed copies of 4-bit weights, for :mod:`.linear_4bit_packed`: which there are, when one is made. Imports torch.
+
+A copy hangs on the storage of the weight that it was made from, under the address of the weight in it: it is the copy
+of that weight alone, modules that share the weight share it, and it is freed with the memory of the weight. It refers
+to no tensor of the weight. What it was made from is looked at before each use (see :mod:`.contents`).
+
+Making a copy takes as long as 5 to 10 products without one, so it has to be used again. Where the next call brings
+the weight in new memory (offloading to a disk) none is made; where it brings other contents in the same (layers that
+are streamed through one buffer), at ever longer intervals. What is known about that hangs on the storage of
+``absmax``, which stays where codes come and go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+
+from . import native_kernel
+from .tensor_contents import Contents
+
+_COPIES = "_patches_packed"
+_USAGES = "_patches_packed_usage"
+
+_ENOUGH_USES = 8
+"""Products after which a copy has saved what it took to make."""
+
+# Rows up to which the packed kernel is the faster one, for weights below and from 2**24 numbers on. With matrix units
+# (AMX) the canonical way is fast, with large weights slow: it takes its memory anew from the system in each call.
+_LARGE = 2**24
+_HAS_MATRIX_UNITS = getattr(torch.cpu, "_is_amx_tile_supported", bool)()  # from torch 2.6 on
+_FEW, _FEW_FOR_LARGE = (16, 48) if _HAS_MATRIX_UNITS else (64, 128)
+
+
+alive: weakref.WeakSet[Packed] = weakref.WeakSet()
+"""Every copy that there is."""
+
+
+class Packed:
+    """A packed copy: codes (uint8, ``(N, K / 2)``) and scales (bf16, ``(K / blocksize, N)``)."""
+
+    __slots__ = ("_native", "blocksize", "book", "codes", "contents", "scales", "shape", "usage", "__weakref__")
+    contents: Contents
+    usage: _Usage
+
+    def __init__(self, codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int) -> None:
+        self.codes, self.scales, self.book, self.shape, self.blocksize = codes, scales, book, shape, blocksize
+        alive.add(self)
+        self._native = native_kernel.bind(codes, scales, book, shape, blocksize)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x`` times the transpose of the weight, plus ``bias``."""
+        x = x.contiguous()  # the kernel walks each row with stride 1
+        if self._native is not None and x.dtype == torch.bfloat16 and not _profiler_enabled():
+            result = self._native(x)
+        else:
+            result = torch.ops.bitsandbytes.gemv_4bit.default(
+                x, self.codes, self.shape, self.scales, self.book, self.blocksize
+            )
+        return result if bias is None else result.add_(bias)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, quant_state: object) -> Tensor:
+        """In the place of ``bitsandbytes.matmul_4bit``."""
+        return self.product(x, bias)
+
+
+class _Copies(dict[int, Packed]):
+    """The copies of the weights in one storage, by address."""
+
+
+class _Usage:
+    """How often the copies of one weight were used."""
+
+    __slots__ = ("forget", "kept", "uses", "wait", "wasted")
+
+    def __init__(self) -> None:
+        self.uses: int | None = None
+        """Of the present copy; None if there is none, or if it was given up with good reason."""
+        self.wasted = 0
+        """How many copies in a row were not used enough."""
+        self.wait = 0
+        """Calls that are still to go by until the next is made."""
+        self.kept = False
+        """Whether training leaves the copy alone: it has come back from training before."""
+        self.forget: weakref.finalize[..., object] | None = None
+
+    def allows(self, seen: bool) -> bool:
+        """Whether to make a copy now, the one before being gone; ``seen``: the codes lie where they lay before."""
+        if self.uses is not None:
+            self.wasted = self.wasted + 1 if self.uses < _ENOUGH_USES else 0
+            self.wait = _ENOUGH_USES << min(self.wasted - 1, 10) if self.wasted else 0
+            self.uses = None
+        if self.wasted and not seen:
+            return False
+        self.wait -= 1
+        return self.wait < 0
+
+
+def few_rows(x: Tensor, shape: Sequence[int]) -> bool:
+    """Whether ``x`` fits a weight of ``shape`` and has so few rows that the packed kernel is the faster one."""
+    rows, columns = shape
+    most = columns * (_FEW if rows * columns < _LARGE else _FEW_FOR_LARGE)
+    return 0 < x.numel() <= most and x.shape[-1] == columns
+
+
+def find(
+    weight: Tensor,
+    statistics: tuple[Tensor, ...],
+    book: Tensor,
+    shape: tuple[int, ...],
+    blocksize: int,
+    nested_blocksize: int,
+    offloaded: bool = False,
+) -> Packed | None:
+    """The packed copy of ``weight`` as it is now; None if there is none and none is worth making.
+
+    ``statistics`` are the scales, or (8-bit scales, offset, their scales, their code book) if nested. ``offloaded``
+    weights may come in new memory each time.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # Params4bit would send each look at it through Python
+        sources = (weight, *statistics, book)
+        copies: _Copies | None = vars(weight.untyped_storage()).get(_COPIES)
+        address = weight.data_ptr()
+        if copies and (packed := copies.get(address)) is not None:
+            if packed.contents.are_those_of(sources) and packed.shape == shape and packed.blocksize == blocksize:
+                packed.usage.uses += 1  # type: ignore[operator]  # None where there is no copy
+                return packed
+            copies.pop(address, None)
+        seen = copies is not None
+        if not seen:
+            vars(weight.untyped_storage())[_COPIES] = _Copies()
+            if offloaded:
+                return None
+        usage = _usage_of(statistics[0])
+        if not usage.allows(seen) or not all(t.is_cpu and t.is_contiguous() for t in sources):
+            return None
+        packed = _pack(weight, statistics, book, shape, blocksize, nested_blocksize)
+        packed.contents, packed.usage, usage.uses = Contents(sources), usage, 0
+        _keep(weight, packed)
+        return packed
+
+
+def release(weight: Tensor) -> None:
+    """Free the packed copy of ``weight``, which is being trained through.
+
+    For the first time only: a run that decodes again between steps would make it in each round, which takes longer
+    than the steps.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        copies: Any = vars(weight.untyped_storage()).get(_COPIES)
+        packed = copies.get(weight.data_ptr()) if copies else None
+        if packed is not None and not packed.usage.kept:
+            packed.usage.kept, packed.usage.uses = True, None
+            del copies[weight.data_ptr()]
+
+
+def _usage_of(absmax: Tensor) -> _Usage:
+    usages: dict[int, _Usage]
+    usages, address = vars(absmax.untyped_storage()).setdefault(_USAGES, {}), absmax.data_ptr()
+    if address not in usages:
+        usages[address] = _Usage()
+    return usages[address]
+
+
+def _keep(weight: Tensor, packed: Packed) -> None:
+    """Hang ``packed`` where :func:`find` looks, and see to it that it goes with the weight."""
+    storage, address = weight.untyped_storage(), weight.data_ptr()
+    copies = vars(storage)[_COPIES]
+    copies[address] = packed
+    if packed.usage.forget is not None:
+        packed.usage.forget()
+    # Memory that is shared with others may outlive the weight.
+    if storage.nbytes() > weight.nbytes and isinstance(weight, torch.nn.Parameter):
+        packed.usage.forget = weakref.finalize(weight, _drop, weakref.ref(copies), address, weakref.ref(packed))
+        packed.usage.forget.atexit = False
+
+
+def _drop(copies: weakref.ref[_Copies], address: int, packed: weakref.ref[Packed]) -> None:
+    held = copies()
+    if held is not None and held.get(address) is packed():
+        held.pop(address, None)
+
+
+@torch.no_grad()
+def _pack(
+    weight: Tensor,
+    statistics: tuple[Tensor, ...],
+    book: Tensor,
+    shape: tuple[int, ...],
+    blocksize: int,
+    nested_blocksize: int,
+) -> Packed:
+    """bitsandbytes' own conversion, on a private state: it writes to the one that it is given."""
+    from bitsandbytes.functional import QuantState, _convert_weight_packed_for_cpu
+
+    state = QuantState(statistics[0], shape=torch.Size(shape), code=book, blocksize=blocksize, dtype=torch.bfloat16)
+    if nested_blocksize:
+        _, state.offset, absmax, code = statistics
+        state.nested = True
+        state.state2 = QuantState(absmax, code=code, blocksize=nested_blocksize, dtype=torch.float32)
+    codes, state = _convert_weight_packed_for_cpu(weight.detach().reshape(-1), state)
+    return Packed(codes, state.absmax, book, shape, blocksize)

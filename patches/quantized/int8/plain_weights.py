@@ -1,0 +1,218 @@
+"""Which scales a plain tensor of INT8 codes is read with, where it stands in the place of a layer's ``Int8Params``.
+
+FSDP2 puts one there, ``functional_call`` does, and users do. Codes do not tell their scales. Those of the layer are right
+only for the codes that the layer was quantized to, so the contents are compared; any other codes are an error, as they
+are without the plugin, unless their scales come with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...process.tensor_bits import have_same_bits
+from . import row_scales, scale_ownership
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_SHARDED = "_patches_codes_sharded"
+_QUANTIZED = "_patches_was_quantized"
+_ONCE = "_patches_quantized_once"
+_GIVEN = "_patches_given_with"
+_OF_PLAIN = "_patches_state_of_plain"
+"""The state has codes and scales since a plain tensor took the place of the weight that they were for, which had not run."""
+_LARGEST = 127
+_CAST = (
+    "the weight of {} was replaced by integers up to 127 in floating point: these are packed INT8 weights that were cast, not "
+    "the values of the weight. Assign the values: packed * SCB[:, None] / 127"
+)
+
+
+def scale(layer: Any, codes: Tensor) -> Tensor:
+    """The row scales of ``codes``, which stand in the place of the weight of ``layer``; or an error that names it."""
+    import torch
+
+    state = layer.state
+    kept, known = state.__dict__, state.SCB  # not by getattr: MatmulLtState has one of its own
+    if not kept.get(_SHARDED, False) and kept.get(_GIVEN) is not codes:
+        pair = scale_ownership.pair(layer)
+        if pair is None:
+            raise row_scales.lost(layer)
+        own, known = pair[0], pair[1]
+        if _stands_for_own(layer, codes):
+            return _own_scale(codes, known)
+        own = own.to(codes.device)
+        fits = own.shape == codes.shape and own.dtype == codes.dtype
+        if fits and torch.compiler.is_compiling():
+            torch._assert_async((own == codes).all(), _foreign("an INT8 layer"))
+        elif not fits or not torch.equal(own, codes):
+            raise RuntimeError(_foreign(f"{type(layer).__name__} {row_scales.name_of(layer)!r}"))
+    if row_scales.is_lost(known):
+        raise row_scales.lost(layer)
+    found: Tensor = known.to(codes.device)
+    return found
+
+
+def _stands_for_own(layer: Any, codes: Tensor) -> bool:
+    """Whether torch.export traces ``layer`` with fake ``codes``, which have no contents to compare, for its own weight."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if torch.compiler.is_dynamo_compiling() or not isinstance(codes, FakeTensor):
+        return False
+    return not layer.state.__dict__.get(_QUANTIZED, False)
+
+
+def _own_scale(fake: Any, known: Tensor) -> Tensor:
+    """The row scales of the weight that ``fake`` stands for, if it came with some after its layer had run; else ``known``."""
+    converter = getattr(fake.fake_mode.fake_tensor_converter, "meta_converter", None)
+    fakes = getattr(converter, "tensor_memo", {})  # of torch's own; without them, as if there were no other weight
+    numbers = getattr(getattr(converter, "describer", None), "lookup_tensor", {})
+    for weight, number in numbers.items():
+        if fakes.get(number) is fake:
+            own: Tensor | None = vars(weight).get("SCB")
+            return known if own is None else own
+    return known
+
+
+def _foreign(which: str) -> str:
+    return (
+        f"the weight of {which} was replaced by a plain int8 tensor that differs from the packed weight of the layer, so "
+        "the row scales of the layer (layer.state.SCB) do not fit it. Assign an Int8Params with both (Int8Params(codes, "
+        "requires_grad=False, CB=codes, SCB=scales)), or load 'weight' and 'SCB' of the other layer with load_state_dict"
+    )
+
+
+def agree(layer: Any) -> None:
+    """Before ``layer`` is saved or merged: see that its codes and scales belong together, or raise."""
+    from bitsandbytes.nn import Int8Params
+
+    weight = layer.weight
+    if isinstance(weight, Int8Params):
+        scale_ownership.agree(layer)
+    elif row_scales.is_int8(weight) and not weight.is_meta and scale_ownership.pair(layer) is not None:
+        if row_scales.of(weight) is None:  # a pickle of a weight without its class keeps its scales
+            scale(layer, weight)
+
+
+def scale_to_save(layer: Any) -> Tensor | None:
+    """The scales in the state of ``layer``, unless a plain tensor that they are not for stands in the place of its weight."""
+    from bitsandbytes.nn import Int8Params
+
+    weight = layer.weight
+    if weight.is_floating_point() and not isinstance(weight, Int8Params) and not layer.state.has_fp16_weights:
+        refuse_codes(layer, weight)
+    known: Tensor | None = layer.state.SCB
+    if known is None or layer.state.has_fp16_weights or isinstance(weight, Int8Params) or weight.is_meta:
+        return known
+    return scale(layer, weight) if row_scales.is_int8(weight) else None
+
+
+def refuse_codes(layer: Any, weight: Tensor) -> None:
+    """Raise if ``weight``, of floating point, holds the codes of a weight instead of the weight. Only of a quantized layer."""
+    import torch
+
+    kept = layer.state.__dict__
+    quantized = kept.get(_QUANTIZED, False) or kept.get(_ONCE, False) or scale_ownership.pair(layer) is not None
+    if not quantized or weight.numel() == 0 or weight.is_meta:
+        return
+    if torch.compiler.is_compiling():
+        torch._assert_async(~_are_codes(weight), _CAST.format("an INT8 layer"))
+    elif are_codes(weight):
+        raise cast(layer)
+
+
+def cast(layer: Any) -> RuntimeError:
+    """What to raise where the weight of ``layer``, or of one that is not known, holds codes in floating point."""
+    return RuntimeError(
+        _CAST.format("an INT8 layer" if layer is None else f"{type(layer).__name__} {row_scales.name_of(layer)!r}")
+    )
+
+
+def is_cast(weight: Any, layer: Any) -> bool:
+    """Whether ``weight`` holds the very codes that it was quantized to, in floating point."""
+    import torch
+
+    codes = vars(weight).get("CB")
+    if codes is None:
+        codes = getattr(getattr(layer, "state", None), "CB", None)
+    if codes is None or codes.shape != weight.shape or codes.is_meta:
+        return False
+    return torch.equal(codes.to(weight.device, weight.dtype), weight.data.as_subclass(torch.Tensor))
+
+
+def are_codes(weight: Tensor) -> bool:
+    """Whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
+    return bool(_are_codes(weight[:1])) and bool(_are_codes(weight))
+
+
+def _are_codes(weight: Tensor) -> torch.Tensor:
+    return (weight == weight.round()).all() & (weight.abs().amax() == _LARGEST)
+
+
+def set_scale(layer: Any, scale: Tensor | None) -> None:
+    """Make ``scale`` the row scales of the weight that ``layer`` has now: its own, or a plain tensor of codes."""
+    weight, state = layer.weight, layer.state
+    vars(state).pop(_GIVEN, None)
+    if hasattr(weight, "CB"):
+        if scale is not None and not row_scales.is_lost(weight.SCB):
+            weight.SCB = scale
+        else:
+            state.SCB = scale
+        return
+    state.SCB = scale
+    if scale is not None:
+        setattr(state, _GIVEN, weight)
+
+
+def note(layer: Any) -> None:
+    """Note what the weight of ``layer`` was quantized to, if it was, and that it was: the weight may be deleted."""
+    scale_ownership.note(layer)
+    if not layer.state.__dict__.get(_ONCE, False) and scale_ownership.pair(layer) is not None:
+        setattr(layer.state, _ONCE, True)
+
+
+def replaced(layer: Any, old: Any) -> None:
+    """The weight ``old`` of ``layer`` was replaced: keep its codes and scales, if it takes the last reference with it."""
+    import torch
+
+    weight, state = layer._parameters.get("weight"), vars(layer).get("state")
+    if state is None or weight is None or weight is old:
+        return
+    if hasattr(weight, "CB"):
+        vars(state).pop(_SHARDED, None)
+        vars(state).pop(_QUANTIZED, None)
+        note(layer)
+        scale_ownership.came(layer, weight)
+        _forget_plain(layer, weight)
+        return
+    if not hasattr(old, "CB") or not row_scales.is_int8(old):
+        return
+    setattr(state, _QUANTIZED, True)
+    if not row_scales.is_int8(weight):
+        return
+    codes, scale = old.CB, state.SCB if old.CB is None else old.SCB
+    if row_scales.is_lost(scale):
+        return
+    if hasattr(weight, "_local_tensor") and weight.shape == old.shape:  # FSDP2 goes on with parameters of its own
+        setattr(state, _SHARDED, True)
+        state.SCB = scale
+    elif codes is None or codes.shape != weight.shape or codes.is_meta or weight.is_meta:
+        return
+    elif torch.equal(codes.to(weight.device), weight):
+        state.CB, state.SCB = codes, scale
+        setattr(state, _OF_PLAIN, True)
+
+
+def _forget_plain(layer: Any, weight: Any) -> None:
+    """``weight`` ends the place of a plain tensor in ``layer``: drop what that left in the state, unless it is of the same codes.
+
+    The layer has not run: users find codes and scales in its state as soon as there are some, and would write there.
+    """
+    state = layer.state
+    if not vars(state).get(_OF_PLAIN, False):  # before the codes are compared: weights are assigned often
+        return
+    if state.CB is None or not row_scales.is_settled(weight) or not have_same_bits(weight, state.CB):
+        del vars(state)[_OF_PLAIN]
+        scale_ownership.start_over(layer)

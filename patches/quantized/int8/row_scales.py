@@ -1,0 +1,202 @@
+"""What the INT8 patches share: finding a layer's row scales, and naming the layer that lost them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ...process import call_stack, live_objects
+from .. import accelerate_hooks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+
+PLACES = frozenset({"CB", "SCB"})
+MARKS = PLACES | {"has_fp16_weights"}
+"""Attributes by which a plain ``Parameter`` is known as an INT8 weight that was pickled."""
+
+
+def of(weight: Any) -> Tensor | None:
+    """The row scales of ``weight``, if it has some: its own, or those of the layer that it settled in."""
+    scale: Tensor | None = getattr(weight, "SCB", None)
+    return scale
+
+
+def has_scales(weight: Any) -> bool:
+    """Whether ``weight`` is of the kind that has row scales, if only None by now: no plain tensor."""
+    return hasattr(weight, "SCB")
+
+
+def is_unsettled(weight: Any) -> bool:
+    """Whether ``weight`` owns its codes and scales: its layer has not run since it came."""
+    return getattr(weight, "CB", None) is not None
+
+
+def is_settled(weight: Any) -> bool:
+    """Whether ``weight`` holds INT8 codes that its layer has run with: its state owns them, and their scales."""
+    return is_int8(weight) and has_scales(weight) and not is_unsettled(weight)
+
+
+def current(weight: Any, state: Any) -> Any:
+    """The row scales of ``weight``: of a new one its own, else what ``state`` has.
+
+    It is new if its layer has run with another. Before a first forward peft itself gives the state scales, and users write there.
+    """
+    is_new = is_unsettled(weight) and state.CB is not None and not is_lost(of(weight))
+    return of(weight) if is_new else state.SCB
+
+
+def of_product(state: Any) -> tuple[Any, Any]:
+    """The codes and scales that a product with ``state`` computes with; None where it has none yet."""
+    return state.CB, state.SCB
+
+
+def held(*owners: Any) -> list[Any]:
+    """Scales and codes, None where there are none, of each of ``owners``: a weight, a state."""
+    return [getattr(owner, name, None) for owner in owners for name in ("SCB", "CB")]
+
+
+def make_state(layer: Any, codes: Tensor | None = None, scale: Tensor | None = None) -> Any:
+    """A state for one product of ``layer``, with ``codes`` and ``scale``: nothing that it writes is kept."""
+    import bitsandbytes as bnb
+
+    state, kept = bnb.MatmulLtState(), layer.state
+    state.CB, state.SCB = codes, scale
+    state.threshold, state.has_fp16_weights, state.is_training = kept.threshold, kept.has_fp16_weights, layer.training
+    return state
+
+
+def put(weight: Any, codes: Tensor | None, scale: Tensor | None) -> None:
+    """Make ``codes`` and ``scale`` those of ``weight``; without ``codes`` its layer does not take it for a new one."""
+    weight.CB, weight.SCB = codes, scale
+
+
+def take_codes_of_data(weight: Any) -> None:
+    """Let a weight that has not settled list the packed weights that it holds, as ``weight.to(weight.device)`` would."""
+    import torch
+
+    if torch.compiler.is_compiling() or not is_int8(weight) or weight.is_meta:
+        return
+    codes = vars(weight).get("CB")
+    if codes is not None and codes.data_ptr() != weight.data_ptr():
+        weight.CB = weight.data
+
+
+def is_lost(scale: Tensor | None) -> bool:
+    """Whether ``scale`` holds no values: absent, or on the meta device."""
+    return scale is None or scale.device.type == "meta"
+
+
+def complete(layer: Any) -> None:
+    """Give the weight of ``layer`` its row scales, if it has none, from where they are."""
+    if of(layer.weight) is None:
+        layer.weight.SCB = find_scale(layer)
+
+
+def is_int8(weight: Any) -> bool:
+    import torch
+
+    return isinstance(weight, torch.Tensor) and weight.dtype == torch.int8
+
+
+def find_scale(layer: Any) -> Tensor | None:
+    """The row scales (float, one for each output feature) of a layer's int8 weight, from where they truly are.
+
+    In order: the weight; what accelerate offloaded; the layer's state, if its codes are those of
+    the weight. ``None`` if they are nowhere. Never computed: codes do not tell their scale.
+    """
+    weight, state = layer.weight, layer.state
+    for scale in itertools.chain((of(weight),), _offloaded(layer)):
+        if scale is not None and not is_lost(scale):
+            return scale.to(weight.device)
+    if is_lost(state.SCB) or is_lost(state.CB) or state.CB is getattr(weight, "CB", None):
+        return None  # in the last case the state has taken the codes over, and no scales
+    same = state.CB.shape == weight.shape and bool((state.CB.to(weight.device) == weight.data).all())
+    return state.SCB.to(weight.device) if same else None
+
+
+def _offloaded(layer: Module) -> Iterator[Tensor | None]:
+    """Scales that accelerate's hooks hold for ``layer``: an entry of their own, or on the offloaded weight."""
+    for part in accelerate_hooks.on(layer):
+        weights = getattr(part, "weights_map", None)
+        if weights is None:
+            continue
+        yield _entry(weights, "SCB")
+        yield of(_entry(weights, "weight"))
+
+
+def _entry(weights: Any, name: str) -> Tensor | None:
+    """That of a map which may read it from the disk, also to say whether it has it; None if it has not."""
+    try:
+        found: Tensor = weights[name]
+    except KeyError:
+        return None
+    return found
+
+
+def known(layer: Any) -> Any:
+    """The row scales of a layer that has them, without a look at contents: what a compiler can follow."""
+    scale = of(layer.weight)
+    return layer.state.SCB if scale is None else scale
+
+
+def saved(layer: Any) -> Tensor | None:
+    """The row scales that ``state_dict`` saves of ``layer``; None if it is not quantized."""
+    if layer.state.has_fp16_weights:
+        return None
+    scale: Tensor | None = known(layer)
+    return scale
+
+
+def scale(layer: Any) -> Tensor:
+    """``find_scale``, or an error that names the layer and says what to do."""
+    found = find_scale(layer)
+    if found is None:
+        raise lost(layer)
+    return found
+
+
+def lost(layer: Any) -> RuntimeError:
+    """The error for an int8 weight without its scales; ``layer`` may be None if nobody knows it."""
+    which = "a weight" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
+    return RuntimeError(
+        f"{which} has a packed INT8 weight without its row scales (SCB), which cannot be computed from it. "
+        "Load the weight together with the 'SCB' entry of its checkpoint (Int8Params(codes, SCB=scales), or "
+        "load_state_dict into a quantized layer), or quantize the layer again from its original weights."
+    )
+
+
+def name_of(layer: Module) -> str:
+    """The dotted name of ``layer`` in the outermost module that holds it. Slow: for error messages."""
+    if found_on_stack := call_stack.name_of(layer):
+        return found_on_stack
+    module = layer
+    keys: list[str] = []
+    while len(keys) < 100 and (found := _parent(module)):
+        module, key = found
+        keys.append(key)
+    return ".".join(reversed(keys)) or repr(layer)
+
+
+def _parent(module: Module) -> tuple[Module, str] | None:
+    """A module that has ``module`` among its children, and under which name."""
+    for parent in live_objects.holders(module, depth=1):
+        for key, child in (vars(parent).get("_modules") or {}).items():
+            if child is module:
+                return parent, key
+    return None
+
+
+def layer_of(state: Any) -> Any:
+    """The layer whose ``MatmulLtState`` is ``state``, or None. Slow: for error messages."""
+    return next((m for m in live_objects.holders(state, depth=1) if vars(m).get("state") is state), None)
+
+
+def layers() -> list[Any]:
+    """Every ``Linear8bitLt`` alive in this process."""
+    from bitsandbytes.nn import Linear8bitLt
+
+    return live_objects.instances(Linear8bitLt)

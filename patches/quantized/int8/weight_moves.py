@@ -1,0 +1,172 @@
+"""INT8 codes are never quantized a second time, and keep their scales where they go.
+
+The edits of ``bitsandbytes-int8-requantized-codes``. Before 0.48 ``Int8Params.to`` itself spoils codes: 0.46.1 quantizes
+them again when they are on a CPU and are moved, also to where they are, 0.47.0 does so for a GPU, and drops codes and
+scales on other ways. There, whatever makes a weight an ``Int8Params`` where there was a plain tensor or an error has
+the same edits, so that each patch is right alone too: the next ``.to()`` would spoil what it has just mended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...engine import Rewrite, SetAttribute
+from . import plain_weights, row_scales, scale_ownership
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, row scales and outliers of the weight ``B``; int8 codes are taken as they are."""
+    import torch
+    from bitsandbytes.functional import int8_vectorwise_quant
+
+    if B.dtype != torch.int8:
+        quantized: tuple[Tensor, Tensor, Tensor | None] = int8_vectorwise_quant(B.to(torch.float16))
+        return quantized
+    scale: Any = getattr(B, "SCB", None)
+    if not row_scales.is_lost(scale):
+        return B.data, scale.to(B.device), None
+    raise row_scales.lost(row_scales.layer_of(state))
+
+
+def _moved_scale(old: Any, new: Any) -> Tensor | None:
+    """The scale of ``old``, a parameter that was moved to ``new``."""
+    if old.SCB is None or (row_scales.is_lost(old.SCB) and new.device.type != "meta"):
+        return None
+    scale: Tensor = old.SCB.to(new.device)
+    return scale
+
+
+def follow(layer: Any, weight: Any, address: int) -> None:
+    """Put the codes and scales of ``layer`` where its ``weight`` was moved to; its values lay at ``address`` before."""
+    import torch
+
+    state = getattr(layer, "state", None)
+    holders: tuple[Any, ...] = (weight,) if state is None else (weight, state)
+    for holder in holders:
+        codes = getattr(holder, "CB", None)
+        if codes is not None and codes.data_ptr() in (address, weight.data_ptr()):
+            holder.CB = weight.data
+        elif codes is not None and codes.device != weight.device:  # someone has put others there
+            holder.CB = codes.to(weight.device)
+    for holder in holders:
+        scale = getattr(holder, "SCB", None)
+        if scale is None or scale.device == weight.device:
+            continue
+        if not row_scales.is_lost(scale):
+            holder.SCB = scale.to(weight.device)
+        elif not address:  # the weight was on meta as well: load_state_dict fills both
+            holder.SCB = torch.empty_like(scale, device=weight.device)
+    if state is not None:
+        scale_ownership.settle_again(layer)  # the weight may be another object by now
+
+
+def bring(layer: Any) -> None:
+    """Put the codes and scales of a ``layer`` that settles where its weight was brought to by ``.data``."""
+    weight, state = layer.weight, layer.state
+    if weight.device == state.CB.device or weight.is_meta or weight.dtype != state.CB.dtype:
+        return
+    state.CB = weight.data
+    if not row_scales.is_lost(state.SCB):
+        state.SCB = state.SCB.to(weight.device)
+
+
+_TO = "bitsandbytes.nn.modules:Int8Params.to"
+_INIT = "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state"
+_NAMES = {"_patches_quantize_int8": _quantize}
+
+
+SETTLING = Rewrite(
+    _INIT,
+    "self.state.CB = self.weight.CB",
+    "self.state.CB = _patches_before_settling(self)",
+    names={"_patches_before_settling": scale_ownership.before},
+)
+"""Of ``init_8bit_state``: what is to be seen while the state has what it had."""
+
+
+SCALE_OR_ERROR = Rewrite(
+    _INIT,
+    "self.state.SCB = self.weight.SCB",
+    "self.state.SCB = _patches_scale(self)",
+    names={"_patches_scale": row_scales.scale},
+)
+"""Of ``init_8bit_state``: a layer without row scales raises an error that names it."""
+
+
+def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
+    target = f"bitsandbytes.autograd._functions:{function}.forward"
+    return (
+        Rewrite(
+            target,
+            "state.has_fp16_weights or state.CB is None",
+            "state.has_fp16_weights or state.CB is None or state.SCB is None",
+            when=when,
+        ),
+        Rewrite(
+            target,
+            "F.int8_vectorwise_quant(B.to(torch.float16))",
+            "_patches_quantize_int8(B, state)",
+            names=_NAMES,
+            when=when,
+        ),
+    )
+
+
+KEEP_CODES: tuple[Rewrite | SetAttribute, ...] = (
+    *_forward("MatMul8bitLt"),
+    *_forward("MatMul8bitFp", when="bitsandbytes>=0.47"),
+    SETTLING,
+    SCALE_OR_ERROR,
+    Rewrite(
+        _INIT,
+        "self.weight.SCB = None",
+        "self.weight.SCB = None\n_patches_settled(self)",
+        names={"_patches_settled": scale_ownership.settled},
+    ),
+    scale_ownership.SCALES_OF_THE_LAYER,
+    Rewrite(
+        "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
+        "super()._save_to_state_dict(destination, prefix, keep_vars)",
+        "_patches_agree(self)\nsuper()._save_to_state_dict(destination, prefix, keep_vars)",
+        names={"_patches_agree": plain_weights.agree},
+    ),
+    Rewrite(
+        "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
+        "getattr(self.state, scb_name)",
+        "_patches_scale_to_save(self)",
+        names={"_patches_scale_to_save": plain_weights.scale_to_save},
+    ),
+    SetAttribute("bitsandbytes.nn.modules:Linear8bitLt.__setstate__", make=scale_ownership.make_setstate),
+    Rewrite(
+        _TO,
+        'self.data.device.type == "cpu"',
+        'self.data.device.type == "cpu" and self.data.dtype != torch.int8',
+        when="bitsandbytes<0.47",
+    ),
+    Rewrite(
+        _TO,
+        'device.type != "cpu" or self.data.dtype != torch.int8',
+        "self.data.dtype != torch.int8",
+        when="bitsandbytes>=0.47,<0.48",
+    ),
+    Rewrite(
+        _TO,
+        "new_param.CB = self.CB",
+        "new_param.CB = new_param.data if new_param.dtype == torch.int8 else self.CB",
+        when="bitsandbytes<0.48",
+    ),
+    Rewrite(
+        _TO,
+        "new_param.SCB = self.SCB",
+        "new_param.SCB = _patches_moved_scale(self, new_param)",
+        names={"_patches_moved_scale": _moved_scale},
+        when="bitsandbytes<0.48",
+    ),
+)
+
+KEEP_CODES_BEFORE_048 = tuple(
+    edit._replace(when=" and ".join(filter(None, (edit.when, "bitsandbytes<0.48")))) for edit in KEEP_CODES
+)

@@ -1,0 +1,12 @@
+"""Telling quantized experts from other tensors, by the name of their class: nothing is imported for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAMES = ("Experts4bit", "Experts8bit")
+
+
+def is_quantized(parameter: Any) -> bool:
+    """Whether ``parameter`` is quantized experts; asks by name, for those that have not imported torch."""
+    return type(parameter).__name__ in NAMES

@@ -1,0 +1,194 @@
+"""The weight that a quantized layer stands for, for tuners of peft that know nothing of quantized layers."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...engine import Rewrite
+from ..four_bit import quant_states
+from ..int8 import plain_weights, row_scales
+from . import dequantized_in_place
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight of ``layer``, dequantized (to ``dtype``) if bitsandbytes quantized it; else the parameter itself."""
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+
+    weight: Tensor = layer.weight
+    if not isinstance(layer, (Linear4bit, Linear8bitLt)) and not isinstance(weight, (Int8Params, Params4bit)):
+        return weight  # before anything that takes time: forwards of adapters on plain layers ask, too
+    if weight.device.type == "meta":
+        return weight  # offloaded, or not loaded yet
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+
+    if is_codes(layer):
+        # Where scales may be that are not known is asked of contents; a compiler cannot.
+        known = row_scales.known(layer) if torch.compiler.is_compiling() else None
+        dense: Tensor = int8_vectorwise_dequant(weight.data, row_scales.scale(layer) if known is None else known)
+        return dense.to(dtype or dense.dtype)
+    if is_plain_codes(layer, weight):
+        dense = of_plain_codes(layer, weight)
+        return dense.to(dtype or dense.dtype)
+    if dequantized_in_place.holds_floats(weight):
+        return weight
+    if isinstance(weight, Params4bit) and (state := quant_states.of(weight)) is not None:
+        dense = dequantize_4bit(weight.data, state)
+        return dense.to(dtype or dense.dtype)
+    if _is_sharded(layer):
+        dense = dequantize_4bit(weight.data, quant_states.of(layer))  # as FSDP2 gathers it
+        return dense.to(dtype or dense.dtype)
+    return weight
+
+
+def _is_sharded(layer: Any) -> bool:
+    """Whether the weight of ``layer`` is its packed 4-bit weight as FSDP2 keeps it: a plain parameter."""
+    from bitsandbytes.nn import Linear4bit
+
+    return isinstance(layer, Linear4bit) and quant_states.of(layer) is not None and layer.weight.shape[1:] == (1,)
+
+
+def dtype_of(layer: Any) -> torch.dtype:
+    """The dtype of what :func:`of` gives, without dequantizing."""
+    import torch
+
+    weight = layer.weight
+    if is_codes(layer) or is_plain_codes(layer, weight):
+        return torch.float32
+    state = quant_states.of(weight) if quant_states.is_packed(weight) else None
+    dtype: torch.dtype = weight.dtype if state is None else state.dtype
+    return dtype
+
+
+def is_codes(layer: Any) -> bool:
+    """Whether the weight of ``layer`` is packed INT8 weights."""
+    import torch
+    from bitsandbytes.nn import Int8Params
+
+    return isinstance(layer.weight, Int8Params) and layer.weight.dtype == torch.int8
+
+
+def is_plain_codes(layer: Any, weight: Tensor) -> bool:
+    """Whether ``weight`` is packed INT8 weights of ``layer`` in a plain parameter, as FSDP2 gathers them."""
+    import torch
+
+    if weight.dtype != torch.int8:
+        return False
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    return isinstance(layer, Linear8bitLt) and not isinstance(weight, Int8Params)
+
+
+def of_plain_codes(layer: Any, weight: Tensor) -> Tensor:
+    """What codes stand for that lie in a plain parameter, by the scales that the forward of ``layer`` uses."""
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    dense: Tensor = int8_vectorwise_dequant(weight.data, plain_weights.scale(layer, weight))
+    return dense
+
+
+def weight_or_dense(layer: Any, weight: Tensor) -> Tensor:
+    """``weight``, dequantized if it is packed INT8 weights of ``layer`` in a plain parameter."""
+    return of_plain_codes(layer, weight) if is_plain_codes(layer, weight) else weight
+
+
+def base_of(tuner: Any, x: Tensor) -> Tensor:
+    """``tuner.get_base_weight()`` of peft, also of a packed 4-bit weight in a plain parameter, as FSDP2 gathers it.
+
+    A dequantized weight has the dtype of ``x``, the input that it is multiplied with.
+    """
+    base = tuner.get_base_layer()
+    plain = _is_sharded(base) and quant_states.of(base.weight) is None
+    return for_input(of(base) if plain else tuner.get_base_weight(), base, x)
+
+
+def for_input(weight: Tensor, layer: Any, x: Tensor) -> Tensor:
+    """``weight``, dequantized from ``layer``, in the dtype of ``x``, which it is multiplied with; else as it is."""
+    return weight.to(x.dtype) if x.is_floating_point() and packed(layer) else weight
+
+
+def shape_of(layer: Any) -> torch.Size:
+    """The shape of the weight that ``layer`` stands for, packed or not."""
+    state = quant_states.of(layer.weight) if quant_states.is_packed(layer.weight) else None
+    shape: torch.Size = layer.weight.shape if state is None else state.shape
+    return shape
+
+
+def packed(layer: Any) -> str:
+    """What the weight of ``layer`` holds, in words, if bitsandbytes packed it; else empty. It imports nothing."""
+    import torch
+
+    weight = getattr(layer, "weight", None)  # of a module of a user's it may be a number
+    if "bitsandbytes.nn" not in sys.modules or not isinstance(weight, torch.Tensor):
+        return ""
+    if is_codes(layer) or is_plain_codes(layer, weight):
+        return "packed INT8 weights"
+    return "packed 4-bit weights" if quant_states.is_packed(weight) or _is_sharded(layer) else ""
+
+
+def unless_codes(layer: Any, tuner: Any) -> Any:
+    """``layer``, or an error: what ``tuner`` adds to codes as if they were weights is lost, wraps around or does not fit."""
+    if what := packed(layer):
+        _refuse(layer, what, tuner)
+    return layer
+
+
+def dequantize_in_forward(forward: str, when: str) -> Rewrite:
+    """Return the edit of a ``forward`` of a layer of peft, ``module:Class.forward`` under ``peft.tuners``, that reads the weight.
+
+    It casts its input to the dtype of the weight, and then computes with the weight: now dequantized, in the dtype of the
+    input.
+    """
+    weight = "self.get_base_layer().weight.data"
+    return Rewrite(
+        f"peft.tuners.{forward}",
+        find=f"x = x.to({weight}.dtype)\norig_weight = {weight}",
+        replace="orig_weight = _patches_dense_weight(self.get_base_layer(), x.dtype).data\nx = x.to(orig_weight.dtype)",
+        names={"_patches_dense_weight": of},
+        when=when,
+    )
+
+
+def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}") -> Rewrite:
+    """The edit of a ``merge`` of a layer of peft, ``module:Class.merge`` under ``peft.tuners``, that adds to codes.
+
+    ``statement`` is the one with which it gets hold of its base layer.
+    """
+    return Rewrite(
+        f"peft.tuners.{merge}",
+        find=statement.format("self.get_base_layer()"),
+        replace=statement.format("_patches_unless_codes(self.get_base_layer(), self)"),
+        names={"_patches_unless_codes": unless_codes},
+        when=when,
+    )
+
+
+def refuse_no_merge(method: str) -> Rewrite:
+    """The edit of a ``method`` that a layer of peft inherits if it cannot merge: an error without a word."""
+    return Rewrite(
+        f"peft.tuners.tuners_utils:BaseTunerLayer.{method}",
+        find="raise NotImplementedError",
+        replace="_patches_unless_codes(self.get_base_layer(), self)\nraise NotImplementedError",
+        names={"_patches_unless_codes": unless_codes},
+    )
+
+
+_WITH_A_FLAG = ("hira", "lora", "oft", "pvera", "randlora", "road", "vera")
+"""Tuners that merge into packed weights, by layers of their own for models that say that they are quantized."""
+
+
+def _refuse(layer: Any, what: str, tuner: Any) -> NoReturn:
+    name = type(tuner).__module__.partition("peft.tuners.")[2].partition(".")[0]
+    which = f"the tuner {name!r}" if name else "a tuner"
+    said = (
+        f"{type(layer).__name__} {row_scales.name_of(layer)!r} holds {what}, and {which} of peft merges into unquantized "
+        "weights only. Call dequantize() on the base model, load the adapter onto that, and merge there"
+    )
+    if name in _WITH_A_FLAG:
+        said += ". Or set is_loaded_in_8bit (or is_loaded_in_4bit) = True on the model before the adapter is added"
+    raise NotImplementedError(said)

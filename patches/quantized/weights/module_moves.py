@@ -1,0 +1,73 @@
+"""What ``to()``, ``half()``, ``to_empty()`` and the like of a module do to a quantized layer: around its ``_apply``.
+
+``torch.nn.Module`` makes a plain ``Parameter`` of what it cannot put in place by ``.data``, which is so between
+meta and any other device, and refuses to do so for a subclass that its ``detach()`` does not keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .parameter_copies import like
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+Apply = Callable[..., Any]
+Function = Callable[["Tensor"], "Tensor"]
+
+
+def make_apply(
+    owner: str, cls: str = "", settle: Callable[[Any, dict[str, Any], int], None] | None = None
+) -> Callable[[Apply | None], Apply]:
+    """``make`` for ``_apply`` of the layer ``owner`` of ``bitsandbytes.nn``.
+
+    Parameters of the class ``cls``, where one is named, keep it and their attributes across meta. Then
+    ``settle(layer, old, address)`` puts right what hangs on the layer, given the parameters that it had, and where the
+    values of its weight lay.
+    """
+
+    def make(original: Apply | None) -> Apply:
+        import bitsandbytes.nn.modules as nn
+
+        layer, kind = getattr(nn, owner), getattr(nn, cls) if cls else None
+
+        def _apply(self: Module, fn: Function, recurse: bool = True) -> Any:
+            inherited = super(layer, self)._apply if original is None else partial(original, self)
+            old = dict(self._parameters)
+            address = _address(old.get("weight"))
+            result = _across_meta(self, inherited, fn, recurse, kind) if kind else inherited(fn, recurse)
+            if settle is not None:
+                settle(self, old, address)
+            return result
+
+        return _apply
+
+    return make
+
+
+def _address(weight: Tensor | None) -> int:
+    try:
+        return 0 if weight is None else weight.data_ptr()
+    except RuntimeError:  # it has none: fake, or inside a transform
+        return 0
+
+
+def _across_meta(layer: Module, inherited: Apply, fn: Function, recurse: bool, cls: type) -> Any:
+    """``inherited``, on parameters of the class ``cls`` that stay of their class."""
+    kept = {name: p for name, p in layer._parameters.items() if isinstance(p, cls)}
+
+    def plain_across_meta(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        return moved.data if isinstance(tensor, cls) and tensor.is_meta != moved.is_meta else moved
+
+    result = inherited(plain_across_meta, recurse)
+    for name, old in kept.items():
+        new: Any = layer._parameters[name]
+        if type(new) is not type(old):
+            layer._parameters[name] = made = like(old, new.data)
+            made.grad = new.grad
+    return result

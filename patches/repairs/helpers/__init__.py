@@ -1,1 +1,0 @@
-"""What several patches share. No patch is here."""
