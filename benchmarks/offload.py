@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from patches.offload.prefetch import Region, regions
+from patches.offload.prefetch import Region, tensor_regions
 
 from .device import map_with
 from .present import markdown, write
@@ -164,7 +164,7 @@ def _regions(module: Any, recurse: bool = True) -> list[Region]:
         entries = getattr(getattr(weights, "dataset", None), "index", {})
         for name, _ in part.named_parameters(recurse=False):
             if entry := entries.get(weights.prefix + name if weights else name):
-                tensors = regions(entry["safetensors_file"])
+                tensors = tensor_regions(entry["safetensors_file"])
                 found += [tensors[entry["weight_name"]]]
     return found
 

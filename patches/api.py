@@ -28,7 +28,7 @@ from .ranks import RanksDiffer, check_ranks
 from .registry import REGISTRY
 
 if TYPE_CHECKING:
-    from .experts.quantize_api import Asked
+    from .experts.quantize_api import QuantizeRequest
     from .inductor_options import CompileOptions
     from .inspection import Inspection
     from .verification import Verification
@@ -175,7 +175,7 @@ def inspect(model: Any, optimizer: Any = None) -> Inspection:
 
 
 @overload
-def quantize_experts() -> Asked: ...
+def quantize_experts() -> QuantizeRequest: ...
 
 
 @overload
@@ -222,7 +222,7 @@ def quantize_experts(model: Any = None) -> Any:
     NotImplementedError
         While loading: the device map sends experts to the disk, and the patch that keeps them there is not applied.
     """
-    return _experts.Asked(_is_applied) if model is None else _experts.quantize(model)
+    return _experts.QuantizeRequest(_is_applied) if model is None else _experts.quantize_experts(model)
 
 
 def compile_options(

@@ -63,7 +63,7 @@ def start() -> None:
     from .registry import REGISTRY
 
     settings = Settings.read(REGISTRY.patches)
-    if whose := second_name.taken():
+    if whose := second_name.describe_replaced_package():
         REGISTRY.note(whose)
         _log(logging.WARNING, "%s", whose)
     started = REGISTRY.on_change is not None  # by an earlier import: what was reverted since stays so
@@ -89,7 +89,7 @@ def _leave_alone_what_is_not_imported_yet() -> None:
 
 def _group(name: str, known: Iterable[str]) -> set[str]:
     """The patches that are listed in the group ``name``."""
-    return set(symptoms.read().grouped(known).get(name, ()))
+    return set(symptoms.read_symptoms().grouped(known).get(name, ()))
 
 
 def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:

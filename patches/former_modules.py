@@ -1,4 +1,4 @@
-"""Modules that lay elsewhere in 1.1: a pickle of quantized experts from there names one of them."""
+"""Functions that lay elsewhere in 1.1: a pickle of quantized experts from there names the one that rebuilds them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_PLACES = {"repairs.helpers.experts.tensor": "experts.tensor"}
+_PLACES = {"repairs.helpers.experts.tensor": {"rebuilt": ("experts.tensor", "rebuild_from_pickle")}}
 
 
-class _Former(ModuleType):
-    """Stands where a module was, and imports it from where it is once something of it is asked for."""
-
-    def __init__(self, name: str, now: str) -> None:
-        super().__init__(name)
-        self._now = now
+class _FormerModule(ModuleType):
+    """Stands where a module was, and imports a function from its present place when it is asked for."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # such as __path__ and __file__: whoever walks through sys.modules imports nothing
-            raise AttributeError(name)
-        return getattr(import_module(self._now), name)
+        package = __package__ or ""
+        found = _PLACES[self.__name__.removeprefix(f"{package}.")].get(name)
+        if found is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{found[0]}"), found[1])
 
 
 def put_in() -> None:
     """Let ``sys.modules`` find them by their former names."""
-    package = __package__ or ""
-    for before, now in _PLACES.items():
-        sys.modules.setdefault(f"{package}.{before}", _Former(f"{package}.{before}", f"{package}.{now}"))
+    for place in _PLACES:
+        name = f"{__package__}.{place}"
+        sys.modules.setdefault(name, _FormerModule(name))

@@ -13,7 +13,7 @@ from .engine.report import Report
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Facts = Mapping[str, str]
+RankFacts = Mapping[str, str]
 """What one rank runs: package or patch to its version or state, in words."""
 
 
@@ -49,7 +49,7 @@ def check_ranks(group: ProcessGroup | None = None) -> Report:
 
     report = REGISTRY.report()
     gathered = _gather((platform.node(), _facts(report)), group)
-    if differences := compare([facts for _, facts in gathered]):
+    if differences := compare_ranks([facts for _, facts in gathered]):
         hosts = [host for host, _ in gathered]
         where = f" ({', '.join(f'{r}: {h}' for r, h in enumerate(hosts))})" if len(set(hosts)) > 1 else ""
         raise RanksDiffer(
@@ -59,7 +59,7 @@ def check_ranks(group: ProcessGroup | None = None) -> Report:
     return report
 
 
-def compare(ranks: Sequence[Facts]) -> list[str]:
+def compare_ranks(ranks: Sequence[RankFacts]) -> list[str]:
     """One line for each way in which ``ranks`` fall apart: what differs, and the ranks that have each value."""
     lines: dict[tuple[tuple[str, tuple[int, ...]], ...], list[str]] = {}
     for name in dict.fromkeys(name for facts in ranks for name in facts):
@@ -90,7 +90,7 @@ def _facts(report: Report) -> dict[str, str]:
     return facts | {result.id: str(result.status) for result in report}
 
 
-def _gather(mine: tuple[str, Facts], group: ProcessGroup | None) -> list[tuple[str, Facts]]:
+def _gather(mine: tuple[str, RankFacts], group: ProcessGroup | None) -> list[tuple[str, RankFacts]]:
     """What every rank of ``group`` gave, in the order of ranks."""
     world = os.environ.get("WORLD_SIZE", "1")
     try:
@@ -104,6 +104,6 @@ def _gather(mine: tuple[str, Facts], group: ProcessGroup | None) -> list[tuple[s
                 "initialised: call it after init_process_group(), Accelerator() or TrainingArguments.device"
             )
         return [mine]
-    gathered: list[tuple[str, Facts]] = [mine] * dist.get_world_size(group)
+    gathered: list[tuple[str, RankFacts]] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
     return gathered

@@ -23,10 +23,18 @@ class _OverStacks(Registry):
             found
             if ids
             else replace(
-                found, notes=(*found.notes, *stacks.notes(), *placement_summary.notes(), *dense_operations.notes())
+                found,
+                notes=(
+                    *found.notes,
+                    *stacks.report_notes(),
+                    *placement_summary.report_notes(),
+                    *dense_operations.report_notes(),
+                ),
             )
         )
 
 
-gate.floors.update(stacks.floors())
-REGISTRY = _OverStacks(catalog.patches(), compiled_code.forget, live_objects.one_walk, Builder(compiler.compiler()))
+gate.floors.update(stacks.oldest_releases())
+REGISTRY = _OverStacks(
+    catalog.patches(), compiled_code.forget_compiled_code, live_objects.one_walk, Builder(compiler.compiler())
+)

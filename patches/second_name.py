@@ -8,7 +8,7 @@ import os
 import sys
 
 
-def taken() -> str:
+def describe_replaced_package() -> str:
     """In words, if another distribution has put its ``patches/__init__.py`` over ours; else empty."""
     folder = sys.modules[__name__.partition(".")[0]].__path__[0]
     try:

@@ -18,7 +18,7 @@ from tools.docs.__main__ import PAGES, files
 
 ID = "bitsandbytes-params4bit-meta-copies"
 PATCH = REGISTRY.patches[ID]
-KNOWN = symptoms.read()
+KNOWN = symptoms.read_symptoms()
 FIGURES = json.loads(figures.FILE.read_text("utf-8"))
 
 

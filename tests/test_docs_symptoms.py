@@ -137,10 +137,10 @@ def test_a_key_that_is_missing_is_named(change, says):
         "groups": {"save": "Saving"}, "most_met": [], "words": [], "patches": {"a-b": {"groups": ["save"]}},
         "messages": [{"text": "x", "patches": ["a-b"], "in": "figure"}],
     }  # fmt: skip
-    features.parse(data)
+    features.parse_symptoms(data)
     change(data)
     with pytest.raises(ValueError, match=says):
-        features.parse(data)
+        features.parse_symptoms(data)
 
 
 @pytest.mark.parametrize("message", KNOWN.messages, ids=lambda message: message.text[:60])

@@ -131,7 +131,7 @@ IN_EDITS = {
     ("bitsandbytes-linear4bit-plain-weight", ".quant_state"): "the same, of 4-bit layers",
     ("bitsandbytes-params4bit-meta", ".quant_state"): "the weight hands its own state to the helper that reads the devices in it",
     ("accelerate-int8-offload-resident-codes", ".CB"): "written, not read: the hook gives up the codes that it brought",
-    ("weight_moves.KEEP_CODES", ".SCB"): "an edit of an owner, which many patches share",
+    ("weight_moves.KEEP_PACKED_WEIGHT", ".SCB"): "an edit of an owner, which many patches share",
 }  # fmt: skip
 """Pieces of state that an edit asks for and the expression that it replaces does not, each with its reason."""
 
@@ -141,14 +141,14 @@ def test_edits_ask_for_no_more_of_the_state_than_what_they_replace():
     pytest.importorskip("packaging")
     from patches import REGISTRY
     from patches.engine import Rewrite
-    from patches.quantized.int8.weight_moves import KEEP_CODES
+    from patches.quantized.int8.weight_moves import KEEP_PACKED_WEIGHT
 
-    shared = {edit.replace for edit in KEEP_CODES if isinstance(edit, Rewrite)}
+    shared = {edit.replace for edit in KEEP_PACKED_WEIGHT if isinstance(edit, Rewrite)}
     found = set()
     for patch in REGISTRY.patches.values():
         for edit in patch.edits:
             if isinstance(edit, Rewrite):
-                owner = "weight_moves.KEEP_CODES" if edit.replace in shared else patch.id
+                owner = "weight_moves.KEEP_PACKED_WEIGHT" if edit.replace in shared else patch.id
                 found |= {(owner, name) for name in _asked_in(edit.replace) - _asked_in(edit.find)}
     assert found == IN_EDITS.keys()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import patches
-from patches.ranks import compare
+from patches.ranks import compare_ranks
 from tests.processor import ROOT
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
@@ -66,10 +66,10 @@ def test_one_of_several_without_a_process_group_is_an_error(monkeypatch):
 def test_what_falls_apart_in_the_same_way_is_one_line():
     good = {"torch": "2.13.0", "bitsandbytes": "0.50.2", "a": "applied", "b": "applied", "c": "applied"}
     ranks = [good] * 8
-    assert compare(ranks) == []
+    assert compare_ranks(ranks) == []
     ranks[5] = good | {"bitsandbytes": "0.49.2", "a": "conflict", "b": "conflict"}
     ranks[7] = {key: value for key, value in good.items() if key != "c"}
-    assert compare(ranks) == [
+    assert compare_ranks(ranks) == [
         "bitsandbytes: 0.50.2 on ranks 0-4, 6-7; 0.49.2 on rank 5",
         "a, b: applied on ranks 0-4, 6-7; conflict on rank 5",
         "c: applied on ranks 0-6; unknown on rank 7",

@@ -155,7 +155,7 @@ def test_total_first_then_what_one_acts_on_then_the_groups():
     order = [text.index(part) for part in (f"conflict: {fine[0].id}: the source moved", f"untested: {fine[1].id}",
              f"note: {fine[2].id}: layer x lost its scales", "note: a note", "Training: ")]  # fmt: skip
     assert order == sorted(order)
-    assert all(f"{title}: " in text for title in symptoms.read().groups.values())
+    assert all(f"{title}: " in text for title in symptoms.read_symptoms().groups.values())
     assert not any(r.id in text for r in fine[3:]) and len(lines) < 30
 
 
@@ -175,7 +175,7 @@ def test_all_has_a_line_for_each_patch_and_without_it_a_screen():
 def test_list_is_in_groups_the_most_met_first(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    known = symptoms.read()
+    known = symptoms.read_symptoms()
     heads = [f"{title} ({key})" for key, title in known.groups.items()]
     assert [line for line in lines if line in heads] == heads
     places = {line.split()[0]: at for at, line in enumerate(lines) if line.split()[:1]}
@@ -186,7 +186,7 @@ def test_list_is_in_groups_the_most_met_first(capsys):
 
 
 def test_what_is_most_met_are_patches():
-    assert set(symptoms.read().most_met) <= REGISTRY.patches.keys()
+    assert set(symptoms.read_symptoms().most_met) <= REGISTRY.patches.keys()
 
 
 # -- one patch, or a message ---------------------------------------------------------------------

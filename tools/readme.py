@@ -12,7 +12,7 @@ BEGIN, END = "<!-- counts: written by `make readme` -->", "<!-- end -->"
 
 def table() -> str:
     """A Markdown table, one row a group of symptoms: how many patches, and how many of these defects say nothing."""
-    known = symptoms.read()
+    known = symptoms.read_symptoms()
     rows = ["| what goes wrong | patches | of these silent |", "|---|---|---|"]
     for key, title in known.groups.items():
         own = {patch_id for patch_id, groups in known.groups_of.items() if key in groups}

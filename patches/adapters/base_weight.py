@@ -25,7 +25,7 @@ UNQUANTIZED = "Load the model without quantization_config, or leave the option o
 """The remedy where nothing but the changed base weight can."""
 
 
-def unless_packed(layer: Any, option: str, remedy: str, does: str = "replaces the weight of its layer") -> Any:
+def refuse_if_packed(layer: Any, option: str, remedy: str, does: str = "replaces the weight of its layer") -> Any:
     """Return ``layer``, or raise an error if its weight is packed, which ``option`` of peft cannot work with.
 
     Raises
@@ -33,7 +33,7 @@ def unless_packed(layer: Any, option: str, remedy: str, does: str = "replaces th
     ValueError
         Names the layer and the option, and says what works: ``remedy``.
     """
-    if what := dense_weight.packed(layer):
+    if what := dense_weight.describe_packing(layer):
         name = call_stack.target_name() or row_scales.name_of(layer)
         raise ValueError(f"{option} {does}, but {type(layer).__name__} {name!r} holds {what}. {remedy}")
     return layer
@@ -48,7 +48,7 @@ def adapter_dtype(tuner: Any) -> torch.dtype:
     import torch
 
     layer = tuner.get_base_layer()
-    if not dense_weight.packed(layer):
+    if not dense_weight.describe_packing(layer):
         dtype: torch.dtype = layer.weight.dtype
         return dtype
     return getattr(layer, "compute_dtype", None) or torch.get_default_dtype()

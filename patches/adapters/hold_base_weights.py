@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def hold(layer: Module) -> None:
+def hold_base_weights(layer: Module) -> None:
     """Let ``layer``, made by peft, bring what is offloaded below it, instead of its base layer in the midst of it."""
     if any(isinstance(getattr(hook, "__self__", None), _Held) for hook in layer._forward_pre_hooks.values()):
         return
@@ -28,9 +28,9 @@ class _Held:
         self._recall: Any = None
 
     def begin(self, layer: Module, args: Any) -> None:
-        self._visits = offloaded_modules.visits(layer)
+        self._visits = offloaded_modules.begin_visits(layer)
         self._merged = list(getattr(layer, "merged_adapters", ()))
-        self._recall = reload_saved_tensors.enter(self._visits)
+        self._recall = reload_saved_tensors.enter_saved_tensor_hooks(self._visits)
 
     def end(self, layer: Module, args: Any, output: Any) -> None:
         if self._recall is not None:
@@ -39,4 +39,4 @@ class _Held:
         if self._merged != list(getattr(layer, "merged_adapters", ())):  # a forward without adapters takes them out
             for visit in self._visits:
                 visit.keep()
-        offloaded_modules.end(self._visits)
+        offloaded_modules.end_visits(self._visits)

@@ -21,7 +21,7 @@ class _RequireGrads:
         if not tracing.for_this_process():
             output.requires_grad_(True)
             return None
-        return tied(output)
+        return tie_to_graph(output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         import torch
@@ -32,7 +32,7 @@ class _RequireGrads:
 require_grads = _RequireGrads()
 
 
-def tied(tensor: torch.Tensor) -> torch.Tensor | None:
+def tie_to_graph(tensor: torch.Tensor) -> torch.Tensor | None:
     """``tensor`` as a new tensor that requires grad, for a graph; None where it does already, or nobody asks."""
     import torch
 

@@ -15,7 +15,7 @@ LINKS = ("https://github.com/huggingface/trl/issues/3466", "https://github.com/h
 IN_BNB = ("Linear8bitLt", "Linear4bit")
 
 
-def edits(module: str, *classes: str, when: str = "") -> Iterator[Rewrite]:
+def make_merge_edits(module: str, *classes: str, when: str = "") -> Iterator[Rewrite]:
     """Of the layers ``classes`` in the module ``peft.tuners.<module>``."""
     for name in classes:
         merge, unmerge = (f"peft.tuners.{module}:{name}.{method}" for method in ("merge", "unmerge"))
@@ -26,7 +26,7 @@ def edits(module: str, *classes: str, when: str = "") -> Iterator[Rewrite]:
                 adapter_names = check_adapters_to_merge(self, adapter_names)
                 _patches_before = _patches_packed(self, adapter_names)
             """,
-            names={"_patches_packed": merge_snapshot.packed},
+            names={"_patches_packed": merge_snapshot.snapshot_before_merge},
             when=when,
         )
         yield Rewrite(
@@ -36,13 +36,13 @@ def edits(module: str, *classes: str, when: str = "") -> Iterator[Rewrite]:
                 self.merged_adapters.append(active_adapter)
                 _patches_note(self, _patches_before)
             """,
-            names={"_patches_note": merge_snapshot.note},
+            names={"_patches_note": merge_snapshot.record_merge},
             when=when,
         )
         yield Rewrite(
             unmerge,
             find="len(self.merged_adapters) > 0",
             replace="len(self.merged_adapters) > 0 and not _patches_put_back(self)",
-            names={"_patches_put_back": merge_snapshot.put_back},
+            names={"_patches_put_back": merge_snapshot.restore},
             when=when,
         )

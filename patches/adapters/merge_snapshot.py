@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 _KEPT = "_patches_before_merge"
 
 
-def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
+def snapshot_before_merge(layer: Any, names: list[str]) -> dict[str, Any] | None:
     """The quantized base of ``layer`` as it is, if the adapters ``names`` are the first to be merged into it."""
     from bitsandbytes.nn import Int8Params
 
     if not names:
         return None
     base = layer.get_base_layer()
-    unless_never_quantized(base)
+    refuse_if_never_quantized(base)
     _refuse_sharded(base)
     if isinstance(getattr(base, "weight", None), Int8Params) and hasattr(base, "state"):
-        plain_weights.agree(base)
+        plain_weights.check_plain_weight(base)
     if layer.merged:
         if not _is_what_was_merged(layer, base):
             vars(layer).pop(_KEPT, None)
@@ -43,7 +43,7 @@ def packed(layer: Any, names: list[str]) -> dict[str, Any] | None:
     return _record(base)
 
 
-def unless_never_quantized(base: Any) -> None:
+def refuse_if_never_quantized(base: Any) -> None:
     """Raise if ``base`` is a quantized layer by its class alone: what merges into it would look for scales, or untie it."""
     if dequantized_in_place.was_never_quantized(base) and not _trains_floats_of_its_own(base):
         raise ValueError(
@@ -57,7 +57,7 @@ def _trains_floats_of_its_own(base: Any) -> bool:
     """Whether ``base`` keeps its weight in floating point, and no other module has it: peft merges as into ``nn.Linear``."""
     if not getattr(vars(base).get("state"), "has_fp16_weights", False):
         return False
-    found = live_objects.holders(base.weight, depth=1)  # none after gc.freeze()
+    found = live_objects.find_holders(base.weight, depth=1)  # none after gc.freeze()
     return bool(found) and all(holder is base for holder in found)
 
 
@@ -74,7 +74,7 @@ def _refuse_sharded(base: Any) -> None:
         )
 
 
-def note(layer: Any, before: dict[str, Any] | None) -> None:
+def record_merge(layer: Any, before: dict[str, Any] | None) -> None:
     """An adapter was merged into the base of ``layer``, which had been ``before`` if this was the first one."""
     if before is not None:
         vars(layer)[_KEPT] = before
@@ -86,7 +86,7 @@ def note(layer: Any, before: dict[str, Any] | None) -> None:
     kept["merged"] = _contents(base, kept["bias changed"])
 
 
-def put_back(layer: Any) -> bool:
+def restore(layer: Any) -> bool:
     """Take all adapters out of the base of ``layer`` by what it was before; False if that is not known."""
     kept = vars(layer).get(_KEPT)
     if kept is None:
@@ -137,14 +137,14 @@ def _restore(base: Any, kept: dict[str, Any]) -> None:
     int8 = kept["scales"] is not None
     vars(weight).update(attributes)
     if int8:
-        row_scales.put(weight, weight.data, kept["scales"].to(device))
+        row_scales.set_weight_and_scales(weight, weight.data, kept["scales"].to(device))
     else:
         weight.module = base if kept["knows module"] else None
     base.weight = weight
     if int8:
         base.state.reset_grads()
     elif kept["knows module"]:
-        quant_states.give(quant_states.of(weight), base)
+        quant_states.set_quant_state(quant_states.get_quant_state(weight), base)
     if kept["bias changed"]:
         base.bias.data = kept["bias"].to(device)
 
@@ -169,11 +169,11 @@ def _quantized(base: Any) -> list[Tensor] | None:
 
     weight = getattr(base, "weight", None)
     if isinstance(weight, Params4bit):
-        state = quant_states.of(weight)
+        state = quant_states.get_quant_state(weight)
         found = None if state is None else list(_statistics(state))
     elif isinstance(weight, Int8Params) and weight.dtype == torch.int8:
-        read = row_scales.current(weight, base.state)  # by the merge
-        scale = row_scales.find_scale(base) if row_scales.is_lost(read) else read
+        read = row_scales.current_scales(weight, base.state)  # by the merge
+        scale = row_scales.find_scales(base) if row_scales.is_lost(read) else read
         found = None if scale is None else [scale]
     else:
         return None
@@ -209,6 +209,6 @@ def _contents(base: Any, with_bias: bool) -> list[int] | None:
     tensors = _quantized(base)
     if tensors is None:
         return None
-    state = quant_states.of(base.weight)
+    state = quant_states.get_quant_state(base.weight)
     blocks = [] if state is None else [state.blocksize]
     return [*blocks, *(fingerprint(t) for t in (*tensors, *([base.bias] if with_bias else ())))]

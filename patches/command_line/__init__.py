@@ -197,7 +197,7 @@ def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
     handler.addFilter(_once())
     logging.getLogger("bnb_patches").addHandler(handler)
     off = automatic and not autoload.Settings.read(REGISTRY.patches).autoload
-    said: list[str] = [second_name.taken()]
+    said: list[str] = [second_name.describe_replaced_package()]
     before = os.environ.get("PATCHES_AUTOLOAD")
     os.environ["PATCHES_AUTOLOAD"] = "0"  # while it imports: one way of applying is enough
     try:

@@ -36,7 +36,9 @@ def painted(text: str, command: str) -> str:
         return _DIFF.sub(lambda found: f"{_OF_DIFF[str(found.lastgroup)]}{found[0]}{_END}", text)
     if command in ("list", "explain"):
         heads = (
-            _HEADING if command == "explain" else re.compile(rf"(?m)^.+ \((?:{'|'.join(symptoms.read().groups)})\)$")
+            _HEADING
+            if command == "explain"
+            else re.compile(rf"(?m)^.+ \((?:{'|'.join(symptoms.read_symptoms().groups)})\)$")
         )
         return heads.sub(lambda found: f"{_BOLD}{found[0]}{_END}", text)
     return _STATE.sub(lambda found: f"{_STATES[found[0]]}{found[0]}{_END}", text)

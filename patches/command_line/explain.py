@@ -22,7 +22,7 @@ _ITEMS = re.compile(r"\n(?=[-*] )")
 
 def matching(text: str, patches: dict[str, Patch]) -> list[str]:
     """The patches that ``text`` may mean: an error message, whole or a part of it, a traceback, or some words."""
-    known = symptoms.read()
+    known = symptoms.read_symptoms()
     entries: list[symptoms.Message | symptoms.Words] = [*known.messages, *known.words]
     found = [patch_id for entry in entries if entry.fits(text) for patch_id in entry.patches]
     if not found:
@@ -85,7 +85,7 @@ def _here(patch: Patch, result: Result) -> str:
 
 
 def _seen(patch: Patch) -> Iterator[str]:
-    known = symptoms.read()
+    known = symptoms.read_symptoms()
     yield sentence(patch.summary)
     yield from known.said(patch.id)
     if patch.id in known.silent:

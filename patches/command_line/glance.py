@@ -40,7 +40,7 @@ def _problems(found: Report) -> Iterator[str]:
 
 
 def _groups(results: Sequence[Result]) -> Iterator[str]:
-    known, by_id = symptoms.read(), {result.id: result for result in results}
+    known, by_id = symptoms.read_symptoms(), {result.id: result for result in results}
     for key, ids in known.grouped(by_id).items():
         states = [by_id[patch_id].status for patch_id in ids]
         counts = ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states)
@@ -52,7 +52,7 @@ def patches(chosen: Sequence[Patch], headed: bool) -> str:
     total = table.total([patch.id for patch in chosen], ())
     if not headed:
         return table.text([_row(patch) for patch in chosen], total)
-    known, by_id = symptoms.read(), {patch.id: patch for patch in chosen}
+    known, by_id = symptoms.read_symptoms(), {patch.id: patch for patch in chosen}
     parts = []
     for key, ids in known.grouped(by_id).items():
         title = f"{known.groups.get(key, 'Others')} ({key})" if key else "Others"

@@ -19,7 +19,7 @@ Copies of a configuration, which the ``AutoModel`` classes make, share that obje
 """
 
 
-def noted(threshold: Any, compute_dtype: Any) -> Any:
+def record_arguments(threshold: Any, compute_dtype: Any) -> Any:
     """``threshold``, as an object of its own that says which of both were given."""
     from transformers import BitsAndBytesConfig
 
@@ -39,22 +39,22 @@ def _note(threshold: float, names: set[str]) -> float:
     return threshold
 
 
-def names(config: Any) -> frozenset[str] | None:
+def explicit_names(config: Any) -> frozenset[str] | None:
     """What was given to ``config``; None if it was made before the plugin was applied."""
     threshold, found = _given.get(id(config.llm_int8_threshold), (None, frozenset()))
     return found if threshold is config.llm_int8_threshold else None
 
 
-def choose(config: Any) -> None:
+def record_chosen_dtype(config: Any) -> None:
     """Note that the user chose the compute dtype of ``config``, which is not shared with anybody."""
     if type(config.llm_int8_threshold) is float:
-        config.llm_int8_threshold = _note(config.llm_int8_threshold, {*(names(config) or ()), CHOSEN})
+        config.llm_int8_threshold = _note(config.llm_int8_threshold, {*(explicit_names(config) or ()), CHOSEN})
 
 
-NOTES = Rewrite(
+RECORD_ARGUMENTS = Rewrite(
     "transformers.utils.quantization_config:BitsAndBytesConfig.__init__",
     find="self.llm_int8_threshold = llm_int8_threshold",
     replace="self.llm_int8_threshold = _patches_noted(llm_int8_threshold, bnb_4bit_compute_dtype)",
-    names={"_patches_noted": noted},
+    names={"_patches_noted": record_arguments},
 )
 """The edit that notes it: of each patch that asks."""

@@ -15,7 +15,7 @@ BEFORE_LOADING = "_process_model_before_weight_loading"
 AFTER_LOADING = "_process_model_after_weight_loading"
 
 
-def in_both(
+def rewrite_both_quantizers(
     method: str, find: str, replace: str, names: dict[str, Callable[..., Any]], when: str = ""
 ) -> tuple[Rewrite, ...]:
     """A ``Rewrite`` of ``method`` in each of the two, for 4 bits and for INT8."""
@@ -24,7 +24,7 @@ def in_both(
     )
 
 
-def quantizes(quantizer: Any, model: Any, name: str) -> bool:
+def makes_parameter(quantizer: Any, model: Any, name: str) -> bool:
     """Whether ``quantizer`` makes the parameter ``name`` of ``model``, from a weight or from what is packed already."""
     upstream = getattr(quantizer, "param_needs_quantization", None)
     if upstream is not None:

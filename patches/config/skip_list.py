@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def linears(model: Module) -> list[str]:
+def find_linear_layers(model: Module) -> list[str]:
     """Paths of the layers of ``model`` that bitsandbytes may quantize."""
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -19,14 +19,14 @@ def linears(model: Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D))]
 
 
-def root(path: str, name: str) -> str:
+def path_up_to(path: str, name: str) -> str:
     """The beginning of ``path`` up to the components that are ``name``; empty if they are not in it."""
     around = f".{path}."
     at = around.find(f".{name.strip('.')}.")
     return "" if at < 0 else around[1 : at + len(name.strip(".")) + 1]
 
 
-def skips(name: str, path: str) -> bool:
+def skips_layer(name: str, path: str) -> bool:
     """Whether the installed transformers leaves the layer at ``path`` as it is for ``name``."""
     try:
         from transformers.quantizers.quantizers_utils import should_convert_module
@@ -41,7 +41,7 @@ def skips(name: str, path: str) -> bool:
         ) from None
 
 
-def checked(names: Any) -> list[str]:
+def checked_skip_list(names: Any) -> list[str]:
     """``names``, if it is a list of names."""
     if not isinstance(names, (list, tuple, set, frozenset)):
         raise TypeError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine import Rewrite
 from ..optimizers import state_bits
-from ..quantized.own_packed_weights import same_bits
+from ..quantized.own_packed_weights import has_bits_of
 from . import checkpoint_plans
 
 if TYPE_CHECKING:
@@ -142,10 +142,10 @@ def _replace(target: Tensor, text: Tensor) -> str:
 
 
 def _compare(weight: str, codes: Any, read: Any) -> str:
-    return "" if same_bits(_local(codes), _local(read)) else weight
+    return "" if has_bits_of(_local(codes), _local(read)) else weight
 
 
-def stand_in(planner: Any) -> dict[str, Any]:
+def read_into_stand_ins(planner: Any) -> dict[str, Any]:
     """What ``planner`` is to read into: its state dict, with stand-ins."""
     import torch
 
@@ -160,11 +160,11 @@ def stand_in(planner: Any) -> dict[str, Any]:
     return planner.state_dict  # type: ignore[no-any-return]
 
 
-def settle(planner: Any) -> None:
+def settle_stand_ins(planner: Any) -> None:
     """Put what was read into stand-ins where it belongs; raises if codes came without what they are read with."""
     import torch
 
-    checkpoint_plans.refuse(planner)
+    checkpoint_plans.raise_left_error(planner)
     found: tuple[dict[str, Any], list[Settle]] | None = getattr(planner, _ATTRIBUTE, None)
     if found is None:
         return
@@ -188,13 +188,13 @@ READ_INTO_STAND_INS = (
         "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.create_local_plan",
         find="create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)",
         replace="create_default_local_load_plan(_patches_stand_in(self), self.metadata, not self.allow_partial_load)",
-        names={"_patches_stand_in": stand_in},
+        names={"_patches_stand_in": read_into_stand_ins},
     ),
     Rewrite(
         "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
         find="all_reads.wait()",
         replace="all_reads.wait()\n_patches_settle(planner)",
-        names={"_patches_settle": settle},
+        names={"_patches_settle": settle_stand_ins},
     ),
 )
 """Both edits of ``dcp.load``."""

@@ -27,7 +27,7 @@ def _weight_of(key: str) -> str:
     return f"{found[1]}weight" if (found := _OF_INT8.fullmatch(key)) else ""
 
 
-def lacking(plans: Sequence[set[str]]) -> list[int]:
+def ranks_lacking_state(plans: Sequence[set[str]]) -> list[int]:
     """The ranks whose plan has a packed weight and lacks its quantization state, where another rank's plan has that."""
     statistics = {key: weight for plan in plans for key in plan if (weight := _weight_of(key))}
     return [
@@ -45,16 +45,16 @@ def _message(ranks: list[int]) -> str:
     )
 
 
-def saved_by_all(plans: list[Any]) -> list[Any]:
+def check_saved_by_all(plans: list[Any]) -> list[Any]:
     """``plans`` of all ranks, with a warning where some lack a quantization state; another rank saves it."""
-    if ranks := lacking([{item.index.fqn for item in plan.items} for plan in plans]):
+    if ranks := ranks_lacking_state([{item.index.fqn for item in plan.items} for plan in plans]):
         warnings.warn(_message(ranks).format("save"), stacklevel=2)
     return plans
 
 
-def loaded_by_all(plans: list[Any]) -> list[Any]:
+def check_loaded_by_all(plans: list[Any]) -> list[Any]:
     """``plans`` of all ranks, or an error where some would keep a quantization state under other packed weights."""
-    if ranks := lacking([{item.dest_index.fqn for item in plan.items} for plan in plans]):
+    if ranks := ranks_lacking_state([{item.dest_index.fqn for item in plan.items} for plan in plans]):
         raise RuntimeError(_message(ranks).format("load"))
     return plans
 
@@ -69,7 +69,7 @@ def _others(wrapper: Any, state: Mapping[str, Any]) -> list[int]:
     return sorted(sharing & {*dist.get_process_group_ranks(wrapper.group or dist.group.WORLD)} - {dist.get_rank()})
 
 
-def planned(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> tuple[Any, list[int]]:
+def plan_on_rank(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> tuple[Any, list[int]]:
     """This rank's part of the plan, and the ranks that lack the plugin, unless this is the first rank, which sees the plans.
 
     Nothing is said or asked where no quantized layer is sharded.
@@ -81,31 +81,31 @@ def planned(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> 
         if wrapper.use_dist:
             others.extend(_others(wrapper, getattr(planner, "state_dict", {})))
         if others:
-            rank_agreement.say(_HERE)
+            rank_agreement.tell_ranks(_HERE)
         return plan
 
     plan = wrapper.reduce_scatter("plan", here, global_step)
-    return plan, rank_agreement.absent(_HERE, others) if others and not wrapper.is_coordinator else []
+    return plan, rank_agreement.absent_ranks(_HERE, others) if others and not wrapper.is_coordinator else []
 
 
-def planned_to_save(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> Any:
-    """:func:`planned`, with a warning."""
-    plan, ranks = planned(wrapper, planner, local_step, global_step)
+def plan_save(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> Any:
+    """:func:`plan_on_rank`, with a warning."""
+    plan, ranks = plan_on_rank(wrapper, planner, local_step, global_step)
     if ranks:
         warnings.warn(_message(ranks).format("save"), stacklevel=2)
     return plan
 
 
-def planned_to_load(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> Any:
-    """:func:`planned`; the error waits for the next step, whose errors reach all ranks."""
-    plan, ranks = planned(wrapper, planner, local_step, global_step)
+def plan_load(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> Any:
+    """:func:`plan_on_rank`; the error waits for the next step, whose errors reach all ranks."""
+    plan, ranks = plan_on_rank(wrapper, planner, local_step, global_step)
     if ranks:
         setattr(planner, _LACKING, ranks)
     return plan
 
 
-def refuse(planner: Any) -> None:
-    """Raise the error that :func:`planned_to_load` has left."""
+def raise_left_error(planner: Any) -> None:
+    """Raise the error that :func:`plan_load` has left."""
     if ranks := getattr(planner, _LACKING, None):
         delattr(planner, _LACKING)
         raise RuntimeError(_message(ranks).format("load"))
@@ -119,25 +119,25 @@ SAME_ON_ALL_RANKS = (
         "torch.distributed.checkpoint.state_dict_saver:_save_state_dict",
         find=_PLAN,
         replace="_patches_planned_to_save(distW, planner, local_step, global_step)",
-        names={"_patches_planned_to_save": planned_to_save},
+        names={"_patches_planned_to_save": plan_save},
     ),
     Rewrite(
         "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
         find=_PLAN,
         replace="_patches_planned_to_load(distW, planner, local_step, global_step)",
-        names={"_patches_planned_to_load": planned_to_load},
+        names={"_patches_planned_to_load": plan_load},
     ),
     Rewrite(
         "torch.distributed.checkpoint._dedup_save_plans:dedup_save_plans",
         find="enumerate(all_plans)",
         replace="enumerate(_patches_saved_by_all(all_plans))",
-        names={"_patches_saved_by_all": saved_by_all},
+        names={"_patches_saved_by_all": check_saved_by_all},
     ),
     Rewrite(
         "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.create_global_plan",
         find="create_default_global_load_plan(global_plan)",
         replace="create_default_global_load_plan(_patches_loaded_by_all(global_plan))",
-        names={"_patches_loaded_by_all": loaded_by_all},
+        names={"_patches_loaded_by_all": check_loaded_by_all},
     ),
 )
 """Saving and loading, on the first rank and on the others."""

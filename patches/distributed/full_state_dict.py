@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine import Rewrite
 from ..quantized.four_bit import quant_states
 from ..quantized.int8 import row_scales
-from ..quantized.own_packed_weights import same_bits
+from ..quantized.own_packed_weights import has_bits_of
 from . import rank_agreement
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _OF_4_BITS = re.compile(r"(.*)\.(absmax|quant_map|nested_absmax|nested_quant_map
 _OF_INT8 = re.compile(r"(.*\.|)(SCB|weight_format)")
 
 
-class Watched:
+class WatchedWeights:
     """The packed weights that one call may overwrite although it brings nothing to read them with."""
 
     def __init__(self, model: Module) -> None:
@@ -35,7 +35,7 @@ class Watched:
         self.number = next(_CALLS)
         self.took = False
         """Whether quantization states were sent."""
-        rank_agreement.say(f"here/{self.number}")
+        rank_agreement.tell_ranks(f"here/{self.number}")
 
     def keep(self, key: str, sent: dict[str, Any], weight: Any) -> None:
         """Keep what ``weight`` holds, if ``key`` was sent without its quantization state."""
@@ -53,7 +53,7 @@ class Watched:
 
     def judge(self) -> None:
         """Raise on every rank if on one of them a packed weight is another than before; all get back what they had."""
-        if self.took and (ranks := rank_agreement.silent(f"here/{self.number}")):
+        if self.took and (ranks := rank_agreement.silent_ranks(f"here/{self.number}")):
             warnings.warn(
                 f"Ranks {ranks} seem to run without bnb-patches: they would drop the quantization states that rank 0 sends. "
                 "Call patches.check_ranks() on every rank.",
@@ -61,7 +61,7 @@ class Watched:
             )
         if not self.kept:
             return
-        changed = [layer for layer, old in self.kept if not same_bits(layer.weight.to_local().detach(), old)]
+        changed = [layer for layer, old in self.kept if not has_bits_of(layer.weight.to_local().detach(), old)]
         if rank_agreement.all_agree(not changed, f"codes/{self.number}", f"here/{self.number}"):
             return
         for layer, old in self.kept:
@@ -75,7 +75,7 @@ class Watched:
         )
 
 
-_WATCHED: ContextVar[Watched | None] = ContextVar("_WATCHED", default=None)
+_WATCHED: ContextVar[WatchedWeights | None] = ContextVar("_WATCHED", default=None)
 _CALLS = count()
 
 
@@ -93,17 +93,17 @@ def _sharded_layers(model: Module) -> Iterator[Any]:
     for layer in model.modules():
         if not hasattr(getattr(layer, "weight", None), "to_local"):
             continue
-        if isinstance(layer, Linear4bit) and quant_states.of(layer) is not None:
+        if isinstance(layer, Linear4bit) and quant_states.get_quant_state(layer) is not None:
             yield layer
         elif isinstance(layer, Linear8bitLt) and layer.weight.dtype == torch.int8:
             yield layer
 
 
-def watching(model: Module, broadcast: Callable[..., None]) -> Callable[..., None]:
+def watch_broadcast(model: Module, broadcast: Callable[..., None]) -> Callable[..., None]:
     """``broadcast``, that may not put other packed weights under the quantization state of ``model``."""
 
     def run(*args: Any, **options: Any) -> None:
-        watched = Watched(model)
+        watched = WatchedWeights(model)
         token = _WATCHED.set(watched)
         try:
             broadcast(*args, **options)
@@ -117,12 +117,12 @@ def watching(model: Module, broadcast: Callable[..., None]) -> Callable[..., Non
     return run
 
 
-def marked(sent: dict[str, Any]) -> dict[str, Any]:
+def mark_sent_keys(sent: dict[str, Any]) -> dict[str, Any]:
     """What rank 0 tells the others of its state dict, and that it has the plugin; ranks without it pass that over."""
     return {**sent, _MARK: True} if sent else sent
 
 
-def take(sent: dict[str, Any], local: dict[str, Any]) -> None:
+def take_quant_states(sent: dict[str, Any], local: dict[str, Any]) -> None:
     """Let ``local``, the parameters and buffers of this rank, take quantization states that rank 0 sends as well."""
     import torch
 
@@ -157,21 +157,21 @@ SKIP_UNKNOWN_KEYS = Rewrite(
 """With ``cpu_offload``, move to the CPU what the sharded model has, and leave the rest to ``load_state_dict``."""
 
 TAKE_STATISTICS = (
-    Rewrite(_TARGET, "[ret]", "[_patches_marked(ret)]", names={"_patches_marked": marked}, when="torch>=2.6"),
+    Rewrite(_TARGET, "[ret]", "[_patches_marked(ret)]", names={"_patches_marked": mark_sent_keys}, when="torch>=2.6"),
     Rewrite(
         _TARGET,
         "ret = broadcast_list[0]",
         "ret = broadcast_list[0]\n_patches_take(ret, local_state_dict)",
-        names={"_patches_take": take},
+        names={"_patches_take": take_quant_states},
         when="torch>=2.6",
     ),
 )
 """What rank 0 sends of quantization states is kept on the other ranks."""
 
-WATCH_CODES = Rewrite(
+WATCH_PACKED_WEIGHTS = Rewrite(
     "torch.distributed.checkpoint.state_dict:_load_model_state_dict",
     "_broadcast_state_dict",
     "_patches_watching(model, _broadcast_state_dict)",
-    names={"_patches_watching": watching},
+    names={"_patches_watching": watch_broadcast},
 )
 """Packed weights that come without a quantization state are the model's own, or an error on every rank."""

@@ -8,7 +8,7 @@ from typing import Any
 from ..quantized.four_bit import quant_states
 
 
-def holds_codes(parameter: Any) -> bool:
+def holds_packed_weight(parameter: Any) -> bool:
     """Whether an ``FSDPParam`` shards the packed weight of a layer that bitsandbytes has quantized to 4 bits."""
     modules = sys.modules.get("bitsandbytes.nn.modules")
     if modules is None:
@@ -17,4 +17,4 @@ def holds_codes(parameter: Any) -> bool:
     if owner.param_name != "weight" or not isinstance(owner.module, (modules.Linear4bit, modules.Embedding4bit)):
         return False
     # The weight is a DTensor by now; the statistics on the layer are how its forward knows as well.
-    return quant_states.of(owner.module) is not None
+    return quant_states.get_quant_state(owner.module) is not None

@@ -7,20 +7,20 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-PATIENCE = timedelta(seconds=30)
+ANSWER_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for the others, which come from the same broadcast and may be late."""
-SHORT = timedelta(seconds=5)
+SHORT_TIMEOUT = timedelta(seconds=5)
 _PAUSE = 0.01
 
 
-def say(about: str, word: str = "1") -> None:
+def tell_ranks(about: str, word: str = "1") -> None:
     """Tell the other ranks of the default group ``word`` about something that all of them are at."""
     import torch.distributed as dist
 
     _store().set(_key(about, dist.get_rank()), word)
 
 
-def silent(about: str, patience: timedelta = SHORT) -> list[int]:
+def silent_ranks(about: str, patience: timedelta = SHORT_TIMEOUT) -> list[int]:
     """The ranks that have said nothing about that, also not within ``patience``."""
     import torch.distributed as dist
 
@@ -32,7 +32,7 @@ def silent(about: str, patience: timedelta = SHORT) -> list[int]:
     return []
 
 
-def absent(about: str, ranks: Iterable[int]) -> list[int]:
+def absent_ranks(about: str, ranks: Iterable[int]) -> list[int]:
     """Those of ``ranks`` that have not said anything about that, where all of them have been there."""
     store = _store()
     return [rank for rank in ranks if not store.check([_key(about, rank)])]
@@ -45,7 +45,7 @@ def all_agree(mine: bool, about: str, here: str) -> bool:
     """
     import torch.distributed as dist
 
-    say(about, "1" if mine else "0")
+    tell_ranks(about, "1" if mine else "0")
     store, began = _store(), time.monotonic()
     missing = list(range(dist.get_world_size()))
     while True:
@@ -54,7 +54,7 @@ def all_agree(mine: bool, about: str, here: str) -> bool:
             return all(store.get(_key(about, rank)) == b"1" for rank in range(dist.get_world_size()))
         if failed := [rank for rank in missing if store.check([_key(_failed(about), rank)])]:
             raise RuntimeError(f"Ranks {failed} raised an error while rank 0 sent its state dict; see their logs.")
-        if time.monotonic() - began > PATIENCE.seconds:
+        if time.monotonic() - began > ANSWER_TIMEOUT.seconds:
             absent = [rank for rank in missing if not store.check([_key(here, rank)])]
             why = (
                 "run without bnb-patches: call patches.check_ranks() on every rank"
@@ -63,14 +63,14 @@ def all_agree(mine: bool, about: str, here: str) -> bool:
             )
             raise RuntimeError(
                 "Rank 0 sent packed weights without their quantization state. Each rank must say whether they equal its "
-                f"own, and ranks {absent or missing} did not within {PATIENCE.seconds} s. They {why}."
+                f"own, and ranks {absent or missing} did not within {ANSWER_TIMEOUT.seconds} s. They {why}."
             )
         time.sleep(_PAUSE)
 
 
 def give_up(about: str) -> None:
     """Tell the ranks that wait in :func:`all_agree` that this one has raised an error and does not come to it."""
-    say(_failed(about))
+    tell_ranks(_failed(about))
 
 
 def _failed(about: str) -> str:

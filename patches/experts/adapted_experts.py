@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..process import tracing
-from .dense_operations import went_dense
+from .dense_operations import record_dense_operation
 
 
 class Factors(NamedTuple):
@@ -83,7 +83,7 @@ class AdaptedExperts(torch.Tensor):
     """Give the result of a function, or ``NotImplemented`` if it needs all numbers; :mod:`.adapted_rules` sets it."""
 
     @staticmethod
-    @tracing.never
+    @tracing.never_compile
     def __new__(
         cls, base: Tensor, adapters: Adapters, chosen: Tensor | int | None = None, is_swapped: bool = False
     ) -> AdaptedExperts:
@@ -129,7 +129,7 @@ class AdaptedExperts(torch.Tensor):
         return f"AdaptedExperts({self.base!r}, {len(self.adapters.whole)} adapters)"
 
     @classmethod
-    @tracing.never  # peft's wrapper has ended the graph before
+    @tracing.never_compile  # peft's wrapper has ended the graph before
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = cls.apply_rule(func, args, kwargs)
@@ -150,7 +150,7 @@ def _dense(arguments: Any, func: Any) -> Any:
     def plain(value: Any) -> Any:
         if not isinstance(value, AdaptedExperts):
             return value
-        went_dense(f"{getattr(func, '__name__', func)} with adapters", value)
+        record_dense_operation(f"{getattr(func, '__name__', func)} with adapters", value)
         return value.dense()
 
     return torch.utils._pytree.tree_map(plain, arguments)

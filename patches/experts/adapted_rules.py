@@ -26,7 +26,7 @@ _LOOKS = {
 """Functions that ask for a shape, a dtype or the like, and for no number."""
 
 
-def apply(func: Any, args: Any, kwargs: Any) -> Any:
+def apply_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of ``func``; ``NotImplemented`` if it needs all numbers."""
     name = str(getattr(func, "__name__", "")).rpartition(".")
     if name[2] in _GROUPED or name[0] in _GROUPED:  # also as an overload: grouped_mm_fallback.default
@@ -177,4 +177,4 @@ def _added(x: Tensor, adapters: list[Factors], result: Tensor) -> Tensor:
     return result
 
 
-AdaptedExperts.apply_rule = staticmethod(apply)
+AdaptedExperts.apply_rule = staticmethod(apply_rule)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-BEFORE_IT_WAS_SAVED = "0.17"
+VERSION_WITHOUT_RECORD = "0.17"
 """Stands for the release where a configuration names none: the first that had ``target_parameters``."""
 
 
@@ -42,7 +42,7 @@ class _Pair(NamedTuple):
         return {self.keys[0]: columns.contiguous(), self.keys[1]: rows.contiguous()}
 
 
-def read(model: Module, config: Any, adapter: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def convert_to_new_layout(model: Module, config: Any, adapter: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """``state``, named as in ``model``, with factors of experts in the layout that the installed peft reads."""
     pairs = list(_pairs(model, adapter, state))
     old = [pair for pair in pairs if pair.fits(state, old=True)]
@@ -87,23 +87,23 @@ def _is_old(config: Any) -> bool:
         return False
 
 
-def with_version(attributes: dict[str, Any]) -> dict[str, Any]:
+def record_saved_version(attributes: dict[str, Any]) -> dict[str, Any]:
     """What a file of an adapter's configuration says; peft fills in its own release where it names none."""
     if attributes.get("target_parameters") and attributes.get("peft_version") is None:
-        return {**attributes, "peft_version": BEFORE_IT_WAS_SAVED}
+        return {**attributes, "peft_version": VERSION_WITHOUT_RECORD}
     return attributes
 
 
-VERSION = Rewrite(
+RECORD_VERSION = Rewrite(
     "peft.config:PeftConfigMixin.from_pretrained",
     find="{**class_kwargs, **loaded_attributes}",
     replace="{**class_kwargs, **_patches_with_version(loaded_attributes)}",
-    names={"_patches_with_version": with_version},
+    names={"_patches_with_version": record_saved_version},
 )
 """The edit that tells which release wrote a file: of each patch that asks."""
 
 
-def of_file(
+def converted_state_dict(
     model: Module, config: Any, adapter: str, state: dict[str, Tensor] | None, folder: str | None
 ) -> dict[str, Tensor] | None:
     """What ``model.load_adapter`` is to load in the place of ``state``, or of the file in ``folder`` if that is None."""
@@ -117,7 +117,7 @@ def of_file(
     if not tensors:
         return state
     names = {_in_model(key, adapter): key for key in tensors}
-    found = read(model, config, adapter, {name: tensors[key] for name, key in names.items()})
+    found = convert_to_new_layout(model, config, adapter, {name: tensors[key] for name, key in names.items()})
     new = {names[name]: tensor for name, tensor in found.items()}
     return state if all(new[key] is tensors[key] for key in tensors) else new
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from . import int8_matrix
-from .packed_experts import Packed
-from .quantize import How
+from .packed_experts import PackedExperts
+from .quantize import QuantizationConfig
 from .tensor import as_parameter
 
 STATISTICS = (
@@ -20,18 +20,18 @@ INT8 = (SCALES, "weight_format")
 """Beside the weight, and not below it."""
 
 
-def beside(weight: str, statistic: str) -> str:
+def statistic_name(weight: str, statistic: str) -> str:
     """The name of a statistic of ``weight``."""
     return weight.removesuffix("weight") + statistic if statistic in INT8 else f"{weight}.{statistic}"
 
 
-def matrices_of(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
+def read_matrices(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
     """Each expert's matrix of ``source``: packed weights with their state or scales, or floating point."""
     from bitsandbytes.functional import QuantState
 
     weights = tensors[source]
     every = (*STATISTICS, *INT8)
-    statistics = {n: tensors[beside(source, n)] for n in every if tensors.get(beside(source, n))}
+    statistics = {n: tensors[statistic_name(source, n)] for n in every if tensors.get(statistic_name(source, n))}
     packed = [i for i, weight in enumerate(weights) if _is_packed(weight, target)]
     if statistics.keys() & set(INT8):
         return _int8_matrices(source, weights, statistics, packed)
@@ -103,7 +103,9 @@ def _kind(matrix: tuple[Any, Any]) -> str:
     return f"{state.quant_type} in blocks of {state.blocksize}{nested}"
 
 
-def parameter_of(name: str, matrices: list[list[Any]], target: Any, how: How, swapped: bool = False) -> Any:
+def make_parameter(
+    name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig, swapped: bool = False
+) -> Any:
     """The parameter, after a look whether it is one; ``swapped``: it shows each matrix transposed."""
     experts = _stacked_int8 if matrices[0][0][0].dtype == torch.int8 else _stacked
     made = experts(name, matrices, target, how)
@@ -114,7 +116,7 @@ def parameter_of(name: str, matrices: list[list[Any]], target: Any, how: How, sw
     return as_parameter(made, target.dtype, swapped)
 
 
-def _stacked_int8(name: str, matrices: list[list[Any]], target: Any, how: How) -> Packed:
+def _stacked_int8(name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig) -> PackedExperts:
     for group in matrices:
         for number, (codes, scales) in enumerate(group):
             if codes.shape != group[0][0].shape or scales.shape != codes.shape[:1]:
@@ -122,10 +124,10 @@ def _stacked_int8(name: str, matrices: list[list[Any]], target: Any, how: How) -
                     f"{name}: expert {number} has shape {tuple(codes.shape)} and scales of {tuple(scales.shape)}, expert 0 "
                     f"shape {tuple(group[0][0].shape)}"
                 )
-    return Packed.of_scales(matrices, target.dtype, how.threshold)
+    return PackedExperts.of_scales(matrices, target.dtype, how.threshold)
 
 
-def _stacked(name: str, matrices: list[list[Any]], target: Any, how: How) -> Packed:
+def _stacked(name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig) -> PackedExperts:
     for group in matrices:
         first = group[0][1]
         for number, (codes, state) in enumerate(group):
@@ -142,7 +144,7 @@ def _stacked(name: str, matrices: list[list[Any]], target: Any, how: How) -> Pac
             _check_lengths(f"{name}: expert {number}", codes, state)
             _check_tables(f"{name}: expert {number}", state, matrices[0][0][1])
             state.dtype = target.dtype  # as transformers-quant-state-dtype for linear layers
-    return Packed.of_states(matrices)
+    return PackedExperts.of_states(matrices)
 
 
 def _check_lengths(what: str, codes: Any, state: Any) -> None:
@@ -169,12 +171,24 @@ def _check_tables(what: str, state: Any, first: Any) -> None:
             raise ValueError(f"{what} has another {table} than expert 0")
 
 
-def dense(matrix: Any, dtype: Any) -> Any:
+def to_dense_matrix(matrix: Any, dtype: Any) -> Any:
     from bitsandbytes.functional import dequantize_4bit
 
     if isinstance(matrix, tuple):
         codes, state = matrix
         matrix = (
-            int8_matrix.dequantized(codes, state, dtype) if codes.dtype == torch.int8 else dequantize_4bit(codes, state)
+            int8_matrix.dequantize_rows(codes, state, dtype)
+            if codes.dtype == torch.int8
+            else dequantize_4bit(codes, state)
         )
     return matrix.to(dtype)
+
+
+def check_shapes(name: str, floating: dict[str, list[Any]]) -> None:
+    """Raise ``ValueError`` if the matrices of one source have different shapes."""
+    for source, group in floating.items():
+        for number, matrix in enumerate(group):
+            if matrix.shape != group[0].shape:
+                raise ValueError(
+                    f"{name}: expert {number} of {source} has shape {tuple(matrix.shape)}, expert 0 {tuple(group[0].shape)}"
+                )

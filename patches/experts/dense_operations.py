@@ -16,7 +16,7 @@ LARGEST: dict[str, int] = {}
 """Name of the operation to the most bytes that its experts took in floating point."""
 
 
-def went_dense(operation: str, experts: torch.Tensor) -> None:
+def record_dense_operation(operation: str, experts: torch.Tensor) -> None:
     """Count ``operation`` on ``experts``; the first one of its name is logged, with its size."""
     if experts.dim() < 3:
         return
@@ -31,7 +31,7 @@ def went_dense(operation: str, experts: torch.Tensor) -> None:
         )  # fmt: skip
 
 
-def summary() -> str:
+def dense_summary() -> str:
     """Each operation with its count and size; empty if no operation needed all experts."""
     return ", ".join(
         f"{name} ({count} {'time' if count == 1 else 'times'}, up to {LARGEST.get(name, 0) / 1e6:.1f} MB)"
@@ -39,9 +39,9 @@ def summary() -> str:
     )
 
 
-def notes() -> tuple[str, ...]:
+def report_notes() -> tuple[str, ...]:
     """What the report of all patches says of it."""
-    found = summary()
+    found = dense_summary()
     return (
         (f"operations in this process that dequantized all experts of a parameter at once: {found}",) if found else ()
     )

@@ -16,10 +16,19 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from ..config.quantizers import is_bitsandbytes
 from ..process.messages import LOGGER
 from . import experts_on_disk, gpt_oss_layout, unsupported_checkpoints
-from .checkpoint_matrices import INT8, STATISTICS, beside, check_kinds, dense, matrices_of, parameter_of
-from .experts_in_model import Found, experts_in, has_packed_experts, makes, stacked
-from .products import know_transformers
-from .quantize import How, is_wanted, none_in, packed_matrices
+from .checkpoint_matrices import (
+    INT8,
+    STATISTICS,
+    check_kinds,
+    check_shapes,
+    make_parameter,
+    read_matrices,
+    statistic_name,
+    to_dense_matrix,
+)
+from .experts_in_model import ExpertParameter, count_stacked_matrices, find_experts, has_packed_experts, makes_parameter
+from .products import register_transformers_operators
+from .quantize import QuantizationConfig, is_to_be_quantized, packed_matrices, reason_for_none
 from .tensor import as_parameter
 
 
@@ -32,25 +41,29 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     asked = asked and not packed  # of a checkpoint with packed experts the file decides
     if not packed and not asked:
         return mapping
-    found = [one for one in experts_in(model) if packed or is_wanted(one.full_name, quantizer)]
-    experts_on_disk.refuse(found, load_config)
+    found = [one for one in find_experts(model) if packed or is_to_be_quantized(one.full_name, quantizer)]
+    experts_on_disk.refuse_if_not_offloadable(found, load_config)
     if not found:
-        unsupported_checkpoints.parted(keys)
+        unsupported_checkpoints.refuse_divided_experts(keys)
         if asked:
-            LOGGER.warning("quantize_experts changed nothing: %s.", none_in(model))
+            LOGGER.warning("quantize_experts changed nothing: %s.", reason_for_none(model))
         return mapping
-    know_transformers()
-    if gpt_oss_layout.are_in(keys):
-        mapping = [*gpt_oss_layout.converters(found), *mapping]
+    register_transformers_operators()
+    if gpt_oss_layout.has_gpt_oss_layout(keys):
+        mapping = [*gpt_oss_layout.bias_converters(found), *mapping]
     return _replaced(
-        mapping, found, Reading(How.said_by(quantizer.quantization_config), asked, gpt_oss_layout.are_in(keys))
+        mapping,
+        found,
+        Reading(
+            QuantizationConfig.said_by(quantizer.quantization_config), asked, gpt_oss_layout.has_gpt_oss_layout(keys)
+        ),
     )
 
 
 class Reading(NamedTuple):
     """How experts are read: as ``how`` says, and in floating point only if that is not ``asked`` to be quantized."""
 
-    how: How
+    how: QuantizationConfig
     asked: bool
     transposed: bool
     """Whether the checkpoint has each matrix as the weight of a linear layer, and the parameter the other way round."""
@@ -59,16 +72,16 @@ class Reading(NamedTuple):
         """The parameter ``name``, of its matrices."""
         return as_parameter(packed_matrices(experts, self.of(name, model)), dtype)
 
-    def of(self, name: str, model: Any) -> How:
+    def of(self, name: str, model: Any) -> QuantizationConfig:
         return self.how.of(model.get_submodule(name.rpartition(".")[0]))
 
 
-def _replaced(mapping: list[Any], found: list[Found], how: Reading) -> list[Any]:
+def _replaced(mapping: list[Any], found: list[ExpertParameter], how: Reading) -> list[Any]:
     left = {one.full_name for one in found}
     result = []
     for each in mapping:
-        names = {name for name in left if isinstance(each, WeightConverter) and makes(each, name)}
-        if names and stacked(each):
+        names = {name for name in left if isinstance(each, WeightConverter) and makes_parameter(each, name)}
+        if names and count_stacked_matrices(each):
             each = ExpertsConverter.of(each, names, how)
             left -= names
         elif names and how.asked:  # made otherwise: quantized once it is made
@@ -104,7 +117,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     @classmethod
     def of_one(cls, suffix: str, names: set[str], how: Reading) -> ExpertsConverter:
         """For parameters that a checkpoint has whole, or one expert after the other as we write them."""
-        one = gpt_oss_layout.named(suffix) if how.transposed else suffix
+        one = gpt_oss_layout.matrix_name(suffix) if how.transposed else suffix
         self = cls(
             [*_with_statistics([f"{one}.*.weight"]), f"{suffix}$"],
             suffix,
@@ -142,7 +155,7 @@ def _scope(converter: Any, before: Any) -> None:
 
 
 def _with_statistics(sources: list[str]) -> list[str]:
-    statistics = [f"{beside(source, name)}$" for source in sources for name in (*STATISTICS, *INT8)]
+    statistics = [f"{statistic_name(source, name)}$" for source in sources for name in (*STATISTICS, *INT8)]
     return [*statistics, *(f"{source}$" for source in sources)]
 
 
@@ -214,13 +227,15 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         if whole:
             return {full_layer_name: self._whole(tensors[whole[0]], full_layer_name, target, model)}
         sources = [key for key in tensors if key.endswith(".weight")]
-        matrices = {source: matrices_of(source, tensors, target) for source in self._ordered(sources, full_layer_name)}
+        matrices = {
+            source: read_matrices(source, tensors, target) for source in self._ordered(sources, full_layer_name)
+        }
         self._check_counts(full_layer_name, matrices, target)
         packed = [isinstance(one, tuple) for group in matrices.values() for one in group]
         if all(packed):
             check_kinds(full_layer_name, matrices)
             how, groups = self.how.of(full_layer_name, model), list(matrices.values())
-            return {full_layer_name: parameter_of(full_layer_name, groups, target, how, self.how.transposed)}
+            return {full_layer_name: make_parameter(full_layer_name, groups, target, how, self.how.transposed)}
         if any(packed):
             LOGGER.warning(
                 "%s: %d of %d matrices are packed in the checkpoint and the others are not; the parameter is kept in "
@@ -260,8 +275,8 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         return self.how.quantized(((expert,) for expert in whole.unbind(0)), name, model, target.dtype)
 
     def _floating(self, matrices: dict[str, list[Any]], name: str, target: Any, model: Any, kwargs: Any) -> Any:
-        floating = {source: [dense(one, target.dtype) for one in group] for source, group in matrices.items()}
-        _check_shapes(name, floating)
+        floating = {source: [to_dense_matrix(one, target.dtype) for one in group] for source, group in matrices.items()}
+        check_shapes(name, floating)
         if self.how.asked and name in self.names:
             return self.how.quantized(zip(*floating.values()), name, model, target.dtype)
         if self.before is None:
@@ -272,15 +287,6 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         for operation in self.before.operations:
             result = operation.convert(result, full_layer_name=name, model=model, **{**kwargs, **known})
         return next(iter(result.values()))
-
-
-def _check_shapes(name: str, floating: dict[str, list[Any]]) -> None:
-    for source, group in floating.items():
-        for number, matrix in enumerate(group):
-            if matrix.shape != group[0].shape:
-                raise ValueError(
-                    f"{name}: expert {number} of {source} has shape {tuple(matrix.shape)}, expert 0 {tuple(group[0].shape)}"
-                )
 
 
 def _numbered(source: str) -> str:

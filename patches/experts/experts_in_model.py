@@ -19,7 +19,7 @@ def has_packed_experts(keys: Iterable[str]) -> bool:
     return any(map(_OF_AN_EXPERT.search, keys))
 
 
-class Found(NamedTuple):
+class ExpertParameter(NamedTuple):
     """A parameter that holds the experts of one layer."""
 
     module: torch.nn.Module
@@ -38,32 +38,32 @@ class Found(NamedTuple):
         return found
 
 
-def experts_in(model: torch.nn.Module) -> Iterator[Found]:
+def find_experts(model: torch.nn.Module) -> Iterator[ExpertParameter]:
     """As many matrices in one parameter, in a module that is called experts, or that transformers treats as such."""
     for path, module in model.named_modules():
         if _is_experts(path, module):
             for name, parameter in module._parameters.items():
                 if parameter is not None and _stacks_matrices(parameter):
-                    yield Found(module, path, name)
+                    yield ExpertParameter(module, path, name)
 
 
-def in_two_dimensions(model: torch.nn.Module) -> Iterator[Found]:
+def find_two_dimensional_experts(model: torch.nn.Module) -> Iterator[ExpertParameter]:
     """Experts that cannot be quantized: the matrices of all, one below the other in one parameter (DBRX)."""
     for path, module in model.named_modules():
-        if is_two_dimensional(module):
+        if holds_two_dimensional_experts(module):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    yield Found(module, path, name)
+                    yield ExpertParameter(module, path, name)
 
 
-def is_two_dimensional(module: Any) -> bool:
+def holds_two_dimensional_experts(module: Any) -> bool:
     """Whether ``module`` holds all experts in parameters of two dimensions; a single expert is made of layers."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     return "Expert" in type(module).__name__ and bool(own) and all(p.dim() == 2 and min(p.shape) > 1 for p in own)
 
 
-def is_one(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
-    """Whether :func:`experts_in` finds the parameter ``name`` of ``model``."""
+def is_expert_parameter(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
+    """Whether :func:`find_experts` finds the parameter ``name`` of ``model``."""
     path = name.rpartition(".")[0]
     return _stacks_matrices(parameter) and _is_experts(path, model.get_submodule(path))
 
@@ -82,7 +82,7 @@ def _is_experts(path: str, module: Any) -> bool:
     return named or (hasattr(module, "is_transposed") and hasattr(module, "has_gate"))
 
 
-def converters(model: Any) -> list[Any]:
+def weight_converters(model: Any) -> list[Any]:
     """What merges the tensors of a checkpoint into parameters of ``model``, as transformers says."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -92,7 +92,7 @@ def converters(model: Any) -> list[Any]:
     return [each for each in get_model_conversion_mapping(model, add_legacy=False) if isinstance(each, WeightConverter)]
 
 
-def stacked(converter: Any) -> int:
+def count_stacked_matrices(converter: Any) -> int:
     """Into how many matrices of rows a checkpoint splits each expert of what ``converter`` makes; 0: otherwise made."""
     operations = [type(operation).__name__ for operation in converter.operations]
     dims = [getattr(operation, "dim", None) for operation in converter.operations]
@@ -104,12 +104,12 @@ def stacked(converter: Any) -> int:
     return sources if operations == ["MergeModulelist", "Concatenate"] and dims == [0, 1] else 0
 
 
-def makes(converter: Any, name: str) -> bool:
+def makes_parameter(converter: Any, name: str) -> bool:
     """Whether ``converter`` makes the parameter ``name``; one for any "weight" does not count."""
     targets = [target.removeprefix("^").removesuffix("$") for target in converter.target_patterns]
     return any(name.endswith(target) for target in targets if target != "weight")
 
 
-def matrices_of(name: str, among: list[Any]) -> int:
+def count_matrices(name: str, among: list[Any]) -> int:
     """Of how many matrices, one below the other, a checkpoint makes each expert of the parameter ``name``."""
-    return next((stacked(converter) or 1 for converter in among if makes(converter, name)), 1)
+    return next((count_stacked_matrices(converter) or 1 for converter in among if makes_parameter(converter, name)), 1)

@@ -11,57 +11,57 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..offload.offload_map import OffloadMap
-from ..quantized.quantized_experts import is_quantized
+from ..quantized.quantized_experts import is_quantized_experts
 
 if TYPE_CHECKING:
     from ..offload.weight_files import Entry, Folder, Index
-    from .experts_in_model import Found
+    from .experts_in_model import ExpertParameter
 
 _LAYOUT = "experts"
 _CHANGES = itertools.count()
 
 
-class Waiting:
+class ExpertsOnDisk:
     """Stands for experts in the map of a hook; the class itself, which copies of the map share."""
 
     device = "disk"
 
 
-def write(folder: Folder, name: str, weight: Any, file: str | None = None) -> Entry:
-    """Write ``weight``, and say how :class:`Kept` finds it; ``file``: its name, if not that of the parameter."""
+def write_experts(folder: Folder, name: str, weight: Any, file: str | None = None) -> Entry:
+    """Write ``weight``, and say how :class:`ExpertsMap` finds it; ``file``: its name, if not that of the parameter."""
     parts = {key: tensor.to("cpu") for key, tensor in weight.packed.tensors().items()}
     layout = weight.packed.layout(), weight.dtype, weight.swapped
     return {"safetensors_file": folder.write_parts(name, weight, parts, file), "weight_name": name, _LAYOUT: layout}
 
 
-class Kept(dict[str, Any]):
+class ExpertsMap(dict[str, Any]):
     """What hooks bring from memory, and the experts that ``index`` leads to."""
 
     def __init__(self, tensors: dict[str, Any], index: Index) -> None:
         waiting = [name for name, entry in index.items() if _LAYOUT in entry]
-        super().__init__({**tensors, **dict.fromkeys(waiting, Waiting)})
+        super().__init__({**tensors, **dict.fromkeys(waiting, ExpertsOnDisk)})
         self.index = index
 
     def __getitem__(self, name: str) -> Any:
         found = super().__getitem__(name)
-        return _read(self.index[name]) if found is Waiting else found
+        return _read(self.index[name]) if found is ExpertsOnDisk else found
 
     def __setitem__(self, name: str, value: Any) -> None:
         """What was merged goes to the disk again, to a file of its own: a copy of this map reads the one before."""
-        if not self.waits(name) or not is_quantized(value):
+        if not self.waits(name) or not is_quantized_experts(value):
             return super().__setitem__(name, value)
-        self.index[name] = write(self.index.folder, name, value, f"{name}.{next(_CHANGES)}")  # type: ignore[arg-type]
+        self.index[name] = write_experts(self.index.folder, name, value, f"{name}.{next(_CHANGES)}")  # type: ignore[arg-type]
         self.index.know()
 
     def waits(self, name: str) -> bool:
         """Whether the experts ``name`` are on the disk."""
-        return super().get(name) is Waiting
+        return super().get(name) is ExpertsOnDisk
 
     def read_expert(self, name: str, number: int) -> Any:
         """Read expert ``number`` of the parameter ``name`` alone; None if they do not wait on the disk."""
         from safetensors import safe_open
 
-        from .packed_experts import TABLES, Packed
+        from .packed_experts import TABLES, PackedExperts
         from .tensor import as_parameter
 
         if not self.waits(name):
@@ -73,20 +73,20 @@ class Kept(dict[str, Any]):
                 part: file.get_tensor(part) if part in TABLES else file.get_slice(part)[number : number + 1]
                 for part in file.keys()  # noqa: SIM118
             }
-        return as_parameter(Packed.laid_out(layout, tensors), dtype, swapped)
+        return as_parameter(PackedExperts.laid_out(layout, tensors), dtype, swapped)
 
 
 def _read(entry: Entry) -> Any:
     from safetensors.torch import load_file
 
-    from .packed_experts import Packed
+    from .packed_experts import PackedExperts
     from .tensor import as_parameter
 
     layout, dtype, swapped = entry[_LAYOUT]
-    return as_parameter(Packed.laid_out(layout, load_file(entry["safetensors_file"])), dtype, swapped)
+    return as_parameter(PackedExperts.laid_out(layout, load_file(entry["safetensors_file"])), dtype, swapped)
 
 
-def refuse(found: Iterable[Found], load_config: Any) -> None:
+def refuse_if_not_offloadable(found: Iterable[ExpertParameter], load_config: Any) -> None:
     """Raise if some of them are to wait on the disk and cannot, before anything is read."""
     from transformers.integrations.accelerate import get_device
 

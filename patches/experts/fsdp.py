@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..quantized.quantized_experts import is_quantized
+from ..quantized.quantized_experts import is_quantized_experts
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,9 @@ TABLES = ("code", "nested_code")
 """Alike on all ranks, and not gathered."""
 
 
-def zeros(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
+def new_zeros_of_parts(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
     """``like.new_zeros(size)``: of quantized experts packed ones, if the ranks have as many experts each."""
-    even = is_quantized(like) and size[1:] == like.shape[1:] and like.shape[0] == size[0] * ranks
+    even = is_quantized_experts(like) and size[1:] == like.shape[1:] and like.shape[0] == size[0] * ranks
     if not even or like.chosen is not None:
         made: torch.Tensor = like.new_zeros(size)
         return made
@@ -32,17 +32,17 @@ def zeros(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
     return whole
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def flatten_for_fsdp(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor.view(-1)``, which nobody reads of a tensor that has ``fsdp_pre_all_gather``."""
-    return tensor if is_quantized(tensor) else tensor.view(-1)
+    return tensor if is_quantized_experts(tensor) else tensor.view(-1)
 
 
-def to_gather(experts: QuantizedExperts) -> tuple[torch.Tensor, ...]:
+def tensors_to_gather(experts: QuantizedExperts) -> tuple[torch.Tensor, ...]:
     """What the other ranks need of this part."""
     return tuple(tensor for name, tensor in experts.packed.tensors().items() if name not in TABLES)
 
 
-def gathered(part: QuantizedExperts, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> QuantizedExperts:
+def gather_parts(part: QuantizedExperts, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> QuantizedExperts:
     """The experts of all ranks in the memory of ``tensors``."""
     own = part.packed.tensors()
     names = [name for name in own if name not in TABLES]
@@ -50,7 +50,7 @@ def gathered(part: QuantizedExperts, tensors: tuple[torch.Tensor, ...], dtype: t
     return part.like(packed=part.packed.with_tensors({**dict(zip(names, tensors)), **tables}), dtype=dtype)
 
 
-def all_gathered(experts: QuantizedExperts, *group: Any) -> Any:
+def all_gather_parts(experts: QuantizedExperts, *group: Any) -> Any:
     """The parts of all ranks, one after the other: what a full state dict asks for."""
     import torch
 
@@ -62,7 +62,7 @@ def all_gathered(experts: QuantizedExperts, *group: Any) -> Any:
     )
 
 
-def waited(experts: QuantizedExperts) -> QuantizedExperts:
+def wait_for_parts(experts: QuantizedExperts) -> QuantizedExperts:
     """As gathered, once all is there."""
     import torch
 
@@ -75,7 +75,7 @@ def _each(experts: QuantizedExperts, change: Callable[[torch.Tensor], torch.Tens
     return {n: t if n in TABLES else change(t) for n, t in experts.packed.tensors().items()}
 
 
-def scattered(outputs: list[Any], inputs: list[list[Any]], *rest: Any) -> Any:
+def scatter_parts(outputs: list[Any], inputs: list[list[Any]], *rest: Any) -> Any:
     """``scatter_`` of quantized experts: one after the other of the tensors that they hold."""
     import torch
 
@@ -89,15 +89,15 @@ def scattered(outputs: list[Any], inputs: list[list[Any]], *rest: Any) -> Any:
     return outputs, work
 
 
-def apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def split_into_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Quantized experts as the tensors that they hold, which can be broadcast and written into."""
     found: list[torch.Tensor] = []
     for tensor in tensors:
-        found += vars(tensor)["packed"].tensors().values() if is_quantized(tensor) else [tensor]
+        found += vars(tensor)["packed"].tensors().values() if is_quantized_experts(tensor) else [tensor]
     return found
 
 
-def rules() -> dict[Any, Callable[..., Any]]:
+def collective_rules() -> dict[Any, Callable[..., Any]]:
     """What collectives do with quantized experts."""
     import torch
 
@@ -107,16 +107,16 @@ def rules() -> dict[Any, Callable[..., Any]]:
 
     functional = torch.ops._c10d_functional
     found: dict[Any, Callable[..., Any]] = {
-        functional.all_gather_into_tensor.default: all_gathered,
-        functional.wait_tensor.default: waited,
-        torch.ops.c10d.scatter_.default: scattered,
+        functional.all_gather_into_tensor.default: all_gather_parts,
+        functional.wait_tensor.default: wait_for_parts,
+        torch.ops.c10d.scatter_.default: scatter_parts,
     }
     if (wrap := getattr(functional, "_wrap_tensor_autograd", None)) is not None:
-        found[wrap.default] = waited
+        found[wrap.default] = wait_for_parts
     return found
 
 
-def refuse(func: Any) -> None:
+def refuse_other_collectives(func: Any) -> None:
     """An error if ``func`` is another collective: it would write into a copy, or read before all is there."""
     if func.namespace in ("c10d", "_c10d_functional"):
         raise NotImplementedError(

@@ -10,22 +10,22 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .experts_in_model import Found
+from .experts_in_model import ExpertParameter
 
 _WEIGHT = re.compile(r"experts\.\w+_projs\.\d+\.weight\.absmax$")
 
 
-def are_in(keys: Iterable[str]) -> bool:
+def has_gpt_oss_layout(keys: Iterable[str]) -> bool:
     """Whether a checkpoint with these names has experts so."""
     return any(map(_WEIGHT.search, keys))
 
 
-def named(parameter: str) -> str:
+def matrix_name(parameter: str) -> str:
     """What the matrices of ``parameter`` are called, before their number."""
     return f"{parameter}s"
 
 
-def converters(found: list[Found]) -> list[Any]:
+def bias_converters(found: list[ExpertParameter]) -> list[Any]:
     """For the biases of the experts, and for the router."""
     from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
 
@@ -36,7 +36,7 @@ def converters(found: list[Found]) -> list[Any]:
         WeightRenaming("mlp.router.linear.", "mlp.router."),
         *(
             WeightConverter(
-                [f"experts.{named(name)}.*.bias"], f"experts.{name}_bias", operations=[MergeModulelist(dim=0)]
+                [f"experts.{matrix_name(name)}.*.bias"], f"experts.{name}_bias", operations=[MergeModulelist(dim=0)]
             )
             for name in biases
         ),

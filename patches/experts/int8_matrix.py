@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed weights, and the scales of the rows."""
     import torch
     from bitsandbytes.functional import int8_vectorwise_quant
@@ -17,12 +17,12 @@ def quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What the backward of ``Linear8bitLt`` multiplies by."""
     return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
 
-def product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, threshold: float) -> torch.Tensor:
+def multiply_int8(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, threshold: float) -> torch.Tensor:
     """``rows`` times the transposed matrix, by LLM.int8: columns of ``rows`` with outliers in floating point."""
     import torch
     from bitsandbytes.functional import int8_vectorwise_quant

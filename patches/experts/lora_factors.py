@@ -14,30 +14,30 @@ from ..process.tensor_bits import fingerprint
 
 if TYPE_CHECKING:
     from .adapted_experts import Factors
-    from .packed_experts import Packed
+    from .packed_experts import PackedExperts
     from .tensor import QuantizedExperts
 
 _KEPT = "_patches_before_merge"
 
 
-def is_quantized(layer: Any) -> bool:
+def adapts_quantized_experts(layer: Any) -> bool:
     """Whether the parameter that ``layer`` adapts is quantized experts."""
     from .tensor import QuantizedExperts
 
     return isinstance(layer.get_param(), QuantizedExperts)
 
 
-def delta(layer: Any, adapter: str) -> Any:
+def delta_weight(layer: Any, adapter: str) -> Any:
     """What ``adapter`` adds to the parameter: its factors where that is quantized, else the sum that peft forms."""
-    if not is_quantized(layer):
+    if not adapts_quantized_experts(layer):
         return layer.get_delta_weight(adapter)
     from . import adapted_rules  # noqa: F401 - says what operations do with them
     from .adapted_experts import Adapters
 
-    return Adapters([factors(layer, adapter)])
+    return Adapters([split_factors(layer, adapter)])
 
 
-def factors(layer: Any, adapter: str) -> Factors:
+def split_factors(layer: Any, adapter: str) -> Factors:
     """Views of ``lora_A`` and ``lora_B``, as (experts, rows, rank) and (experts, rank, columns) of the parameter."""
     from .adapted_experts import Factors
 
@@ -49,7 +49,7 @@ def factors(layer: Any, adapter: str) -> Factors:
     return made if getattr(layer, "_did_swap_in_out_features", False) else made.swapped()  # peft before 0.19: never
 
 
-def merged(layer: Any, adapter: str, safe: bool) -> bool:
+def merge_adapter(layer: Any, adapter: str, safe: bool) -> bool:
     """Merge ``adapter`` into quantized experts, one expert at a time; False if they are not quantized."""
     from .tensor import QuantizedExperts
 
@@ -57,7 +57,7 @@ def merged(layer: Any, adapter: str, safe: bool) -> bool:
     if not isinstance(parameter, QuantizedExperts):
         return False
     _warn()
-    new = _requantized(parameter, factors(layer, adapter), 1.0, adapter if safe else None)
+    new = _requantized(parameter, split_factors(layer, adapter), 1.0, adapter if safe else None)
     if not layer.merged_adapters:
         vars(layer)[_KEPT] = {"before": parameter.detach().to("cpu")}
     elif not _is_what_was_merged(layer, parameter.packed):
@@ -69,7 +69,7 @@ def merged(layer: Any, adapter: str, safe: bool) -> bool:
     return True
 
 
-def unmerged(layer: Any) -> bool:
+def unmerge_adapters(layer: Any) -> bool:
     """Take all merged adapters out of quantized experts; False if they are not quantized."""
     from .tensor import QuantizedExperts
 
@@ -82,18 +82,18 @@ def unmerged(layer: Any) -> bool:
     else:  # written to since, or a merged adapter was deleted, whose part stays
         _warn()
         for adapter in there:
-            parameter.data = parameter.like(packed=_requantized(parameter, factors(layer, adapter), -1.0))
+            parameter.data = parameter.like(packed=_requantized(parameter, split_factors(layer, adapter), -1.0))
     vars(layer).pop(_KEPT, None)
     layer.merged_adapters.clear()
     return True
 
 
-def _is_what_was_merged(layer: Any, packed: Packed) -> bool:
+def _is_what_was_merged(layer: Any, packed: PackedExperts) -> bool:
     kept = vars(layer).get(_KEPT)
     return kept is not None and kept["merged"] == _contents(packed)
 
 
-def _contents(packed: Packed) -> list[int]:
+def _contents(packed: PackedExperts) -> list[int]:
     """A fingerprint of each tensor."""
     return [fingerprint(tensor) for tensor in packed.tensors().values()]
 
@@ -106,16 +106,16 @@ def _warn() -> None:
     )
 
 
-def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, checked: str | None = None) -> Packed:
+def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, checked: str | None = None) -> PackedExperts:
     """Experts plus ``adapter``, quantized as they are. ``checked``: the name of an adapter that may be broken."""
-    from .quantize import How, packed_matrices
+    from .quantize import QuantizationConfig, packed_matrices
 
     adapter = adapter.swapped() if experts.swapped else adapter
-    new = packed_matrices(_added(experts.packed, adapter, sign, checked), How.of_packed(experts.packed))
+    new = packed_matrices(_added(experts.packed, adapter, sign, checked), QuantizationConfig.of_packed(experts.packed))
     return replace(new, kind=replace(new.kind, transposed=experts.packed.kind.transposed))
 
 
-def _added(packed: Packed, adapter: Factors, sign: float, checked: str | None) -> Iterator[Sequence[Any]]:
+def _added(packed: PackedExperts, adapter: Factors, sign: float, checked: str | None) -> Iterator[Sequence[Any]]:
     """The matrices of one expert after the other in floating point, with ``adapter`` added."""
     import torch
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 TABLES = ("code", "nested_code")
 """Tensors that all experts share."""
-AT_ONCE = 2**25
+VALUES_AT_ONCE = 2**25
 """Bytes of experts that an accelerator dequantizes in one kernel: starting one for each takes longer than it runs."""
 Layout = tuple[tuple[tuple[tuple[int, int], tuple[str, ...]], ...], tuple[Any, ...]]
-"""For each part its shape and the names of its tensors; the fields of :class:`Kind`."""
+"""For each part its shape and the names of its tensors; the fields of :class:`QuantizationKind`."""
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedMatrix:
     """One matrix of each expert: its packed weights and statistics, stacked over the experts."""
 
     shape: tuple[int, int]
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Kind:
+class QuantizationKind:
     """How the experts of one parameter are quantized: the same for each of them."""
 
     quant_type: str
@@ -68,21 +68,23 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedExperts:
     """The experts of one parameter. ``code`` and ``nested_code`` are the tables that packed values in 4 bits are read by."""
 
-    parts: tuple[Part, ...]
-    kind: Kind
+    parts: tuple[PackedMatrix, ...]
+    kind: QuantizationKind
     code: torch.Tensor | None = None
     nested_code: torch.Tensor | None = None
 
     @classmethod
-    def of_states(cls, matrices: Sequence[Sequence[tuple[torch.Tensor, QuantState]]]) -> Packed:
+    def of_states(cls, matrices: Sequence[Sequence[tuple[torch.Tensor, QuantState]]]) -> PackedExperts:
         """From what ``quantize_4bit`` or a checkpoint gives: for each part a list over the experts."""
         parts = tuple(map(_part, matrices))
         state: Any = matrices[0][0][1]
         double = state.state2
-        kind = Kind(state.quant_type, state.blocksize, state.dtype, double.blocksize if state.nested else 256)
+        kind = QuantizationKind(
+            state.quant_type, state.blocksize, state.dtype, double.blocksize if state.nested else 256
+        )
         return cls(parts, kind, state.code, double.code if state.nested else None)
 
     @classmethod
@@ -91,15 +93,15 @@ class Packed:
         matrices: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
         dtype: torch.dtype,
         threshold: float | None,
-    ) -> Packed:
+    ) -> PackedExperts:
         """From INT8 matrices and the scales of their rows: for each part a list over the experts."""
         import torch
 
         parts = []
         for group in matrices:
             codes, scales = (torch.stack(tensors) for tensors in zip(*group))
-            parts.append(Part((codes.shape[1], codes.shape[2]), codes, scales))
-        return cls(tuple(parts), Kind("int8", 0, dtype, threshold=threshold))
+            parts.append(PackedMatrix((codes.shape[1], codes.shape[2]), codes, scales))
+        return cls(tuple(parts), QuantizationKind("int8", 0, dtype, threshold=threshold))
 
     @property
     def count(self) -> int:
@@ -126,9 +128,9 @@ class Packed:
         tables = {"code": self.code, "nested_code": self.nested_code}
         return {**found, **{name: tensor for name, tensor in tables.items() if tensor is not None}}
 
-    def with_tensors(self, tensors: dict[str, torch.Tensor]) -> Packed:
+    def with_tensors(self, tensors: dict[str, torch.Tensor]) -> PackedExperts:
         """The same experts in other tensors, named as :meth:`tensors` names them."""
-        return Packed.laid_out(self.layout(), tensors)
+        return PackedExperts.laid_out(self.layout(), tensors)
 
     def layout(self) -> Layout:
         """All but the tensors, in plain values."""
@@ -136,23 +138,24 @@ class Packed:
         return parts, astuple(self.kind)
 
     @classmethod
-    def laid_out(cls, layout: Layout, tensors: dict[str, torch.Tensor]) -> Packed:
+    def laid_out(cls, layout: Layout, tensors: dict[str, torch.Tensor]) -> PackedExperts:
         """From what :meth:`layout` and :meth:`tensors` give."""
         shapes, kind = layout
         parts = tuple(
-            Part(shape, **{name: tensors[f"{name}_{i}"] for name in names}) for i, (shape, names) in enumerate(shapes)
+            PackedMatrix(shape, **{name: tensors[f"{name}_{i}"] for name in names})
+            for i, (shape, names) in enumerate(shapes)
         )
-        return cls(parts, Kind(*kind), tensors.get("code"), tensors.get("nested_code"))
+        return cls(parts, QuantizationKind(*kind), tensors.get("code"), tensors.get("nested_code"))
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedExperts:
         """With ``change`` made to each tensor."""
         return self.with_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
 
-    def only(self, experts: Any) -> Packed:
+    def only(self, experts: Any) -> PackedExperts:
         """The experts at ``experts``: a slice, or a tensor of indices."""
         return self.with_tensors({n: t if n in TABLES else t[experts] for n, t in self.tensors().items()})
 
-    def state(self, part: Part, expert: int) -> QuantState:
+    def state(self, part: PackedMatrix, expert: int) -> QuantState:
         """The quantization state of one matrix in 4 bits, as ``Linear4bit`` has it."""
         import torch
         from bitsandbytes.functional import QuantState
@@ -188,18 +191,20 @@ class Packed:
 
         dtype = dtype or self.kind.dtype
         if self.kind.int8:
-            matrices = [int8_matrix.dequantized(part.codes[expert], part.absmax[expert], dtype) for part in self.parts]
+            matrices = [
+                int8_matrix.dequantize_rows(part.codes[expert], part.absmax[expert], dtype) for part in self.parts
+            ]
         elif len(self.parts) > 1 and self._in_whole_blocks():
             return self._joined([expert])[0].to(dtype)
         else:
             matrices = [dequantize_4bit(codes, state).to(dtype) for codes, state in self.matrices(expert)]
-        return matrices[0] if len(matrices) == 1 else joined(matrices, torch.cat)
+        return matrices[0] if len(matrices) == 1 else join_matrices(matrices, torch.cat)
 
     def dequantize_each(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """One after the other, as :meth:`dequantize`. An accelerator dequantizes several at once, up to :data:`AT_ONCE`."""
+        """One after the other, as :meth:`dequantize`. An accelerator dequantizes several at once, up to :data:`VALUES_AT_ONCE`."""
         size = self.shape[1] * self.shape[2] * self.kind.dtype.itemsize
         several = self.device.type != "cpu" and not self.kind.int8 and self._in_whole_blocks()
-        count = max(1, AT_ONCE // size) if several else 1
+        count = max(1, VALUES_AT_ONCE // size) if several else 1
         for first in range(0, len(experts), count):
             if count > 1:
                 yield from self._joined(experts[first : first + count]).to(dtype)
@@ -215,8 +220,8 @@ class Packed:
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         kind = self.kind
-        codes = joined([_at(part.codes, experts) for part in self.parts], _side_by_side)
-        absmax = joined([self._block_absmax(part, experts) for part in self.parts], _side_by_side)
+        codes = join_matrices([_at(part.codes, experts) for part in self.parts], _side_by_side)
+        absmax = join_matrices([self._block_absmax(part, experts) for part in self.parts], _side_by_side)
         state = QuantState(
             absmax=absmax.flatten(),
             shape=torch.Size((len(experts) * self.shape[1], self.shape[2])),
@@ -228,7 +233,7 @@ class Packed:
         whole: torch.Tensor = dequantize_4bit(codes.view(-1, 1), state)
         return whole.view(len(experts), *self.shape[1:])
 
-    def _block_absmax(self, part: Part, experts: Sequence[int]) -> torch.Tensor:
+    def _block_absmax(self, part: PackedMatrix, experts: Sequence[int]) -> torch.Tensor:
         """The absmax of each block in floating point: (experts, blocks)."""
         absmax = _at(part.absmax, experts)
         if part.offset is None or part.nested_absmax is None:
@@ -261,7 +266,7 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), 1)
 
 
-def joined(matrices: Sequence[torch.Tensor], how: Callable[..., torch.Tensor]) -> torch.Tensor:
+def join_matrices(matrices: Sequence[torch.Tensor], how: Callable[..., torch.Tensor]) -> torch.Tensor:
     """``how`` (cat or stack) of ``matrices``; where autocast is on for another dtype of 16 bits it would raise an error."""
     import torch
 
@@ -269,7 +274,7 @@ def joined(matrices: Sequence[torch.Tensor], how: Callable[..., torch.Tensor]) -
         return how(matrices)
 
 
-def _part(matrices: Sequence[tuple[torch.Tensor, Any]]) -> Part:
+def _part(matrices: Sequence[tuple[torch.Tensor, Any]]) -> PackedMatrix:
     import torch
 
     states = [state for _, state in matrices]
@@ -277,6 +282,8 @@ def _part(matrices: Sequence[tuple[torch.Tensor, Any]]) -> Part:
     codes = torch.stack([codes.reshape(-1) for codes, _ in matrices])
     absmax = torch.stack([state.absmax for state in states])
     if not states[0].nested:
-        return Part((rows, columns), codes, absmax)
+        return PackedMatrix((rows, columns), codes, absmax)
     nested = torch.stack([state.state2.absmax for state in states])
-    return Part((rows, columns), codes, absmax, nested, torch.stack([s.offset.float().reshape(()) for s in states]))
+    return PackedMatrix(
+        (rows, columns), codes, absmax, nested, torch.stack([s.offset.float().reshape(()) for s in states])
+    )

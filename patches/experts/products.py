@@ -13,15 +13,15 @@ import torch
 from . import compiled_products
 from .quantized_tensor import RULES, QuantizedExperts
 from .row_products import make_room, multiply_by_choice, multiply_by_expert, multiply_by_group
-from .views import aten, rule, transposed
+from .views import aten, register_rule, transpose_matrices
 
 
-@rule(aten.mm.default)
-def mm(left: torch.Tensor, right: torch.Tensor) -> Any:
+@register_rule(aten.mm.default)
+def multiply_matrices(left: torch.Tensor, right: torch.Tensor) -> Any:
     if _is_one(right) and not isinstance(left, QuantizedExperts):
         return multiply_by_expert(left, right, right.chosen)
     if _is_one(left) and not isinstance(right, QuantizedExperts) and left.packed.kind.int8:
-        return mm(right.t(), transposed(left)).t()
+        return multiply_matrices(right.t(), transpose_matrices(left)).t()
     return torch.mm(_dense(left), _dense(right))
 
 
@@ -29,12 +29,12 @@ def _is_one(tensor: torch.Tensor) -> TypeGuard[QuantizedExperts]:
     return isinstance(tensor, QuantizedExperts) and isinstance(tensor.chosen, int)
 
 
-@rule(aten.addmm.default)
-def addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **scales: Any) -> Any:
+@register_rule(aten.addmm.default)
+def add_product(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **scales: Any) -> Any:
     if isinstance(bias, QuantizedExperts):
         return NotImplemented
     if _is_one(right) and right.packed.kind.int8 and not scales:
-        return bias + mm(left, right)
+        return bias + multiply_matrices(left, right)
     return torch.addmm(bias, _dense(left), _dense(right), **scales)
 
 
@@ -43,8 +43,8 @@ def _dense(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.dequantize() if isinstance(matrix, QuantizedExperts) else matrix
 
 
-@rule(aten.bmm.default)
-def bmm(left: torch.Tensor, right: torch.Tensor) -> Any:
+@register_rule(aten.bmm.default)
+def multiply_batches(left: torch.Tensor, right: torch.Tensor) -> Any:
     """(n, rows, in) @ (n, in, out), either side the experts."""
     if isinstance(left, QuantizedExperts) and isinstance(right, QuantizedExperts):
         return NotImplemented
@@ -57,7 +57,7 @@ def bmm(left: torch.Tensor, right: torch.Tensor) -> Any:
 def _each(experts: QuantizedExperts, other: torch.Tensor, left: bool) -> torch.Tensor:
     """Every expert with its own matrix of ``other``."""
     if left and experts.packed.kind.int8:
-        return _each(transposed(experts), other.transpose(1, 2), left=False).transpose(1, 2)
+        return _each(transpose_matrices(experts), other.transpose(1, 2), left=False).transpose(1, 2)
     out = make_room(experts, other, left)
     for number in range(experts.shape[0]):
         if experts.packed.kind.int8:
@@ -73,8 +73,8 @@ def _chosen(experts: QuantizedExperts, other: torch.Tensor, left: bool) -> torch
     assert isinstance(experts.chosen, torch.Tensor)
     if left:  # (w @ x).T = x.T @ w.T
         return _chosen(experts.like(swapped=not experts.swapped), other.transpose(1, 2), left=False).transpose(1, 2)
-    if compiled_products.traced(other, experts.chosen):
-        return compiled_products.product(other, experts.chosen, experts, grouped=False)
+    if compiled_products.is_traced(other, experts.chosen):
+        return compiled_products.call_operator(other, experts.chosen, experts, grouped=False)
     return multiply_by_choice(other, experts)
 
 
@@ -86,8 +86,8 @@ def grouped_mm(
     if not fits or offs is None or bias is not None:
         return NotImplemented
     assert isinstance(experts, QuantizedExperts)
-    if compiled_products.traced(rows, offs) and experts.chosen is None:
-        out = compiled_products.product(rows, offs, experts, grouped=True)
+    if compiled_products.is_traced(rows, offs) and experts.chosen is None:
+        out = compiled_products.call_operator(rows, offs, experts, grouped=True)
     else:
         out = multiply_by_group(rows, experts, offs)
     return out if out_dtype is None else out.to(out_dtype)
@@ -97,19 +97,22 @@ if hasattr(aten, "_grouped_mm"):  # since torch 2.7
     RULES[aten._grouped_mm.default] = grouped_mm
 
 
-def know_transformers() -> None:
+def register_transformers_operators() -> None:
     """Its own operator for grouped products, where torch has none; transformers defines it when it is imported."""
-    for name, function in (("grouped_mm_fallback", fallback), ("grouped_mm_fallback_backward", fallback_backward)):
+    for name, function in (
+        ("grouped_mm_fallback", grouped_mm_fallback),
+        ("grouped_mm_fallback_backward", grouped_mm_fallback_backward),
+    ):
         operator = getattr(torch.ops.transformers, name, None)
         if operator is not None:
             RULES[operator.default] = function
 
 
-def fallback(rows: torch.Tensor, experts: Any, offs: torch.Tensor) -> Any:
+def grouped_mm_fallback(rows: torch.Tensor, experts: Any, offs: torch.Tensor) -> Any:
     return grouped_mm(rows, experts, offs)
 
 
-def fallback_backward(rows: torch.Tensor, experts: Any, offs: torch.Tensor, gradient: torch.Tensor) -> Any:
+def grouped_mm_fallback_backward(rows: torch.Tensor, experts: Any, offs: torch.Tensor, gradient: torch.Tensor) -> Any:
     """The gradient of the rows; that of packed weights, which nobody asks for, takes no memory."""
     if not isinstance(experts, QuantizedExperts):
         return NotImplemented

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config import skip_list
 from ..process import malloc_trim
 from . import int8_matrix
-from .experts_in_model import Found, converters, experts_in, in_two_dimensions, matrices_of
-from .packed_experts import Packed
+from .experts_in_model import (
+    ExpertParameter,
+    count_matrices,
+    find_experts,
+    find_two_dimensional_experts,
+    weight_converters,
+)
+from .packed_experts import PackedExperts
 
 if TYPE_CHECKING:
     import torch
 
 
-class How(NamedTuple):
+class QuantizationConfig(NamedTuple):
     """What a ``BitsAndBytesConfig`` says of quantized weights."""
 
     quant_type: str
@@ -27,14 +33,14 @@ class How(NamedTuple):
     """Of 4 bits; None: the default of bitsandbytes."""
 
     @classmethod
-    def of_packed(cls, packed: Packed) -> How:
+    def of_packed(cls, packed: PackedExperts) -> QuantizationConfig:
         """As ``packed`` was quantized."""
         kind = packed.kind
         codes = packed.parts[0].codes
         return cls(kind.quant_type, packed.nested_code is not None, codes.dtype, kind.threshold, kind.blocksize)
 
     @classmethod
-    def said_by(cls, config: Any) -> How:
+    def said_by(cls, config: Any) -> QuantizationConfig:
         """As ``config`` says; an error if it asks for neither 4 bits nor INT8."""
         import torch
 
@@ -59,7 +65,7 @@ class How(NamedTuple):
         blocksize = self.blocksize or 64
         return 0.5 + (1 + 4 / 256 if self.double else 4) / blocksize
 
-    def of(self, module: Any) -> How:
+    def of(self, module: Any) -> QuantizationConfig:
         """Of the experts in ``module``.
 
         LLM.int8 multiplies by matrices whose rows are what comes out: transformers says of which experts they are.
@@ -67,30 +73,34 @@ class How(NamedTuple):
         return self if getattr(module, "is_transposed", True) is False else self._replace(threshold=None)
 
 
-def packed(experts: Iterable[torch.Tensor], count: int, how: How) -> Packed:
+def quantize_and_pack(experts: Iterable[torch.Tensor], count: int, how: QuantizationConfig) -> PackedExperts:
     """``experts`` (rows, columns) one after the other, each in ``count`` matrices of as many rows."""
     each = (expert.chunk(count) if count > 1 else (expert,) for expert in experts)
     return packed_matrices(each, how)
 
 
-def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: How) -> Packed:
+def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: QuantizationConfig) -> PackedExperts:
     """Each expert as its matrices."""
     found: list[list[Any]] = []
     for matrices in experts:
         found = found or [[] for _ in matrices]
         for states, matrix in zip(found, matrices):
             states.append(_packed_matrix(matrix.detach(), how))
-            malloc_trim.quantized(states[-1][0])
+            malloc_trim.trim_after_quantizing(states[-1][0])
             dtype = matrix.dtype
-    return Packed.of_scales(found, dtype, how.threshold) if how.quant_type == "int8" else Packed.of_states(found)
+    return (
+        PackedExperts.of_scales(found, dtype, how.threshold)
+        if how.quant_type == "int8"
+        else PackedExperts.of_states(found)
+    )
 
 
-def _packed_matrix(matrix: torch.Tensor, how: How) -> Any:
+def _packed_matrix(matrix: torch.Tensor, how: QuantizationConfig) -> Any:
     """Packed weights, and their quantization state or scales."""
     from bitsandbytes.functional import quantize_4bit
 
     if how.quant_type == "int8":
-        return int8_matrix.quantized(matrix)
+        return int8_matrix.quantize_rows(matrix)
     options: dict[str, Any] = {} if how.blocksize is None else {"blocksize": how.blocksize}
     return quantize_4bit(
         matrix.contiguous(),
@@ -101,24 +111,24 @@ def _packed_matrix(matrix: torch.Tensor, how: How) -> Any:
     )
 
 
-def wanted(model: Any) -> tuple[list[Found], How]:
+def experts_to_quantize(model: Any) -> tuple[list[ExpertParameter], QuantizationConfig]:
     """The experts of a loaded model that its configuration asks to quantize, and how; an error if they cannot be."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         raise ValueError(_not_quantized(model))
-    how = How.said_by(quantizer.quantization_config)
-    found = [one for one in experts_in(model) if is_wanted(one.full_name, quantizer)]
+    how = QuantizationConfig.said_by(quantizer.quantization_config)
+    found = [one for one in find_experts(model) if is_to_be_quantized(one.full_name, quantizer)]
     if not found:
-        raise ValueError(none_in(model))
+        raise ValueError(reason_for_none(model))
     for one in found:
         _check(one)
     return found, how
 
 
-def none_in(model: Any) -> str:
+def reason_for_none(model: Any) -> str:
     """Why no experts of ``model`` are quantized."""
     what = type(model).__name__
-    if flat := [one.full_name for one in in_two_dimensions(model)]:
+    if flat := [one.full_name for one in find_two_dimensional_experts(model)]:
         more = f" and {len(flat) - 1} more" if len(flat) > 1 else ""
         return (
             f"the experts of this {what} cannot be quantized and stay as they are: it keeps them in parameters of two "
@@ -144,7 +154,7 @@ def _not_quantized(model: Any) -> str:
     )
 
 
-def is_wanted(name: str, quantizer: Any) -> bool:
+def is_to_be_quantized(name: str, quantizer: Any) -> bool:
     """Whether ``llm_int8_skip_modules``, or what transformers has instead, leaves the parameter ``name`` to us.
 
     A name skips what its components stand in, as for linear layers (docs/asked.md); transformers asks for a beginning or
@@ -154,10 +164,10 @@ def is_wanted(name: str, quantizer: Any) -> bool:
 
     asked = quantizer.quantization_config.llm_int8_skip_modules or ()
     known = getattr(quantizer, "modules_to_not_convert", None)
-    return bool(should_convert_module(name, known)) and not any(skip_list.root(name, each) for each in asked)
+    return bool(should_convert_module(name, known)) and not any(skip_list.path_up_to(name, each) for each in asked)
 
 
-def _check(one: Found) -> None:
+def _check(one: ExpertParameter) -> None:
     import torch
 
     parameter = one.parameter
@@ -174,13 +184,13 @@ def quantize_model(model: Any) -> list[str]:
     """Quantize the experts of a loaded model, all or none; the names of those that were."""
     from .tensor import QuantizedExperts, as_parameter
 
-    found, how = wanted(model)
-    known = converters(model)
+    found, how = experts_to_quantize(model)
+    known = weight_converters(model)
     new: dict[int, Any] = {}
     for one in found:
         parameter = one.parameter
         if id(parameter) not in new and not isinstance(parameter, QuantizedExperts):
-            experts = packed(parameter.unbind(0), matrices_of(one.full_name, known), how.of(one.module))
+            experts = quantize_and_pack(parameter.unbind(0), count_matrices(one.full_name, known), how.of(one.module))
             new[id(parameter)] = as_parameter(experts, parameter.dtype)
     for one in found:
         if id(one.parameter) in new:

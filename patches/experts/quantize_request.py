@@ -12,12 +12,12 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _ASKED: contextvars.ContextVar[bool] = contextvars.ContextVar("bnb_patches_quantize_experts", default=False)
 
 
-def now() -> bool:
+def is_requested() -> bool:
     """Here, in this thread."""
-    return _ASKED.get() or by_environment()
+    return _ASKED.get() or requested_by_environment()
 
 
-def by_environment() -> bool:
+def requested_by_environment() -> bool:
     """``PATCHES_QUANTIZE_EXPERTS=1``; an error for what is neither on nor off."""
     value = os.environ.get(VARIABLE, "").strip().lower()
     if value not in ("", *_YES, *_NO):
@@ -26,7 +26,7 @@ def by_environment() -> bool:
 
 
 @contextlib.contextmanager
-def inside() -> Iterator[None]:
+def requested() -> Iterator[None]:
     """Asked for until the end of the ``with``."""
     token = _ASKED.set(True)
     try:

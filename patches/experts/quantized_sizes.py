@@ -11,30 +11,30 @@ from typing import Any
 
 from ..config.quantizers import is_bitsandbytes
 from . import quantize_request
-from .experts_in_model import has_packed_experts, is_one
+from .experts_in_model import has_packed_experts, is_expert_parameter
 
 _PACKED = "_patches_packed_experts"
 """Of a quantizer: whether the checkpoint that it reads has experts packed."""
 
 
-def noted(quantizer: Any, keys: Callable[[], Iterable[str]]) -> Any:
+def record_packed_experts(quantizer: Any, keys: Callable[[], Iterable[str]]) -> Any:
     """``quantizer``, which knows then whether the checkpoint with the tensors ``keys()`` has experts packed."""
     if getattr(quantizer, "pre_quantized", False) and is_bitsandbytes(quantizer):
         vars(quantizer)[_PACKED] = has_packed_experts(keys())
     return quantizer
 
 
-def of_element(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
+def bytes_of_element(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
     """Bytes of a number of ``parameter``; of experts that will be quantized with their statistics."""
-    if parameter.dim() == 3 and _quantizes(quantizer) and is_one(model, name, parameter):
-        from .quantize import How, is_wanted
+    if parameter.dim() == 3 and _quantizes(quantizer) and is_expert_parameter(model, name, parameter):
+        from .quantize import QuantizationConfig, is_to_be_quantized
 
-        if is_wanted(name, quantizer):
-            return How.said_by(quantizer.quantization_config).bytes(parameter.shape[2])
+        if is_to_be_quantized(name, quantizer):
+            return QuantizationConfig.said_by(quantizer.quantization_config).bytes(parameter.shape[2])
     return float(parameter.element_size())
 
 
 def _quantizes(quantizer: Any) -> bool:
     if not is_bitsandbytes(quantizer) or getattr(quantizer.quantization_config, "llm_int8_has_fp16_weight", False):
         return False
-    return bool(vars(quantizer).get(_PACKED)) or quantize_request.now()
+    return bool(vars(quantizer).get(_PACKED)) or quantize_request.is_requested()

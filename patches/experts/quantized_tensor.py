@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..process import tracing
 from . import fsdp
-from .dense_operations import went_dense
-from .packed_experts import Packed, joined
+from .dense_operations import record_dense_operation
+from .packed_experts import PackedExperts, join_matrices
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -31,7 +31,7 @@ FUNCTIONS: dict[Any, Rule] = {}
 class QuantizedExperts(torch.Tensor):
     """All experts of one parameter, or one of them, or a choice: (experts, rows, columns) or (rows, columns)."""
 
-    packed: Packed
+    packed: PackedExperts
     chosen: int | torch.Tensor | None
     """None: all. A number: one. A tensor: a choice with repetitions, as ``experts[ids]`` makes."""
     swapped: bool
@@ -44,7 +44,7 @@ class QuantizedExperts(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        packed: Packed | QuantizedExperts,
+        packed: PackedExperts | QuantizedExperts,
         chosen: int | torch.Tensor | None = None,
         swapped: bool = False,
         dtype: torch.dtype | None = None,
@@ -74,7 +74,7 @@ class QuantizedExperts(torch.Tensor):
     def like(self, **changed: Any) -> QuantizedExperts:
         """Another view of the same packed weights."""
         now = {"packed": self.packed, "chosen": self.chosen, "swapped": self.swapped, "dtype": self.dtype}
-        return of_packed(**{**now, **changed})
+        return make_experts(**{**now, **changed})
 
     def numbers(self) -> list[int]:
         """Which experts the first dimension holds, in its order."""
@@ -98,7 +98,7 @@ class QuantizedExperts(torch.Tensor):
         """What it stands for, in floating point, whole."""
         if isinstance(self.chosen, int):
             return self.expert(self.chosen)
-        return joined([self.expert(number) for number in self.numbers()], torch.stack)
+        return join_matrices([self.expert(number) for number in self.numbers()], torch.stack)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -147,19 +147,19 @@ class QuantizedExperts(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> QuantizedExperts:
         layout, chosen, swapped, dtype, _ = meta
-        return of_packed(Packed.laid_out(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
+        return make_experts(PackedExperts.laid_out(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], None]:
         """What FSDP2 gathers of the part of a rank."""
-        return fsdp.to_gather(self), None
+        return fsdp.tensors_to_gather(self), None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The experts of all ranks. ``out`` has been made of the same memory, which FSDP2 has filled again."""
-        return None if out is not None else (fsdp.gathered(self, all_gather_outputs, param_dtype), ())
+        return None if out is not None else (fsdp.gather_parts(self, all_gather_outputs, param_dtype), ())
 
     def __getattr__(self, name: str) -> Any:
         tensors = vars(self)["packed"].tensors() if "packed" in vars(self) else {}
@@ -180,7 +180,7 @@ class QuantizedExperts(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    @tracing.never  # outside of a graph; it makes tensors that have no packed weights yet
+    @tracing.never_compile  # outside of a graph; it makes tensors that have no packed weights yet
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -189,7 +189,7 @@ class QuantizedExperts(torch.Tensor):
         result = rule(*args, **kwargs) if rule is not None else NotImplemented
         if result is NotImplemented and rule is None:  # in inference mode nothing has taken it apart yet
             result = func.decompose(*args, **kwargs)
-        return in_floating_point(func, args, kwargs) if result is NotImplemented else result
+        return run_dequantized(func, args, kwargs) if result is NotImplemented else result
 
 
 class Experts4bit(QuantizedExperts):
@@ -200,20 +200,20 @@ class Experts8bit(QuantizedExperts):
     """Experts in INT8."""
 
 
-def of_packed(packed: Packed, *args: Any, **kwargs: Any) -> QuantizedExperts:
+def make_experts(packed: PackedExperts, *args: Any, **kwargs: Any) -> QuantizedExperts:
     """The class that ``packed`` is quantized for."""
     return (Experts8bit if packed.kind.int8 else Experts4bit)(packed, *args, **kwargs)
 
 
-def in_floating_point(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``func`` on dequantized experts; an error if it would write into them."""
     _refuse_writes(func, args, kwargs)
-    fsdp.refuse(func)
+    fsdp.refuse_other_collectives(func)
 
     def dense(value: Any) -> Any:
         if not isinstance(value, QuantizedExperts):
             return value
-        went_dense(str(func), value)
+        record_dense_operation(str(func), value)
         return value.dequantize()
 
     with _no_inference_tensor() if _is_view(func) else contextlib.nullcontext():

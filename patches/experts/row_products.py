@@ -16,7 +16,7 @@ def multiply_by_expert(rows: torch.Tensor, experts: QuantizedExperts, number: An
     threshold = experts.packed.kind.threshold
     if threshold is None or not _in_int8(rows.dtype, experts):
         return torch.mm(rows, experts.expert(number))
-    out = [int8_matrix.product(rows, p.codes[number], p.absmax[number], threshold) for p in experts.packed.parts]
+    out = [int8_matrix.multiply_int8(rows, p.codes[number], p.absmax[number], threshold) for p in experts.packed.parts]
     return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 

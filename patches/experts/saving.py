@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from . import gpt_oss_layout
-from .experts_in_model import converters, makes, stacked
-from .packed_experts import Packed
+from .experts_in_model import count_stacked_matrices, makes_parameter, weight_converters
+from .packed_experts import PackedExperts
 from .tensor import QuantizedExperts
 
 State = dict[str, Any]
@@ -24,19 +24,19 @@ def without_ties(remove: Callable[[State, Any], State], state: State, model: Any
     return {**remove(rest, model), **experts} if experts else remove(state, model)
 
 
-def reverted(revert: Callable[[Any, State], State], model: Any, state: State) -> State:
+def revert_conversion(revert: Callable[[Any, State], State], model: Any, state: State) -> State:
     """``revert_weight_conversion``; quantized experts become packed weights and statistics, matrix by matrix."""
     experts = {name: value for name, value in state.items() if isinstance(value, QuantizedExperts)}
     if not experts:
         return revert(model, state)
     found = revert(model, {name: value for name, value in state.items() if name not in experts})
     for name, value in experts.items():
-        for weight, (expert, part) in names(revert, model, name, value).items():
+        for weight, (expert, part) in checkpoint_names(revert, model, name, value).items():
             found.update(_entries(value.packed, expert, part, weight))
     return found
 
 
-def _entries(packed: Packed, expert: int, part: int, weight: str) -> State:
+def _entries(packed: PackedExperts, expert: int, part: int, weight: str) -> State:
     """One matrix as ``Linear4bit`` or ``Linear8bitLt`` is saved."""
     if packed.kind.int8:
         here, layer = packed.parts[part], weight.removesuffix("weight")
@@ -50,7 +50,7 @@ def _entries(packed: Packed, expert: int, part: int, weight: str) -> State:
     }
 
 
-def names(
+def checkpoint_names(
     revert: Callable[[Any, State], State], model: Any, name: str, experts: QuantizedExperts
 ) -> dict[str, tuple[int, int]]:
     """The name of each matrix in a checkpoint, with the number of its expert and of the part.
@@ -59,8 +59,8 @@ def names(
     """
     count, parts = experts.packed.count, experts.packed.parts
     if experts.swapped:  # read from linear layers, and saved as such
-        return {f"{gpt_oss_layout.named(name)}.{expert}.weight": (expert, 0) for expert in range(count)}
-    if any(makes(each, name) and not stacked(each) for each in converters(model)):
+        return {f"{gpt_oss_layout.matrix_name(name)}.{expert}.weight": (expert, 0) for expert in range(count)}
+    if any(makes_parameter(each, name) and not count_stacked_matrices(each) for each in weight_converters(model)):
         # The checkpoint's own tensors are made otherwise.
         return {f"{name}.{expert}.weight": (expert, 0) for expert in range(count)}
     rows = torch.cat([torch.full((part.shape[0],), i) for i, part in enumerate(parts)])

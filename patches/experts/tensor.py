@@ -8,27 +8,35 @@ from typing import Any
 import torch
 
 from . import products
-from .packed_experts import Layout, Packed
-from .quantized_tensor import Experts4bit, Experts8bit, QuantizedExperts, of_packed
+from .packed_experts import Layout, PackedExperts
+from .quantized_tensor import Experts4bit, Experts8bit, QuantizedExperts, make_experts
 
-__all__ = ["Experts4bit", "Experts8bit", "QuantizedExperts", "as_parameter", "of_packed", "products", "rebuilt"]
+__all__ = [
+    "Experts4bit",
+    "Experts8bit",
+    "QuantizedExperts",
+    "as_parameter",
+    "make_experts",
+    "products",
+    "rebuild_from_pickle",
+]
 
 _IN_FILES_OF_1_1 = "bnb_patches.repairs.helpers.experts.tensor.rebuilt"
 
 
-def as_parameter(packed: Packed, dtype: torch.dtype | None = None, swapped: bool = False) -> torch.nn.Parameter:
+def as_parameter(packed: PackedExperts, dtype: torch.dtype | None = None, swapped: bool = False) -> torch.nn.Parameter:
     """The parameter that a module of experts holds; ``dtype`` is the one that it shows."""
     packed = replace(packed, kind=replace(packed.kind, transposed=swapped))
-    return torch.nn.Parameter(of_packed(packed, swapped=swapped, dtype=dtype), requires_grad=False)
+    return torch.nn.Parameter(make_experts(packed, swapped=swapped, dtype=dtype), requires_grad=False)
 
 
-def rebuilt(
+def rebuild_from_pickle(
     layout: Layout, tensors: dict[str, torch.Tensor], chosen: Any, swapped: bool, dtype: torch.dtype, parameter: bool
 ) -> torch.Tensor:
     """What a pickle calls; its arguments are plain, so that ``torch.load(weights_only=True)`` reads them."""
-    tensor = of_packed(Packed.laid_out(layout, tensors), chosen, swapped, dtype)
+    tensor = make_experts(PackedExperts.laid_out(layout, tensors), chosen, swapped, dtype)
     return torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
 
 
-QuantizedExperts.rebuild = staticmethod(rebuilt)
-torch.serialization.add_safe_globals([rebuilt, (rebuilt, _IN_FILES_OF_1_1)])
+QuantizedExperts.rebuild = staticmethod(rebuild_from_pickle)
+torch.serialization.add_safe_globals([rebuild_from_pickle, (rebuild_from_pickle, _IN_FILES_OF_1_1)])

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..quantized.four_bit import quant_states
-from ..quantized.quantized_experts import is_quantized
-from .experts_in_model import in_two_dimensions
+from ..quantized.quantized_experts import is_quantized_experts
+from .experts_in_model import find_two_dimensional_experts
 
 if TYPE_CHECKING:
     import torch
 
-WORTH_A_WORD = 0.1
+SHARE_TO_REPORT = 0.1
 """The share of the model's parameters from which on it matters."""
 
 
-class Experts(NamedTuple):
+class UnquantizedExperts(NamedTuple):
     """Those of one model, and how much of it they are."""
 
     tensors: dict[str, torch.Tensor]
@@ -43,14 +43,14 @@ class Experts(NamedTuple):
         return first if len(self.tensors) == 1 else f"{first} and {len(self.tensors) - 1} more"
 
 
-def left_in(model: torch.nn.Module) -> Experts | None:
+def find_unquantized_experts(model: torch.nn.Module) -> UnquantizedExperts | None:
     """The experts of ``model`` that are in floating point; None if they are too few to matter."""
     tensors = dict(_stacked(model))
     parameters = list(model.parameters())
     share = sum(tensor.numel() for tensor in tensors.values()) / max(1, sum(map(_elements, parameters)))
-    if share < WORTH_A_WORD:
+    if share < SHARE_TO_REPORT:
         return None
-    return Experts(tensors, share, sum(parameter.nbytes for parameter in parameters))
+    return UnquantizedExperts(tensors, share, sum(parameter.nbytes for parameter in parameters))
 
 
 def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,9 +60,9 @@ def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if parameter.dim() == 3 and parameter.shape[0] > 1 and parameter.is_floating_point():
-            if not isinstance(owner, _ConvNd) and not is_quantized(parameter):
+            if not isinstance(owner, _ConvNd) and not is_quantized_experts(parameter):
                 yield name, parameter
-    for one in in_two_dimensions(model):
+    for one in find_two_dimensional_experts(model):
         yield one.full_name, one.parameter
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 _OURS = re.compile(r"experts\.\w+_proj\.\d+\.(weight\.absmax|SCB)$")
 
 
-def parted(keys: Iterable[str]) -> None:
+def refuse_divided_experts(keys: Iterable[str]) -> None:
     """transformers divides the experts of some models into linear layers before it reads a quantized checkpoint (Llama 4)."""
     for key in filter(_OURS.search, keys):
         raise NotImplementedError(

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from . import fsdp
-from .dense_operations import went_dense
+from .dense_operations import record_dense_operation
 from .quantized_tensor import FUNCTIONS, RULES, QuantizedExperts, Rule
 
 aten = torch.ops.aten
 
 
-def rule(*operators: Any) -> Callable[[Rule], Rule]:
+def register_rule(*operators: Any) -> Callable[[Rule], Rule]:
     """Makes a function what these operators do with experts."""
 
     def add(function: Rule) -> Rule:
@@ -27,13 +27,13 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
 # -- views -------------------------------------------------------------------------------------------------------------
 
 
-@rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.detach_.default)
-def same(experts: QuantizedExperts) -> Any:
+@register_rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.detach_.default)
+def keep_view(experts: QuantizedExperts) -> Any:
     return experts.like()
 
 
-@rule(aten.select.int)
-def select(experts: QuantizedExperts, dim: int, number: int) -> Any:
+@register_rule(aten.select.int)
+def select_expert(experts: QuantizedExperts, dim: int, number: int) -> Any:
     if dim % experts.dim() or experts.dim() < 3:
         return NotImplemented
     count = experts.shape[0]
@@ -43,15 +43,15 @@ def select(experts: QuantizedExperts, dim: int, number: int) -> Any:
     return experts.like(chosen=number if experts.chosen is None else experts.numbers()[number])
 
 
-@rule(aten.unbind.int)
-def unbind(experts: QuantizedExperts, dim: int = 0) -> Any:
+@register_rule(aten.unbind.int)
+def unbind_experts(experts: QuantizedExperts, dim: int = 0) -> Any:
     if dim % experts.dim() or experts.dim() < 3:
         return NotImplemented
     return [experts.like(chosen=number) for number in experts.numbers()]
 
 
-@rule(aten.index.Tensor)
-def index(experts: QuantizedExperts, indices: list[torch.Tensor | None]) -> Any:
+@register_rule(aten.index.Tensor)
+def index_experts(experts: QuantizedExperts, indices: list[torch.Tensor | None]) -> Any:
     ids = indices[0]
     whole = len(indices) == 1 and experts.chosen is None
     if not whole or ids is None or ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
@@ -59,8 +59,8 @@ def index(experts: QuantizedExperts, indices: list[torch.Tensor | None]) -> Any:
     return experts.like(chosen=torch.where(ids < 0, ids + experts.shape[0], ids))
 
 
-@rule(aten.slice.Tensor)
-def part_of(experts: QuantizedExperts, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+@register_rule(aten.slice.Tensor)
+def slice_experts(experts: QuantizedExperts, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     if start in (None, 0) and (end is None or end >= experts.shape[dim]) and step == 1:
         return experts.like()
     if dim % experts.dim() or experts.chosen is not None:
@@ -68,50 +68,50 @@ def part_of(experts: QuantizedExperts, dim: int = 0, start: Any = None, end: Any
     return experts.like(packed=experts.packed.only(slice(start, end, step)))
 
 
-@rule(aten.split.Tensor)
-def split(experts: QuantizedExperts, size: int, dim: int = 0) -> Any:
+@register_rule(aten.split.Tensor)
+def split_experts(experts: QuantizedExperts, size: int, dim: int = 0) -> Any:
     if dim % experts.dim() or experts.chosen is not None:
         return NotImplemented
     starts = range(0, experts.shape[0], size)
     return [experts.like(packed=experts.packed.only(slice(start, start + size))) for start in starts]
 
 
-@rule(aten.t.default)
-def transposed(experts: QuantizedExperts) -> Any:
+@register_rule(aten.t.default)
+def transpose_matrices(experts: QuantizedExperts) -> Any:
     return experts.like(swapped=not experts.swapped)
 
 
-@rule(aten.transpose.int)
-def transpose(experts: QuantizedExperts, first: int, second: int) -> Any:
+@register_rule(aten.transpose.int)
+def transpose_dims(experts: QuantizedExperts, first: int, second: int) -> Any:
     rank = experts.dim()
-    return transposed(experts) if {first % rank, second % rank} == {rank - 2, rank - 1} else NotImplemented
+    return transpose_matrices(experts) if {first % rank, second % rank} == {rank - 2, rank - 1} else NotImplemented
 
 
-@rule(aten.permute.default)
-def permute(experts: QuantizedExperts, dims: list[int]) -> Any:
+@register_rule(aten.permute.default)
+def permute_dims(experts: QuantizedExperts, dims: list[int]) -> Any:
     order = [dim % experts.dim() for dim in dims]
     kept = list(range(experts.dim()))
     if order == kept:
         return experts.like()
-    return transposed(experts) if order == [*kept[:-2], kept[-1], kept[-2]] else NotImplemented
+    return transpose_matrices(experts) if order == [*kept[:-2], kept[-1], kept[-2]] else NotImplemented
 
 
-@rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-def reshaped(experts: QuantizedExperts, shape: list[int], **kwargs: Any) -> Any:
+@register_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+def reshape_experts(experts: QuantizedExperts, shape: list[int], **kwargs: Any) -> Any:
     """Only to the shape that it has."""
     here = list(experts.shape)
     asked = [have if want == -1 else want for want, have in zip(shape, here)]
     return experts.like() if len(shape) == len(here) and asked == here else NotImplemented
 
 
-@rule(aten.as_strided.default)
+@register_rule(aten.as_strided.default)
 def as_strided(experts: QuantizedExperts, size: list[int], stride: list[int], offset: int | None = None) -> Any:
     """Only as it is laid out."""
     here = (list(experts.shape), list(experts.stride()), 0)
     return experts.like() if (list(size), list(stride), offset or 0) == here else NotImplemented
 
 
-@rule(aten.is_pinned.default)
+@register_rule(aten.is_pinned.default)
 def is_pinned(experts: QuantizedExperts, device: Any = None) -> bool:
     return all(tensor.is_pinned() for tensor in experts.packed.tensors().values())
 
@@ -119,13 +119,13 @@ def is_pinned(experts: QuantizedExperts, device: Any = None) -> bool:
 # -- copies and moves ----------------------------------------------------------------------------------------------------
 
 
-@rule(aten.clone.default)
-def clone(experts: QuantizedExperts, memory_format: Any = None) -> Any:
+@register_rule(aten.clone.default)
+def clone_experts(experts: QuantizedExperts, memory_format: Any = None) -> Any:
     return experts.like(packed=experts.packed.each(torch.clone))
 
 
-@rule(aten._to_copy.default)
-def moved(
+@register_rule(aten._to_copy.default)
+def move_experts(
     experts: QuantizedExperts, dtype: Any = None, device: Any = None, non_blocking: bool = False, **kwargs: Any
 ) -> Any:
     """Another dtype is another view; another device takes packed weights and statistics there, of the chosen alone."""
@@ -143,7 +143,7 @@ def moved(
     return experts.like(packed=packed, chosen=chosen, dtype=dtype)
 
 
-@rule(aten.empty_like.default)
+@register_rule(aten.empty_like.default)
 def empty_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     """Packed weights to be filled, for ``to_empty`` and for what is on the meta device; else floating point."""
     if experts.dim() < 3 or experts.chosen is not None or (dtype or experts.dtype) != experts.dtype:
@@ -151,18 +151,18 @@ def empty_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None,
     return experts.like(packed=experts.packed.each(lambda tensor: torch.empty_like(tensor, device=device)))
 
 
-@rule(aten.zeros_like.default)
+@register_rule(aten.zeros_like.default)
 def zeros_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     """Shape and dtype are all that it reads."""
     return torch.zeros(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
 
 
-@rule(aten.new_zeros.default)
+@register_rule(aten.new_zeros.default)
 def new_zeros(experts: QuantizedExperts, size: list[int], dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     return torch.zeros(size, dtype=dtype or experts.dtype, device=device or experts.device)
 
 
-@rule(aten.copy_.default)
+@register_rule(aten.copy_.default)
 def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
     """From other quantized experts, quantized alike: their packed weights and statistics."""
     if not isinstance(experts, QuantizedExperts):
@@ -184,7 +184,7 @@ def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
     return experts
 
 
-@rule(aten.set_.source_Tensor)
+@register_rule(aten.set_.source_Tensor)
 def set_(experts: Any, source: Any) -> Any:
     """``torch.nn.utils.parametrize`` sets a parameter to itself."""
     same = (
@@ -206,7 +206,7 @@ def is_shared(experts: QuantizedExperts) -> bool:
     return all(tensor.is_shared() for tensor in experts.packed.tensors().values())
 
 
-RULES.update(fsdp.rules())
+RULES.update(fsdp.collective_rules())
 FUNCTIONS[torch.Tensor.share_memory_] = share_memory_
 FUNCTIONS[torch.Tensor.is_shared] = is_shared
 
@@ -223,7 +223,7 @@ def requires_grad_(experts: QuantizedExperts, requires_grad: bool = True) -> Any
     return NotImplemented
 
 
-def numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
+def refuse_numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"quantized experts of shape {tuple(experts.shape)} have no numpy array, so disk_offload and dispatch_model cannot "
         "write them to the disk. from_pretrained(..., device_map=..., offload_folder=...) can. "
@@ -231,18 +231,18 @@ def numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def tolist(experts: QuantizedExperts) -> Any:
-    went_dense("tolist", experts)
+def dense_to_list(experts: QuantizedExperts) -> Any:
+    record_dense_operation("tolist", experts)
     return experts.dequantize().tolist()
 
 
-def dlpack(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
+def refuse_dlpack(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
     """Another library reads at an address, and there are no values at that of the tensor."""
-    went_dense("__dlpack__", experts)
+    record_dense_operation("__dlpack__", experts)
     return experts.dequantize().__dlpack__(*args, **kwargs)
 
 
-def storage(experts: QuantizedExperts) -> Any:
+def refuse_storage(experts: QuantizedExperts) -> Any:
     """safetensors asks for it when the patches that save packed weights are not in."""
     raise RuntimeError(
         f"quantized experts of shape {tuple(experts.shape)} have no storage in floating point, so safetensors cannot write "
@@ -250,9 +250,9 @@ def storage(experts: QuantizedExperts) -> Any:
     )
 
 
-FUNCTIONS[torch.Tensor.storage] = storage
-FUNCTIONS[torch.Tensor.numpy] = numpy
-FUNCTIONS[torch.Tensor.tolist] = tolist
-FUNCTIONS[torch.Tensor.__dlpack__] = dlpack
+FUNCTIONS[torch.Tensor.storage] = refuse_storage
+FUNCTIONS[torch.Tensor.numpy] = refuse_numpy
+FUNCTIONS[torch.Tensor.tolist] = dense_to_list
+FUNCTIONS[torch.Tensor.__dlpack__] = refuse_dlpack
 FUNCTIONS[torch.Tensor.requires_grad_] = requires_grad_
 FUNCTIONS[torch.Tensor.requires_grad.__set__] = requires_grad_  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ def inspect(model: Any, optimizer: Any = None) -> Inspection:
     _demand(model, getattr(torch, "nn", None), "Module", "model", "a torch.nn.Module")
     if optimizer is not None:
         _demand(optimizer, getattr(torch, "optim", None), "Optimizer", "optimizer", "a torch.optim.Optimizer")
-        optimizer = training.unwrapped(optimizer)
+        optimizer = training.unwrap_optimizer(optimizer)
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[union-attr]  # asking a shape calls no one
         return Inspection(_read(model, optimizer))
 
@@ -37,28 +37,28 @@ def _demand(thing: object, module: Any, name: str, argument: str, wanted: str) -
 
 
 def _read(model: Any, optimizer: Any) -> Facts:
-    modules = module_walk.modules(model)
-    found = adapters.find(modules)
-    of_adapters = adapters.ids(found)
-    base = layers.of(modules, of_adapters)
+    modules = module_walk.walk_modules(model)
+    found = adapters.find_adapters(modules)
+    of_adapters = adapters.tensor_ids(found)
+    base = layers.find_layers(modules, of_adapters)
     naming = Naming(modules, any(layer.weight.how for layer in base))
-    named = dict(module_walk.parameters(modules))
+    named = dict(module_walk.walk_parameters(modules))
     parameters = {name: p for name, p in named.items() if p.requires_grad}
-    trains = training.read(modules, parameters, of_adapters, optimizer)
+    trains = training.read_training(modules, parameters, of_adapters, optimizer)
     on = training.checkpointing(modules, parameters, naming.heads)
     known = set(map(id, named.values()))
     state = training.optimizer_state(optimizer, known, parameters) if optimizer is not None else None
-    wrong = problems.find(base, found, parameters, trains, on, state, naming)
+    wrong = problems.find_problems(base, found, parameters, trains, on, state, naming)
     return Facts(
         model=type(model).__name__,
-        layers=layers.lines(base, naming),
-        adapters=adapters.lines(found),
+        layers=layers.layer_lines(base, naming),
+        adapters=adapters.adapter_lines(found),
         training=trains,
         checkpointing=on,
         optimizer=state,
         problems=tuple(_with_status(wrong)),
-        asked=requested_config.read(base, naming),
-        places=device_lines.of(base),
+        asked=requested_config.read_requested_config(base, naming),
+        places=device_lines.device_lines(base),
     )
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .module_walk import Modules, parameters
-from .module_walk import modules as walk
+from .module_walk import Modules, walk_parameters
+from .module_walk import walk_modules as walk
 from .records import Adapters
-from .tensors import devices, dtypes, of_class, total
+from .tensors import count_devices, count_dtypes, is_instance_of, total_bytes
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Adapter:
 Found = dict[tuple[str, str], Adapter]
 
 
-def find(modules: Modules) -> Found:
+def find_adapters(modules: Modules) -> Found:
     """By kind and name."""
     found: Found = {}
     for name, module in modules:
         if hasattr(type(module), "adapter_layer_names"):  # BaseTunerLayer, AuxiliaryTrainingWrapper
             _add(found, name, module)
-        elif "prompt_encoder" in module._modules and of_class(module, "peft.peft_model", "PeftModel"):
+        elif "prompt_encoder" in module._modules and is_instance_of(module, "peft.peft_model", "PeftModel"):
             for adapter, encoder in module.prompt_encoder.items():
                 entry = found.setdefault((type(encoder).__name__, adapter), Adapter())
                 entry.layers += 1
@@ -41,13 +41,13 @@ def find(modules: Modules) -> Found:
     return {key: entry for key, entry in found.items() if entry.tensors}
 
 
-def ids(found: Found) -> set[int]:
+def tensor_ids(found: Found) -> set[int]:
     """Of all their tensors."""
     return {key for entry in found.values() for key in entry.tensors}
 
 
 def _keeps_copies(module: Any) -> bool:
-    return of_class(module, "peft.utils.other", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
+    return is_instance_of(module, "peft.utils.other", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
 
 
 def _add(found: Found, path: str, layer: Any) -> None:
@@ -81,7 +81,7 @@ def _held(layer: Any, attribute: str) -> Iterator[tuple[str, Any]]:
 
 def _keep(entry: Adapter, name: str, held: Any) -> None:
     if hasattr(held, "_parameters"):
-        named = [(f"{name}.{key}", p) for key, p in parameters(walk(held) if held._modules else [("", held)])]
+        named = [(f"{name}.{key}", p) for key, p in walk_parameters(walk(held) if held._modules else [("", held)])]
     else:
         named = [(name, held)] if hasattr(held, "element_size") else []
     entry.tensors.update((id(tensor), (key, tensor)) for key, tensor in named)
@@ -96,7 +96,7 @@ def _kind(layer: Any, adapter: str) -> str:
     return "dora" if isinstance(uses, dict) and uses.get(adapter) else kind
 
 
-def lines(found: Found) -> tuple[Adapters, ...]:
+def adapter_lines(found: Found) -> tuple[Adapters, ...]:
     seen: set[int] = set()
     return tuple(_line(kind, name, entry, seen) for (kind, name), entry in found.items())
 
@@ -107,9 +107,9 @@ def _line(kind: str, name: str, entry: Adapter, seen: set[int]) -> Adapters:
         kind=kind,
         name=name,
         count=entry.layers,
-        bytes=total(tensors, seen),
-        dtypes=dtypes(tensors),
-        devices=devices(tensors),
+        bytes=total_bytes(tensors, seen),
+        dtypes=count_dtypes(tensors),
+        devices=count_devices(tensors),
         active=entry.active,
         merged=entry.merged,
         trainable=sum(bool(tensor.requires_grad) for tensor in tensors),

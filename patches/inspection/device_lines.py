@@ -9,7 +9,7 @@ from .layers import Layer
 from .records import Place
 
 
-def of(layers: Iterable[Layer]) -> tuple[Place, ...]:
+def device_lines(layers: Iterable[Layer]) -> tuple[Place, ...]:
     """The places, those where layers run first; none if nothing is offloaded."""
     layers = list(layers)
     counts: Counter[str] = Counter()

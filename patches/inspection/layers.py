@@ -7,14 +7,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..experts.experts_in_model import is_two_dimensional
+from ..experts.experts_in_model import holds_two_dimensional_experts
 from ..offload import forward_uses
-from ..offload.onload_bytes import by_a_use
+from ..offload.onload_bytes import bytes_per_use
 from .module_walk import Modules
 from .records import Layers
-from .tensors import dtype, execution_device, home, library, of_class, offloading, stored, total
+from .tensors import (
+    dtype_name,
+    execution_device,
+    imported_attribute,
+    is_instance_of,
+    offload_hooks,
+    offload_place,
+    stored_dtype,
+    total_bytes,
+)
 from .transformers_names import Naming
-from .weights import Weight, read
+from .weights import Weight, read_weight
 
 EXAMPLES = 3
 
@@ -44,14 +53,14 @@ class Layer:
         return type(self.module).__name__
 
 
-def of(modules: Modules, not_these: set[int]) -> list[Layer]:
+def find_layers(modules: Modules, not_these: set[int]) -> list[Layer]:
     """All layers, but what consists of the parameters ``not_these`` alone (by id): adapters."""
     seen: set[int] = set()
     owners = Counter(id(p) for _, module in modules for p in module._parameters.values() if p is not None)
     found = [_layer(name, module, hook, owners, seen) for name, module, hook in _with_hooks(modules, not_these)]
     if not any(layer.brings for layer in found):
         return found
-    used = forward_uses.of(modules[0][1])
+    used = forward_uses.count_forward_uses(modules[0][1])
     return [replace(layer, brings=used[id(layer.module)] * layer.brings) for layer in found]
 
 
@@ -59,7 +68,7 @@ def _with_hooks(modules: Modules, not_these: set[int]) -> Iterator[tuple[str, An
     """Each layer with the hook that takes its weights away, and its name there."""
     above: dict[str, Any] = {}  # hooks that take away what lies below them
     for name, module in modules:
-        own = offloading(module)
+        own = offload_hooks(module)
         above.update((name, hook) for hook in own if getattr(hook, "place_submodules", False))
         parameters = [p for p in module._parameters.values() if p is not None]
         if all(id(p) in not_these for p in parameters) and "qweight" not in module._buffers:
@@ -75,16 +84,18 @@ def _with_hooks(modules: Modules, not_these: set[int]) -> Iterator[tuple[str, An
 
 def _layer(name: str, module: Any, hook: tuple[Any, str] | None, owners: Counter[int], seen: set[int]) -> Layer:
     parameters = {key: p for key, p in module._parameters.items() if p is not None}
-    weight = read(module, hook[0] if hook else None)
+    weight = read_weight(module, hook[0] if hook else None)
     buffers = [b for b in module._buffers.values() if b is not None]
     meta = [p for p in parameters.values() if p.is_meta]
-    waits = total(meta, set(seen))
+    waits = total_bytes(meta, set(seen))
     counted = bool(parameters) and all(id(p) in seen for p in parameters.values())
-    number = total((*parameters.values(), *buffers, *weight.extra), seen)
+    number = total_bytes((*parameters.values(), *buffers, *weight.extra), seen)
     where = sorted({str(t.device) for t in (parameters or module._buffers).values() if t is not None})
     offloaded, lost = "", False
     if "meta" in where:
-        homes = {home(hook[0], f"{hook[1]}{key}") for key, p in parameters.items() if p.is_meta} if hook else {""}
+        homes = (
+            {offload_place(hook[0], f"{hook[1]}{key}") for key, p in parameters.items() if p.is_meta} if hook else {""}
+        )
         lost = "" in homes
         if hook is not None and not lost:
             offloaded = f"{' and '.join(sorted(homes))}, runs on {execution_device(hook[0])}"
@@ -92,15 +103,15 @@ def _layer(name: str, module: Any, hook: tuple[Any, str] | None, owners: Counter
     tied = any(owners[id(p)] > 1 for p in parameters.values())
     if counted:  # with the module that it shares them with
         weight = replace(weight, parameters=0)
-    return Layer(name, module, weight, number, device, offloaded, waits, by_a_use(module), lost, tied)
+    return Layer(name, module, weight, number, device, offloaded, waits, bytes_per_use(module), lost, tied)
 
 
-def lines(layers: Iterable[Layer], naming: Naming) -> tuple[Layers, ...]:
+def layer_lines(layers: Iterable[Layer], naming: Naming) -> tuple[Layers, ...]:
     """Those that are alike together, in the order in which the model has the first of each."""
     groups: dict[tuple[str, ...], list[Layer]] = {}
     for layer in layers:
         weight = layer.weight
-        reason = "" if weight.how else why_not(layer, naming)
+        reason = "" if weight.how else reason_not_quantized(layer, naming)
         key = (layer.kind, weight.how, reason, _storage(layer), _compute(layer), weight.statistics)
         groups.setdefault(key, []).append(layer)
     return tuple(_line(key, group) for key, group in groups.items())
@@ -135,14 +146,14 @@ def _main(layer: Layer) -> Any:
 
 
 def _storage(layer: Layer) -> str:
-    return stored(_main(layer))
+    return stored_dtype(_main(layer))
 
 
 def _compute(layer: Layer) -> str:
-    return layer.weight.compute or dtype(_main(layer))
+    return layer.weight.compute or dtype_name(_main(layer))
 
 
-def why_not(layer: Layer, naming: Naming) -> str:
+def reason_not_quantized(layer: Layer, naming: Naming) -> str:
     """Why a layer is not quantized."""
     module = layer.module
     if layer.weight.fault == "plain":
@@ -151,25 +162,25 @@ def why_not(layer: Layer, naming: Naming) -> str:
         return "not yet: it is quantized when it moves to a device"
     if not naming.quantized:
         return "no layer of this model is quantized"
-    if of_class(module, "torch.nn.modules.sparse", "Embedding", "EmbeddingBag"):
+    if is_instance_of(module, "torch.nn.modules.sparse", "Embedding", "EmbeddingBag"):
         return "an embedding"
     if naming.is_head(module):
         return "the output head"
-    if experts(layer):
+    if holds_experts(layer):
         return "3-D expert parameters: only nn.Linear layers are quantized"
-    if is_two_dimensional(module):
+    if holds_two_dimensional_experts(module):
         return "2-D parameters of all experts: nothing quantizes these"
     if max(p.dim() for p in module._parameters.values() if p is not None) < 2:
         return "one-dimensional, as in norms"
-    if type(module) is not library("torch.nn", "Linear") and not of_class(
+    if type(module) is not imported_attribute("torch.nn", "Linear") and not is_instance_of(
         module, "transformers.pytorch_utils", "Conv1D"
     ):
         return "not an nn.Linear"
     return naming.skipped(layer.name)
 
 
-def experts(layer: Layer) -> bool:
+def holds_experts(layer: Layer) -> bool:
     """Whether its parameters are those of many experts in one: three dimensions, and no convolution or position."""
-    if layer.weight.how or of_class(layer.module, "torch.nn.modules.conv", "_ConvNd"):
+    if layer.weight.how or is_instance_of(layer.module, "torch.nn.modules.conv", "_ConvNd"):
         return False
     return any(p.dim() >= 3 and p.shape[0] > 1 for p in layer.module._parameters.values() if p is not None)

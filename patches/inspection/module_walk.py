@@ -9,7 +9,7 @@ Modules = Sequence[tuple[str, Any]]
 """Each module once, with its name, a parent before its children."""
 
 
-def modules(model: Any) -> Modules:
+def walk_modules(model: Any) -> Modules:
     """As ``model.named_modules()``, whose generators call each other for every level of the tree."""
     found: list[tuple[str, Any]] = []
     seen: set[int] = set()
@@ -26,7 +26,7 @@ def modules(model: Any) -> Modules:
     return found
 
 
-def parameters(found: Modules) -> Iterator[tuple[str, Any]]:
+def walk_parameters(found: Modules) -> Iterator[tuple[str, Any]]:
     """Each parameter of the modules once, with its name."""
     seen: set[int] = set()
     for name, module in found:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..experts import dense_operations
-from ..process.byte_sizes import readable
+from ..process.byte_sizes import format_bytes
 from .adapters import Found
-from .layers import Layer, experts
+from .layers import Layer, holds_experts
 from .records import Checkpointing, OptimizerState, Problem, Training
 from .training import Named
 from .transformers_names import Naming
@@ -85,7 +85,7 @@ ON_META = {
 """The patch for what peft leaves on meta, by the kind of adapter; for the others it is one."""
 
 
-def find(
+def find_problems(
     layers: Sequence[Layer],
     adapters: Found,
     parameters: Named,
@@ -123,14 +123,14 @@ def _of_weights(layers: Iterable[Layer]) -> Iterator[Problem]:
 
 
 def _of_experts(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
-    left = [layer for layer in layers if experts(layer)]
+    left = [layer for layer in layers if holds_experts(layer)]
     share = sum(layer.weight.parameters for layer in left) / max(1, sum(layer.weight.parameters for layer in layers))
     if not naming.quantized or share < 0.1:
         return
     kept = sorted({str(p.dtype).removeprefix("torch.") for layer in left for p in layer.module._parameters.values()})
     yield Problem(
         f"{share:.0%} of the parameters are 3-D expert parameters and not quantized: "
-        f"{readable(sum(layer.bytes for layer in left))} of {' and '.join(kept)}",
+        f"{format_bytes(sum(layer.bytes for layer in left))} of {' and '.join(kept)}",
         tuple(layer.name for layer in left),
         "patches.quantize_experts(model) quantizes them. Otherwise peft's "
         "prepare_model_for_kbit_training casts them to float32: cast them back with module.to(torch.bfloat16) and "
@@ -142,7 +142,7 @@ def _of_experts(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
 
 def _of_dense(layers: Sequence[Layer]) -> Iterator[Problem]:
     quantized = tuple(layer.name for layer in layers if layer.weight.how.partition(",")[0].endswith(" experts"))
-    if quantized and (found := dense_operations.summary()):
+    if quantized and (found := dense_operations.dense_summary()):
         yield Problem(
             f"operations in this process dequantized all experts of a parameter at once: {found}",
             quantized,

@@ -7,11 +7,11 @@ from typing import Any
 
 from .layers import Layer
 from .records import Asked
-from .tensors import dtype, of_class
+from .tensors import dtype_name, is_instance_of
 from .transformers_names import Naming
 
 
-def read(layers: list[Layer], naming: Naming) -> Asked | None:
+def read_requested_config(layers: list[Layer], naming: Naming) -> Asked | None:
     """None for a model that bitsandbytes did not quantize."""
     precision = next((how for how in ("load_in_4bit", "load_in_8bit") if naming.setting(how)), "")
     if not precision:
@@ -26,7 +26,7 @@ def read(layers: list[Layer], naming: Naming) -> Asked | None:
         skip=tuple(given or ()),
         skipped=len(plain),
         of=len(linear),
-        dtypes=dict(Counter(dtype(p) for p in floating if p.is_floating_point() and _is_plain(p))),
+        dtypes=dict(Counter(dtype_name(p) for p in floating if p.is_floating_point() and _is_plain(p))),
         compute=_compute(naming) if precision == "load_in_4bit" else "",
         threshold=naming.setting("llm_int8_threshold") if precision == "load_in_8bit" else None,
     )
@@ -34,7 +34,7 @@ def read(layers: list[Layer], naming: Naming) -> Asked | None:
 
 def _is_linear(layer: Layer) -> bool:
     names = ("Linear", "Linear4bit", "Linear8bitLt", "Conv1D")
-    return layer.kind in names or of_class(layer.module, "torch.nn", "Linear")
+    return layer.kind in names or is_instance_of(layer.module, "torch.nn", "Linear")
 
 
 def _is_plain(parameter: Any) -> bool:

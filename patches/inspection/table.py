@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..engine import table
-from ..process.byte_sizes import readable
+from ..process.byte_sizes import format_bytes
 from .records import Adapters, Asked, Checkpointing, Facts, Layers, OptimizerState, Place, Problem, Training
 
 EXAMPLES = 3
@@ -71,7 +71,7 @@ class Inspection:
         verb = "is" if repaired == 1 else "are"
         return (
             f"{self.facts.model}: {_count(sum(line.count for line in layers), 'layer')}, "
-            f"{readable(sum(line.bytes for line in layers))}, {elements:,} parameters, {share:.1%} of them quantized; "
+            f"{format_bytes(sum(line.bytes for line in layers))}, {elements:,} parameters, {share:.1%} of them quantized; "
             f"{_count(len(self.problems), 'problem')}" + (f", and {repaired} that {verb} repaired" if repaired else "")
         )
 
@@ -99,7 +99,7 @@ def _layers(line: Layers) -> table.Row:
 def _place(line: Place) -> table.Row:
     facts = [
         f"{line.quantized} quantized",
-        *(f"a forward brings {readable(size)} to {runs}" for runs, size in line.brings.items()),
+        *(f"a forward brings {format_bytes(size)} to {runs}" for runs, size in line.brings.items()),
     ]
     return _row("place", line.where, line.layers, line.bytes, facts)
 
@@ -155,7 +155,7 @@ def _optimizer(line: OptimizerState) -> table.Row:
 
 
 def _row(section: str, what: str, count: int, number: int | None, facts: Iterable[str]) -> table.Row:
-    cells = (section, what, f"{count:>5}", "" if number is None else f"{readable(number):>9}")
+    cells = (section, what, f"{count:>5}", "" if number is None else f"{format_bytes(number):>9}")
     return table.Row(cells, ("; ".join(filter(None, facts)),))
 
 

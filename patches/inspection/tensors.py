@@ -7,48 +7,48 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..offload.onload_bytes import parts, size
+from ..offload.onload_bytes import bytes_of_parameter, parts_of_parameter
 
 
-def library(module: str, name: str) -> Any:
+def imported_attribute(module: str, name: str) -> Any:
     """``name`` of ``module``, if that is imported already; nothing is imported for this."""
     return getattr(sys.modules.get(module), name, None)
 
 
-def of_class(thing: object, module: str, *names: str) -> bool:
+def is_instance_of(thing: object, module: str, *names: str) -> bool:
     """Whether it is an instance of one of the classes ``names`` that ``module`` defines, imported or not."""
     return any(c.__name__ in names and c.__module__ == module for c in type(thing).__mro__)
 
 
-def stored(tensor: Any) -> str:
+def stored_dtype(tensor: Any) -> str:
     """The dtype of what is in memory: of a quantized tensor of torchao that of its largest part."""
-    inside = parts(tensor)
-    return stored(max(inside, key=size)) if inside else dtype(tensor)
+    inside = parts_of_parameter(tensor)
+    return stored_dtype(max(inside, key=bytes_of_parameter)) if inside else dtype_name(tensor)
 
 
-def total(tensors: Iterable[Any], seen: set[int]) -> int:
+def total_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
     """The bytes of those that are not ``seen``; they are then."""
     new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
     seen.update(new)
-    return sum(map(size, new.values()))
+    return sum(map(bytes_of_parameter, new.values()))
 
 
-def dtype(tensor: Any) -> str:
+def dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def dtypes(tensors: Iterable[Any]) -> dict[str, int]:
-    return dict(Counter(map(stored, tensors)))
+def count_dtypes(tensors: Iterable[Any]) -> dict[str, int]:
+    return dict(Counter(map(stored_dtype, tensors)))
 
 
-def devices(tensors: Iterable[Any]) -> dict[str, int]:
+def count_devices(tensors: Iterable[Any]) -> dict[str, int]:
     return dict(Counter(str(tensor.device) for tensor in tensors))
 
 
 # -- accelerate's hooks --------------------------------------------------------------------------
 
 
-def offloading(module: Any) -> list[Any]:
+def offload_hooks(module: Any) -> list[Any]:
     """The hooks on it that take its weights away after each call."""
     hook = vars(module).get("_hf_hook")
     hooks = getattr(hook, "hooks", [hook])  # a SequentialHook holds several
@@ -60,7 +60,7 @@ def execution_device(hook: Any) -> str:
     return f"device {device}" if isinstance(device, int) else str(device)
 
 
-def home(hook: Any, name: str) -> str:
+def offload_place(hook: Any, name: str) -> str:
     """Where ``hook`` keeps the tensor ``name`` of its module between calls; empty if it does not.
 
     A weight on the disk is found by its name in the index, and not read.

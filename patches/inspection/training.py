@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ..offload.onload_bytes import size
+from ..offload.onload_bytes import bytes_of_parameter
 from .module_walk import Modules
 from .records import Checkpointing, OptimizerState, Training
-from .tensors import dtypes, library, of_class
+from .tensors import count_dtypes, imported_attribute, is_instance_of
 
 Named = dict[str, Any]
 
 
-def read(modules: Modules, parameters: Named, adapters: set[int], optimizer: Any) -> Training:
+def read_training(modules: Modules, parameters: Named, adapters: set[int], optimizer: Any) -> Training:
     """``adapters``: the ids of their tensors.
 
     ``optimizer``: where it has made a step, it knows which parameters never had a gradient in any.
@@ -28,8 +28,8 @@ def read(modules: Modules, parameters: Named, adapters: set[int], optimizer: Any
         outside=tuple(name for name, p in parameters.items() if id(p) not in adapters),
         tensors=len(parameters),
         parameters=sum(int(p.numel()) for p in parameters.values()),
-        bytes=sum(size(p) for p in parameters.values()),
-        dtypes=dtypes(parameters.values()),
+        bytes=sum(bytes_of_parameter(p) for p in parameters.values()),
+        dtypes=count_dtypes(parameters.values()),
         gradients=gradients,
         without_gradient=tuple(without),
         modules=dict(Counter("train" if module.training else "eval" for _, module in modules)),
@@ -49,7 +49,9 @@ def _never_stepped(parameters: Named, optimizer: Any) -> list[str]:
 def checkpointing(modules: Modules, parameters: Named, heads: Iterable[Any]) -> Checkpointing | None:
     """None where it is not on. ``heads``: the output embeddings, which come after all layers."""
     on = {name: module for name, module in modules if vars(module).get("gradient_checkpointing") is True}
-    layers = {n: m for n, m in on.items() if of_class(m, "transformers.modeling_layers", "GradientCheckpointingLayer")}
+    layers = {
+        n: m for n, m in on.items() if is_instance_of(m, "transformers.modeling_layers", "GradientCheckpointingLayer")
+    }
     on = layers or on
     if not on:
         return None
@@ -63,7 +65,9 @@ def _reentrant(module: Any) -> bool | None:
     """As it was asked for; unsloth and others put a function of their own there."""
     function = getattr(module, "_gradient_checkpointing_func", None)
     given = getattr(function, "keywords", {}).get("use_reentrant")
-    if given is None and getattr(function, "func", function) is library("torch.utils.checkpoint", "checkpoint"):
+    if given is None and getattr(function, "func", function) is imported_attribute(
+        "torch.utils.checkpoint", "checkpoint"
+    ):
         return True  # what torch takes then, with a warning
     return bool(given) if given is not None else None
 
@@ -92,11 +96,11 @@ def _inputs_require_grad(modules: Modules, not_before: Iterable[Any], parameters
 # -- the optimizer -----------------------------------------------------------------------------------
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """What accelerate and others have wrapped."""
     inner = vars(optimizer).get("optimizer")
-    base = library("torch.optim", "Optimizer")
-    return unwrapped(inner) if isinstance(inner, base) else optimizer
+    base = imported_attribute("torch.optim", "Optimizer")
+    return unwrap_optimizer(inner) if isinstance(inner, base) else optimizer
 
 
 def _held(optimizer: Any) -> dict[int, Any]:
@@ -116,8 +120,8 @@ def optimizer_state(optimizer: Any, known: set[int], parameters: Named) -> Optim
         in_8_bits=sum(any(map(_small, state.values())) for state in states),
         bits=_bits(optimizer, settings),
         smallest=int(getattr(settings, "min_8bit_size", 0) or 0),
-        bytes=sum(map(size, tensors)),
-        dtypes=dtypes(tensors),
+        bytes=sum(map(bytes_of_parameter, tensors)),
+        dtypes=count_dtypes(tensors),
         sharded=sum(type(p).__name__ == "DTensor" for p in held.values()),
         outside=sum(key not in known for key in held),
         missing=tuple(name for name, p in parameters.items() if id(p) not in held),

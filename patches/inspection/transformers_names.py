@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .module_walk import Modules
-from .tensors import library
+from .tensors import imported_attribute
 
 WRAPPED = ("_orig_mod", "module", "base_layer", "original_module")
 """Names that torch.compile, DDP and peft put between those of the model."""
@@ -67,6 +67,6 @@ def _matches(name: str, patterns: Any) -> bool:
     patterns = list(patterns)
     if not patterns:
         return False
-    if converts := library("transformers.quantizers.quantizers_utils", "should_convert_module"):
+    if converts := imported_attribute("transformers.quantizers.quantizers_utils", "should_convert_module"):
         return not converts(name, patterns)
     return any(name == pattern or name.endswith(f".{pattern}") or f"{pattern}." in f"{name}." for pattern in patterns)

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..quantized.four_bit import quant_states
 from ..quantized.int8 import row_scales
-from ..quantized.quantized_experts import is_quantized
-from .tensors import devices, dtype, home, of_class
+from ..quantized.quantized_experts import is_quantized_experts
+from .tensors import count_devices, dtype_name, is_instance_of, offload_place
 
 BNB = "bitsandbytes.nn.modules"
 
@@ -33,19 +33,19 @@ class Weight:
     """The quantization state of a 4-bit weight."""
 
 
-def read(module: Any, hook: Any) -> Weight:
+def read_weight(module: Any, hook: Any) -> Weight:
     """``hook``: the one that takes its weights away, if there is one."""
     weight = module._parameters.get("weight")
-    if of_class(module, BNB, "Linear4bit") or of_class(weight, BNB, "Params4bit"):
+    if is_instance_of(module, BNB, "Linear4bit") or is_instance_of(weight, BNB, "Params4bit"):
         return _four_bit(module, weight, hook)
-    if of_class(module, BNB, "Linear8bitLt") or of_class(weight, BNB, "Int8Params"):
+    if is_instance_of(module, BNB, "Linear8bitLt") or is_instance_of(weight, BNB, "Int8Params"):
         return _int8(module, weight, hook)
-    if experts := [p for p in module._parameters.values() if is_quantized(p)]:
+    if experts := [p for p in module._parameters.values() if is_quantized_experts(p)]:
         return _experts(module, experts)
     if (state := _parametrized(module)) is not None:
         return _from_state(state, module._parameters["original"], "", hook)
     if weight is not None and type(weight).__module__.split(".")[0] == "torchao":
-        return Weight("", type(weight).__name__, "present", dtype(weight), int(weight.numel()))
+        return Weight("", type(weight).__name__, "present", dtype_name(weight), int(weight.numel()))
     if "qweight" in module._buffers:
         return Weight("", f"{type(module).__module__.split('.')[0]}'s own", "", "", _elements(module))
     return Weight(parameters=_elements(module))
@@ -56,7 +56,7 @@ def _experts(module: Any, experts: list[Any]) -> Weight:
     packed = experts[0].packed
     kind = packed.kind.quant_type
     how = f"{kind} experts, double" if packed.nested_code is not None else f"{kind} experts"
-    return Weight("8" if packed.kind.int8 else "4", how, "present", dtype(experts[0]), _elements(module))
+    return Weight("8" if packed.kind.int8 else "4", how, "present", dtype_name(experts[0]), _elements(module))
 
 
 def _elements(module: Any) -> int:
@@ -67,11 +67,11 @@ def _parametrized(module: Any) -> Any:
     """The state of a parameter that ``bitsandbytes.nn.parametrize`` quantized."""
     if "original" not in module._parameters:
         return None
-    return next(filter(None, map(quant_states.of, module.children())), None)
+    return next(filter(None, map(quant_states.get_quant_state, module.children())), None)
 
 
 def _four_bit(module: Any, weight: Any, hook: Any) -> Weight:
-    state = quant_states.of(weight) or quant_states.of(module)
+    state = quant_states.get_quant_state(weight) or quant_states.get_quant_state(module)
     given = vars(module).get("compute_dtype")
     compute = str(given).removeprefix("torch.") if given is not None else "its input's"
     if weight is None:
@@ -82,7 +82,7 @@ def _four_bit(module: Any, weight: Any, hook: Any) -> Weight:
     if not weight.dtype.is_floating_point or quant_states.is_marked(weight):
         elements = 2 * int(weight.numel()) * int(weight.element_size())
         return Weight("4", kind, "missing", compute, elements, fault="no state")
-    fault = "not quantized yet" if of_class(weight, BNB, "Params4bit") else "plain"
+    fault = "not quantized yet" if is_instance_of(weight, BNB, "Params4bit") else "plain"
     return Weight("4", "", "", compute, int(weight.numel()), fault=fault)
 
 
@@ -99,7 +99,7 @@ def _from_state(state: Any, weight: Any, compute: str, hook: Any) -> Weight:
         elements *= int(length)
     how = f"{state.quant_type}, double" if double is not None else str(state.quant_type)
     compute = compute or str(state.dtype).removeprefix("torch.")
-    there, at = set(devices(extra)), str(weight.device)
+    there, at = set(count_devices(extra)), str(weight.device)
     fault, statistics = "", "present" if extra else "missing"
     if not extra:
         fault = "no state"
@@ -114,16 +114,16 @@ def _int8(module: Any, weight: Any, hook: Any) -> Weight:
     if weight is None:
         return Weight("8", "int8", "missing", "its input's")
     state = vars(module).get("state")  # the first forward moves what the weight holds there
-    held = row_scales.held(weight, state)
+    held = row_scales.held_tensors(weight, state)
     scales = next((t for t in held[::2] if t is not None), None)
     elements, extra = int(weight.numel()), _beside(weight, held)
     if str(weight.dtype) != "torch.int8":
-        if not of_class(weight, BNB, "Int8Params"):
-            return Weight("8", "", "", dtype(weight), elements, fault="plain")
+        if not is_instance_of(weight, BNB, "Int8Params"):
+            return Weight("8", "", "", dtype_name(weight), elements, fault="plain")
         if getattr(weight, "has_fp16_weights", False):
             return Weight("8", "int8 in each call", "", "its input's", elements, extra)
         return Weight("8", "", "", "its input's", elements, extra, fault="not quantized yet")
-    if hook is not None and weight.is_meta and home(hook, "SCB"):
+    if hook is not None and weight.is_meta and offload_place(hook, "SCB"):
         codes = held[3]
         fault = "resident" if codes is not None and not codes.is_meta else ""
         return Weight("8", "int8", "present, offloaded", "its input's", elements, extra, fault)

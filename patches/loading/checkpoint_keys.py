@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     floating: bool
@@ -20,13 +20,15 @@ _OF_4_BITS = re.compile(r"\.weight\.quant_state\.bitsandbytes__\w+$")
 _OF_INT8 = re.compile(r"(?<=\.)SCB$")
 
 
-def read(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> dict[str, Stored] | None:
+def read_headers(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> dict[str, StoredTensor] | None:
     """Each tensor of the checkpoint by its name in the files; None if there is nothing that can be read."""
     if state_dict is not None:
-        return {name: Stored(tensor.is_floating_point(), tuple(tensor.shape)) for name, tensor in state_dict.items()}
+        return {
+            name: StoredTensor(tensor.is_floating_point(), tuple(tensor.shape)) for name, tensor in state_dict.items()
+        }
     if not files:
         return None
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file in map(str, files):
         if file.endswith(".safetensors"):
             found.update(_in_safetensors(file))
@@ -37,27 +39,27 @@ def read(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> d
     return found
 
 
-def names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> Iterator[str]:
+def tensor_names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> Iterator[str]:
     """The names of the tensors alone; none of files in another format."""
     if state_dict is not None:
         yield from state_dict
         return
     for file in map(str, files or ()):
         if file.endswith(".safetensors"):
-            with opened(file) as handle:
+            with open_safetensors(file) as handle:
                 yield from handle.keys()
         elif file.endswith((".bin", ".pt", ".pth")):
             yield from _in_pickle(file)
 
 
-def tensors(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None, wanted: set[str]) -> dict[str, Any]:
+def map_tensors(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None, wanted: set[str]) -> dict[str, Any]:
     """The tensors ``wanted``, which stay in the files: they are mapped, not copied."""
     if state_dict is not None:
         return {name: state_dict[name] for name in wanted}
     found: dict[str, Any] = {}
     for file in map(str, files or ()):
         if file.endswith(".safetensors"):
-            with opened(file) as handle:
+            with open_safetensors(file) as handle:
                 found.update((name, handle.get_tensor(name)) for name in wanted.intersection(handle.keys()))
         elif file.endswith((".bin", ".pt", ".pth")):
             import torch
@@ -68,11 +70,11 @@ def tensors(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None, w
     return found
 
 
-def whole(files: list[str]) -> str:
+def check_whole_files(files: list[str]) -> str:
     """The first of ``files``, if all of them are whole: safetensors say how long they are, an archive ends with its index."""
     for file in files:
         if file.endswith(".safetensors"):
-            with opened(file):
+            with open_safetensors(file):
                 pass
         elif _is_cut_short(file):
             raise OSError(
@@ -86,7 +88,7 @@ def _is_cut_short(file: str) -> bool:
         return opened.read(4) == b"PK\3\4" and not zipfile.is_zipfile(file)
 
 
-def opened(file: str) -> Any:
+def open_safetensors(file: str) -> Any:
     """``safe_open`` with an error that names the file."""
     from safetensors import SafetensorError, safe_open
 
@@ -98,22 +100,23 @@ def opened(file: str) -> Any:
         ) from error
 
 
-def _in_safetensors(file: str) -> dict[str, Stored]:
-    with opened(file) as handle:
+def _in_safetensors(file: str) -> dict[str, StoredTensor]:
+    with open_safetensors(file) as handle:
         slices = ((name, handle.get_slice(name)) for name in handle.keys())
         return {
-            name: Stored(part.get_dtype().startswith(("F", "BF")), tuple(part.get_shape())) for name, part in slices
+            name: StoredTensor(part.get_dtype().startswith(("F", "BF")), tuple(part.get_shape()))
+            for name, part in slices
         }
 
 
-def _in_pickle(file: str) -> dict[str, Stored]:
+def _in_pickle(file: str) -> dict[str, StoredTensor]:
     import torch
 
     state = torch.load(file, map_location="meta", weights_only=True)
-    return {name: Stored(tensor.is_floating_point(), tuple(tensor.shape)) for name, tensor in state.items()}
+    return {name: StoredTensor(tensor.is_floating_point(), tuple(tensor.shape)) for name, tensor in state.items()}
 
 
-def quantized(keys: Iterable[str]) -> list[str]:
+def quantized_names(keys: Iterable[str]) -> list[str]:
     """Names of the weights that have a quantization state among ``keys``."""
     found = []
     for key in keys:
@@ -124,7 +127,7 @@ def quantized(keys: Iterable[str]) -> list[str]:
     return found
 
 
-def in_model(
+def names_in_model(
     model: Any, keys: list[str], weights: Iterable[str], asked: dict[str, str] | None = None
 ) -> dict[str, str]:
     """The names that ``model`` has for ``weights`` of a checkpoint whose tensors are ``keys``.

@@ -16,20 +16,20 @@ from ..offload.offload_map import OffloadMap
 if TYPE_CHECKING:
     from torch import Tensor
 
-OF_4_BITS = 2**16
+CHUNK_OF_4_BIT = 2**16
 """Values in a piece: whole blocks of every size."""
-OF_INT8 = 2**18
+CHUNK_OF_INT8 = 2**18
 """The same for INT8, which takes less memory and time for each value."""
 
 
-def creating(quantizer: Any, weight: Tensor) -> Callable[..., Any]:
+def create_in_chunks(quantizer: Any, weight: Tensor) -> Callable[..., Any]:
     """``create_quantized_param`` of transformers 4, which makes the weight that a model has of ``weight``."""
     create: Callable[..., Any] = quantizer.create_quantized_param
-    size = OF_INT8 if quantizer.quantization_config.load_in_8bit else OF_4_BITS
-    return create if quantizer.pre_quantized or weight.numel() < 2 * size else calling(create)
+    size = CHUNK_OF_INT8 if quantizer.quantization_config.load_in_8bit else CHUNK_OF_4_BIT
+    return create if quantizer.pre_quantized or weight.numel() < 2 * size else call_in_chunks(create)
 
 
-def calling(function: Callable[..., Any]) -> Callable[..., Any]:
+def call_in_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, in which a large weight that is quantized on a CPU is quantized in pieces."""
 
     @functools.wraps(function)
@@ -40,7 +40,7 @@ def calling(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def converting(mapping: Any, device_map: Any) -> Callable[..., Any]:
+def convert_in_chunks(mapping: Any, device_map: Any) -> Callable[..., Any]:
     """``convert`` of transformers 5, which makes the weights that the model has of tensors of the checkpoint."""
     upstream: Callable[..., Any] = mapping.convert
     if not isinstance(device_map, OffloadMap):
@@ -73,12 +73,12 @@ def _of_large(operation: Any) -> Callable[..., Any]:
     name = type(operation).__name__
     if name.endswith("Deserialize"):  # packed already
         return convert
-    least = 2 * (OF_INT8 if name == "Bnb8bitQuantize" else OF_4_BITS)
+    least = 2 * (CHUNK_OF_INT8 if name == "Bnb8bitQuantize" else CHUNK_OF_4_BIT)
 
     @functools.wraps(convert)
     def converted(tensors: Any, *args: Any, **options: Any) -> Any:
         large = any(_values(value) >= least for value in tensors.values())
-        return (calling(convert) if large else convert)(tensors, *args, **options)
+        return (call_in_chunks(convert) if large else convert)(tensors, *args, **options)
 
     return converted
 
@@ -94,8 +94,8 @@ def _mode() -> type[Any]:
 
     operators = torch.ops.bitsandbytes
     pieces: dict[Any, tuple[Callable[..., Any], int]] = {
-        operators.quantize_4bit.default: (_of_4_bits, OF_4_BITS),
-        operators.int8_vectorwise_quant.default: (_of_int8, OF_INT8),
+        operators.quantize_4bit.default: (_of_4_bits, CHUNK_OF_4_BIT),
+        operators.int8_vectorwise_quant.default: (_of_int8, CHUNK_OF_INT8),
     }
 
     class InPieces(TorchDispatchMode):
@@ -122,7 +122,7 @@ def _of_4_bits(
     packed = flat.new_empty(((size + 1) // 2 // quant_storage.itemsize, 1), dtype=quant_storage)
     absmax = flat.new_empty(-(-size // blocksize), dtype=torch.float32)
     rows = blocks = 0
-    for part in _parts(flat, OF_4_BITS):
+    for part in _parts(flat, CHUNK_OF_4_BIT):
         codes, statistics = quantize(part, blocksize, quant_type, quant_storage)
         packed[rows : rows + codes.shape[0]] = codes
         absmax[blocks : blocks + statistics.shape[0]] = statistics
@@ -141,7 +141,7 @@ def _of_int8(
     packed = weight.new_empty(weight.shape, dtype=torch.int8)
     scales = weight.new_empty(len(weight), dtype=torch.float32)
     rows = 0
-    for part in _parts(weight, max(1, OF_INT8 // weight.shape[1])):
+    for part in _parts(weight, max(1, CHUNK_OF_INT8 // weight.shape[1])):
         end = rows + part.shape[0]
         packed[rows:end], scales[rows:end], _ = quantize(part, threshold)
         rows = end

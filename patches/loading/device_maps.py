@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def offloads(device_map: Any) -> bool:
+def offloads_something(device_map: Any) -> bool:
     """Whether ``device_map`` sends something to the CPU or the disk beside what it keeps where it computes."""
     return isinstance(device_map, Mapping) and _any_offloaded(device_map.values())
 
@@ -34,7 +34,7 @@ def _any_offloaded(values: Iterable[Place]) -> bool:
     return places != {"cpu"} and not places.isdisjoint(OFFLOADED)
 
 
-def supports(quantizer: Any) -> bool:
+def supports_offload(quantizer: Any) -> bool:
     """Whether ``quantizer`` makes a model whose layers can be offloaded quantized, and is not asked to leave them."""
     config: Any = getattr(quantizer, "quantization_config", None)
     if str(getattr(config, "quant_method", "")).rpartition(".")[2].lower() not in ("bitsandbytes", "bits_and_bytes"):
@@ -47,14 +47,14 @@ def supports(quantizer: Any) -> bool:
     return not is_fsdp_enabled() and not is_deepspeed_zero3_enabled()  # these dispatch no model
 
 
-def refused(quantizer: Any, values: set[Place]) -> bool:
+def is_refused(quantizer: Any, values: set[Place]) -> bool:
     """What ``validate_environment`` asks: whether a model with such ``values`` in its device map cannot be had."""
-    return not supports(quantizer) and _any_offloaded(values)
+    return not supports_offload(quantizer) and _any_offloaded(values)
 
 
-def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
+def plan_device_map(model: Module, device_map: Any, quantizer: Any) -> Any:
     """``device_map`` as an ``OffloadMap`` if ``model`` is to be offloaded quantized; else as it is."""
-    if not offloads(device_map) or not supports(quantizer):
+    if not offloads_something(device_map) or not supports_offload(quantizer):
         return device_map
     _refuse_unknown(model, device_map)
     _refuse_no_place(device_map)
@@ -64,13 +64,13 @@ def planned(model: Module, device_map: Any, quantizer: Any) -> Any:
     # By where modules go, not by what is given: one with tensors of its own takes a tied weight along (Zaya).
     found = dict(_disjoint(model, "", {**found, **_of_tied(model, found, main)}, main, inside=False))
     result = OffloadMap(found, given)
-    result.divided = split_layers.devices(model, result)
+    result.divided = split_layers.devices_of_split_layers(model, result)
     return result
 
 
-def checked(upstream: Callable[..., None], device_map: Any, quantizer: Any) -> Callable[..., None]:
-    """``check_tied_parameters_on_same_device``, which stops at a map with gaps; :func:`planned` says what such a map lacks."""
-    return (lambda *_: None) if offloads(device_map) and supports(quantizer) else upstream
+def skip_tied_check(upstream: Callable[..., None], device_map: Any, quantizer: Any) -> Callable[..., None]:
+    """``check_tied_parameters_on_same_device``, which stops at a map with gaps; :func:`plan_device_map` says what such a map lacks."""
+    return (lambda *_: None) if offloads_something(device_map) and supports_offload(quantizer) else upstream
 
 
 def _of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
@@ -93,7 +93,7 @@ def _of_tied(model: Module, device_map: Mapping[str, Place], main: Place) -> dic
     If they are on several devices, all go to one of these: to ``main``, if that is one.
     """
     groups: dict[str, list[str]] = {}
-    for name, source in tied(model).items():
+    for name, source in tied_names(model).items():
         groups.setdefault(source, [source]).append(name)
     found = {}
     for source, names in groups.items():
@@ -108,7 +108,7 @@ def _of_tied(model: Module, device_map: Mapping[str, Place], main: Place) -> dic
     return found
 
 
-def tied(model: Any) -> dict[str, str]:
+def tied_names(model: Any) -> dict[str, str]:
     """Names of weights that are another's, and that name. Those of transformers 4 are one parameter by now."""
     declared: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
     if declared is not None:
@@ -214,7 +214,7 @@ def _find(name: str, given: Mapping[str, Place], main: Place, required: bool = T
     return main
 
 
-def owner(model: Module, name: str) -> Module:
+def owner_of_tensor(model: Module, name: str) -> Module:
     """The module that has the tensor ``name``. ``get_submodule`` takes ten times as long, which counts for each tensor."""
     found: Any = model
     for part in name.split(".")[:-1]:

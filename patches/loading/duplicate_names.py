@@ -39,7 +39,7 @@ def untie_on_disk(model: Module, index: dict[str, Any]) -> list[tuple[Module, st
 
 
 @contextlib.contextmanager
-def under_one_name(model: Module, device_map: OffloadMap) -> Iterator[None]:
+def keep_one_name(model: Module, device_map: OffloadMap) -> Iterator[None]:
     """Leave each offloaded module one of its names: T5 before transformers 5 has its embedding in encoder and decoder, too.
 
     accelerate gives a module a hook for each name: its weights are brought by each, and their address on meta is that of

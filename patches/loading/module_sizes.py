@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..config.quantizers import quantizes
+from ..config.quantizers import makes_parameter
 from ..offload import offload_map
 from . import device_maps, weights_stored_separately
 
@@ -53,7 +53,7 @@ def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Calla
     def infer_auto_device_map(model: Any, **options: Any) -> Any:
         device_map = infer(model, **options)
         fits = {*offload_map.OFFLOADED}.isdisjoint(device_map.values())
-        if not device_maps.supports(quantizer) or fits and not max_memory:
+        if not device_maps.supports_offload(quantizer) or fits and not max_memory:
             return device_map
         sizes = tensor_sizes(model, quantizer, options.get("special_dtypes"))
         if fits and _is_allowed(device_map, sizes, max_memory):
@@ -63,10 +63,10 @@ def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Calla
         units = list(_units(model, "", sizes, set(options["no_split_module_classes"] or ())))
         resident, waiting = _rooms(max_memory, units)
         # All on the CPU: so it is where there is no device, and where the first module alone is too large for it.
-        if not device_maps.offloads(device_map) and all(room.place == "cpu" for room in resident):
+        if not device_maps.offloads_something(device_map) and all(room.place == "cpu" for room in resident):
             return device_map
         found = _fitted(units, sizes, resident, waiting, _beyond_a_layer(model, quantizer, units))
-        _follow_tied(found, device_maps.tied(model))
+        _follow_tied(found, device_maps.tied_names(model))
         # What waits computes on the first device that a map names: the one where room was left for its statistics.
         first = next((room.place for room in resident if room.place in found.values()), None)
         return dict(sorted(clean_device_map(found).items(), key=lambda item: item[1] != first))
@@ -89,17 +89,17 @@ def tensor_sizes(model: Any, quantizer: Any, special_dtypes: Any = None) -> Size
 
     ``special_dtypes``: of transformers 4, what some will be cast to.
     """
-    tied, sizes = device_maps.tied(model), Sizes()
+    tied, sizes = device_maps.tied_names(model), Sizes()
     dtypes = special_dtypes or _kept_in_another_dtype(model)
     for name, parameter in model.named_parameters():
         if name not in tied:
-            if quantizes(quantizer, model, name):
+            if makes_parameter(quantizer, model, name):
                 sizes[name] = packed(parameter)
             elif name in dtypes:
                 sizes[name] = parameter.numel() * dtypes[name].itemsize, 0
             else:
                 sizes[name] = _bytes(quantizer, model, name, parameter), 0
-    for name in weights_stored_separately.more(
+    for name in weights_stored_separately.separate_weights(
         model
     ):  # with the weight that it is declared as tied to, because both go to one place
         sizes[name] = sizes[name][0] + _bytes(quantizer, model, name, model.get_parameter(name)), sizes[name][1]
@@ -134,7 +134,7 @@ def _beyond_a_layer(model: Any, quantizer: Any, units: list[Unit]) -> int:
         return 0
     in_float16 = str(model.dtype) == "torch.float16"
     copies = model.dtype.itemsize + (2 if quantizer.quantization_config.load_in_8bit and not in_float16 else 0)
-    weights = (weight for name, weight in model.named_parameters() if quantizes(quantizer, model, name))
+    weights = (weight for name, weight in model.named_parameters() if makes_parameter(quantizer, model, name))
     takes = max((copies * weight.numel() + sum(packed(weight)) for weight in weights), default=0)
     return max(0, takes - max((unit.moves for unit in units if unit.block), default=takes))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..config.quantizers import quantizes
+from ..config.quantizers import makes_parameter
 from ..offload import offload_map
 from ..offload.offload_map import OffloadMap
 from ..process import malloc_trim
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def loading(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
+def load_files(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
     """``_load_pretrained_model``, which reads the files; if that fails, what was written is removed."""
     if not isinstance(device_map, OffloadMap):
         return upstream
 
     def _load_pretrained_model(model: Module, state_dict: Any, files: Any, *also: Any, **options: Any) -> Any:
         if files:  # before upstream reads a pickled one, and says that it may be of TensorFlow
-            checkpoint_keys.whole(list(map(str, files)))
+            checkpoint_keys.check_whole_files(list(map(str, files)))
         if "disk" in device_map.values():
             in_safetensors = bool(files) and str(files[0]).endswith(".safetensors")
             inside = options["disk_offload_folder"]
@@ -46,19 +46,19 @@ def loading(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]
     return _load_pretrained_model
 
 
-def expanded(upstream: Callable[..., Any], device_map: Any, names: Iterable[str]) -> Any:
+def expand_device_map(upstream: Callable[..., Any], device_map: Any, names: Iterable[str]) -> Any:
     """``expand_device_map``; a tensor that the model does not have is nowhere."""
     if not isinstance(device_map, OffloadMap):
         return upstream(device_map, names)
     return {name: device_map.at(name) for name in names}
 
 
-def skipped(upstream: Callable[..., Any], device_map: Any, files: Any) -> Any:
+def files_to_skip(upstream: Callable[..., Any], device_map: Any, files: Any) -> Any:
     """``get_disk_only_shard_files``, which are not read: what is on the disk has to be quantized, or has statistics."""
     return [] if isinstance(device_map, OffloadMap) else upstream(device_map, files)
 
 
-def within(device_map: Any, prefix: str) -> Any:
+def device_map_within(device_map: Any, prefix: str) -> Any:
     """``device_map`` by the names of the base model, whose checkpoint is loaded into a model with a head."""
     inside = {name.removeprefix(prefix): place for name, place in device_map.items()}
     if not isinstance(device_map, OffloadMap):
@@ -71,7 +71,7 @@ def within(device_map: Any, prefix: str) -> Any:
     return view
 
 
-def placed(
+def place_tensor(
     device_map: Any, model: Module, name: str, tensor: Tensor, quantizer: Any, files: Any, load: Any, *also: Any
 ) -> bool:
     """Give ``model`` the tensor ``name``, and put it where it waits; False where transformers is to do it.
@@ -80,7 +80,7 @@ def placed(
     """
     if not isinstance(device_map, OffloadMap):
         return False
-    if not quantizes(quantizer, model, name):
+    if not makes_parameter(quantizer, model, name):
         _place(device_map, model, name, tensor, files, load)
         return True
     weight = _weight_of(quantizer, name)
@@ -88,16 +88,16 @@ def placed(
     if also:  # up to 4.56, where it raises an error for a checkpoint without statistics
         quantizer.check_quantized_param(model, tensor, name, *also[:1])
     where = device_map.computes_at(weight) if offloaded else device_map.at(weight)
-    chunked_quantization.creating(quantizer, tensor)(model, tensor, name, where, *also)
-    made = device_maps.owner(model, weight)._parameters["weight"] if offloaded else None
+    chunked_quantization.create_in_chunks(quantizer, tensor)(model, tensor, name, where, *also)
+    made = device_maps.owner_of_tensor(model, weight)._parameters["weight"] if offloaded else None
     if made is not None and not made.is_meta and offload_v5.is_packed(made):
         _send(device_map, model, weight, made, files if quantizer.pre_quantized else None)
-        malloc_trim.quantized(made)
+        malloc_trim.trim_after_quantizing(made)
     return True
 
 
 def is_placed(device_map: Any, is_safetensors: bool) -> bool:
-    """Whether a tensor on the disk needs no further step: it lies in a safetensors file, or :func:`placed` wrote it."""
+    """Whether a tensor on the disk needs no further step: it lies in a safetensors file, or :func:`place_tensor` wrote it."""
     return is_safetensors or isinstance(device_map, OffloadMap)
 
 
@@ -105,7 +105,7 @@ def _place(device_map: OffloadMap, model: Module, name: str, tensor: Tensor, fil
     """A tensor that is not quantized."""
     at = device_map.at(name)
     load(model, name, tensor.to("cpu" if at == "disk" else at))
-    if at == "disk" and name.rpartition(".")[2] in device_maps.owner(model, name)._parameters:
+    if at == "disk" and name.rpartition(".")[2] in device_maps.owner_of_tensor(model, name)._parameters:
         _leave(device_map, model, name, tensor, files)
 
 
@@ -118,10 +118,10 @@ def _weight_of(quantizer: Any, name: str) -> str:
 
 def _send(device_map: OffloadMap, model: Module, name: str, weight: Tensor, files: Any) -> None:
     """Packed weights, with all their statistics, to where they wait."""
-    if offload_v5.on_disk(device_map, name):
+    if offload_v5.is_on_disk(device_map, name):
         _leave(device_map, model, name, weight, files)
     elif weight.device.type != "cpu":
-        device_maps.owner(model, name)._parameters["weight"] = weight.to("cpu")  # type: ignore[assignment]
+        device_maps.owner_of_tensor(model, name)._parameters["weight"] = weight.to("cpu")  # type: ignore[assignment]
 
 
 def _leave(device_map: OffloadMap, model: Module, name: str, tensor: Tensor, files: Any) -> None:
@@ -129,6 +129,6 @@ def _leave(device_map: OffloadMap, model: Module, name: str, tensor: Tensor, fil
     if files and name in files:
         entry = {**files[name], "dtype": str(tensor.dtype).removeprefix("torch.")}
     else:
-        entry = offload_v5.written(device_map, name, tensor)
+        entry = offload_v5.write_to_folder(device_map, name, tensor)
     device_map.index[device_map.root + name] = entry
-    offload_v5.leave(device_map, model, name, tensor)
+    offload_v5.take_out_of_model(device_map, model, name, tensor)

@@ -10,15 +10,15 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..config.quantizers import quantizes
+from ..config.quantizers import makes_parameter
 from ..experts import experts_on_disk, quantize_request
-from ..experts.experts_in_model import is_one
+from ..experts.experts_in_model import is_expert_parameter
 from ..offload import offload_map, weight_files, weights_maps
 from ..offload.offload_map import OffloadMap
 from ..process import malloc_trim
 from ..quantized.int8 import row_scales
-from ..quantized.quantized_experts import is_quantized
-from ..quantized.weights.parameter_copies import like
+from ..quantized.quantized_experts import is_quantized_experts
+from ..quantized.weights.parameter_copies import make_like
 from . import device_maps, duplicate_names, placement_summary, split_layers
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def device_of(get_device: Callable[..., Any], device_map: Any, name: str, model: Any, quantizer: Any) -> Any:
+def read_device(get_device: Callable[..., Any], device_map: Any, name: str, model: Any, quantizer: Any) -> Any:
     """Where the tensor of the checkpoint for ``name`` is read to."""
     if isinstance(device_map, OffloadMap) and offload_map.offloads_module(device_map, name.rpartition(".")[0]):
         at = device_map.computes_at(name)
@@ -38,13 +38,13 @@ def device_of(get_device: Callable[..., Any], device_map: Any, name: str, model:
 
 
 def _are_experts_to_quantize(model: Any, name: str, quantizer: Any) -> bool:
-    if quantizer.pre_quantized or not quantize_request.now():
+    if quantizer.pre_quantized or not quantize_request.is_requested():
         return False
-    parameter = device_maps.owner(model, name)._parameters.get(name.rpartition(".")[2])
-    return parameter is not None and is_one(model, name, parameter)
+    parameter = device_maps.owner_of_tensor(model, name)._parameters.get(name.rpartition(".")[2])
+    return parameter is not None and is_expert_parameter(model, name, parameter)
 
 
-def folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | None:
+def offload_folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | None:
     """Where ``from_pretrained`` writes what it cannot leave in the checkpoint: a folder of this load's own."""
     device_map = load_config.device_map
     inside: str | None = load_config.disk_offload_folder
@@ -63,8 +63,8 @@ def open_folder(device_map: OffloadMap, model: Any, quantizer: Any, inside: Any,
     written = [
         name
         for name, _ in model.named_parameters()
-        if on_disk(device_map, name)
-        and (not in_safetensors or not quantizer.pre_quantized and quantizes(quantizer, model, name))
+        if is_on_disk(device_map, name)
+        and (not in_safetensors or not quantizer.pre_quantized and makes_parameter(quantizer, model, name))
     ]
     if written:
         raise ValueError(
@@ -76,13 +76,15 @@ def open_folder(device_map: OffloadMap, model: Any, quantizer: Any, inside: Any,
     return None
 
 
-def on_disk(device_map: OffloadMap, name: str) -> bool:
+def is_on_disk(device_map: OffloadMap, name: str) -> bool:
     """Whether ``name`` waits on the disk."""
     return bool(device_map.at(name) == "disk")
 
 
-def left(device_map: Any, quantizer: Any, name: str, weight: Any, mapping: Any, index: dict[str, Any]) -> bool:
-    """Whether :func:`put` leaves ``weight`` on the disk, and transformers does not.
+def is_left_on_disk(
+    device_map: Any, quantizer: Any, name: str, weight: Any, mapping: Any, index: dict[str, Any]
+) -> bool:
+    """Whether :func:`set_and_offload` leaves ``weight`` on the disk, and transformers does not.
 
     It does so with packed weights, and with all that it need not copy from a checkpoint that is quantized already.
     """
@@ -92,45 +94,45 @@ def left(device_map: Any, quantizer: Any, name: str, weight: Any, mapping: Any, 
     if name in index:  # in the dtype that the model has it in, which may not be that of the file
         index[name] = {**index[name], "dtype": str(weight.dtype).removeprefix("torch.")}
     if is_packed(weight) and not there:
-        index[name] = written(device_map, name, weight)
+        index[name] = write_to_folder(device_map, name, weight)
     return there or is_packed(weight)
 
 
-def one_at_a_time(asked: bool, device_map: Any) -> bool:
+def reads_one_at_a_time(asked: bool, device_map: Any) -> bool:
     """Whether each tensor is read when it is its turn: threads would bring all that is offloaded to the device at once."""
     return asked or isinstance(device_map, OffloadMap)
 
 
-def put(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
+def set_and_offload(upstream: Callable[..., None], device_map: Any) -> Callable[..., None]:
     """``set_param_for_module``: it gives a model the weight that was made, which goes to where it is to wait."""
     if not isinstance(device_map, OffloadMap):
         return upstream
 
     def set_param_for_module(model: Any, name: str, weight: Any, *also: Any) -> None:
         path, _, own = name.rpartition(".")
-        leaves = on_disk(device_map, name) and own in device_maps.owner(model, name)._parameters
+        leaves = is_on_disk(device_map, name) and own in device_maps.owner_of_tensor(model, name)._parameters
         if is_packed(weight) and not leaves and offload_map.offloads_module(device_map, path):
-            weight = on_the_cpu(weight)
+            weight = to_cpu_parameter(weight)
         upstream(model, name, weight, *also)
         if leaves:
-            leave(device_map, model, name, weight)
+            take_out_of_model(device_map, model, name, weight)
         if is_packed(weight):
-            malloc_trim.quantized(weight)
+            malloc_trim.trim_after_quantizing(weight)
 
     return set_param_for_module
 
 
-def on_the_cpu(weight: Any) -> Any:
+def to_cpu_parameter(weight: Any) -> Any:
     """A parameter of packed weights, there."""
     moved = weight.to("cpu")
-    if is_quantized(weight):
+    if is_quantized_experts(weight):
         import torch
 
         return torch.nn.Parameter(moved, requires_grad=False)
     return moved
 
 
-def resaved(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
+def resave_or_explain(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
     """``offload_and_maybe_resave_param``; what cannot be written says which weight, and where."""
     if not isinstance(device_map, OffloadMap) or device_map.folder is None:
         return upstream
@@ -143,14 +145,14 @@ def resaved(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]
     return offload_and_maybe_resave_param
 
 
-def leave(device_map: OffloadMap, model: Module, name: str, weight: Any) -> None:
+def take_out_of_model(device_map: OffloadMap, model: Module, name: str, weight: Any) -> None:
     """Take ``weight``, which lies on the disk, out of ``model``; row scales stay in memory."""
     from accelerate.utils import set_module_tensor_to_device
 
-    scales = row_scales.of(weight)
+    scales = row_scales.get_scales(weight)
     if scales is not None:
         device_map.scales[device_map.root + _scales_of(name)] = scales.detach().to("cpu")
-    module, own = device_maps.owner(model, name), name.rpartition(".")[2]
+    module, own = device_maps.owner_of_tensor(model, name), name.rpartition(".")[2]
     old: Any = module._parameters[own]
     if type(old).__name__ in ("Params4bit", "Int8Params"):
         module._parameters[own] = _on_meta(old)
@@ -168,7 +170,7 @@ def _on_meta(packed: Any) -> Any:
     held: dict[str, Any] = {key: value.to("meta") for key, value in vars(packed).items() if torch.is_tensor(value)}
     if "module" in vars(packed):
         held["module"] = None  # that would quantize it
-    return like(packed, empty, **held)
+    return make_like(packed, empty, **held)
 
 
 def _unmark(weight: Tensor) -> None:
@@ -176,7 +178,7 @@ def _unmark(weight: Tensor) -> None:
     vars(weight).pop("_is_hf_initialized", None)
 
 
-def written(device_map: OffloadMap, name: str, weight: Tensor) -> weight_files.Entry:
+def write_to_folder(device_map: OffloadMap, name: str, weight: Tensor) -> weight_files.Entry:
     """Write ``weight`` to the folder of this load."""
     import torch
 
@@ -185,8 +187,8 @@ def written(device_map: OffloadMap, name: str, weight: Tensor) -> weight_files.E
             f"The device_map sends {name!r} to the disk. It has to be written there, because it differs from what the "
             "checkpoint holds. Name a folder for it: from_pretrained(..., offload_folder=...)."
         )
-    if is_quantized(weight):
-        return experts_on_disk.write(device_map.folder, device_map.root + name, weight)
+    if is_quantized_experts(weight):
+        return experts_on_disk.write_experts(device_map.folder, device_map.root + name, weight)
     return device_map.folder.write(device_map.root + name, weight.detach().as_subclass(torch.Tensor).to("cpu"))
 
 
@@ -199,14 +201,19 @@ def _lies_there(quantizer: Any, mapping: Any) -> bool:
 def is_packed(weight: Any) -> bool:
     """Whether ``weight`` is, or will be, packed weights with all their statistics."""
     kind = type(weight).__name__
-    return kind == "Params4bit" or is_quantized(weight) or kind == "Int8Params" and row_scales.of(weight) is not None
+    return (
+        kind == "Params4bit"
+        or is_quantized_experts(weight)
+        or kind == "Int8Params"
+        and row_scales.get_scales(weight) is not None
+    )
 
 
 def _scales_of(name: str) -> str:
     return f"{name.rpartition('.')[0]}.SCB"
 
 
-def ended(device_map: Any) -> None:
+def end_loading(device_map: Any) -> None:
     """Called when all weights are read, or something has gone wrong: then what was written is removed."""
     if isinstance(device_map, OffloadMap):
         error, before, device_map.handled = sys.exc_info()[1], device_map.handled, None
@@ -214,7 +221,7 @@ def ended(device_map: Any) -> None:
             device_map.folder.remove()
 
 
-def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, Any]) -> Any:
+def dispatch_offloaded(dispatch_model: Callable[..., Any], model: Any, options: dict[str, Any]) -> Any:
     """``accelerate.dispatch_model`` of a model whose layers are where they are to be."""
     device_map = options["device_map"]
     if not isinstance(device_map, OffloadMap):
@@ -226,7 +233,7 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
     in_memory = _in_memory(model, device_map, index or {})
     if index is not None:
         index = weight_files.Index(index, device_map.folder, device_map.ahead)
-        in_memory = experts_on_disk.Kept(in_memory or {}, index) or None
+        in_memory = experts_on_disk.ExpertsMap(in_memory or {}, index) or None
     options = {
         **options,
         "device_map": dict(device_map),
@@ -235,25 +242,25 @@ def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, 
         "offload_index": index,
         "state_dict": in_memory,
     }
-    with duplicate_names.under_one_name(model, device_map):
+    with duplicate_names.keep_one_name(model, device_map):
         result = dispatch_model(model, **options)
     for module, name, owner, source in tied:
         module._parameters[name] = owner._parameters[source]
-    split_layers.run(model, device_map, options.get("skip_keys"))
-    for loader in weights_maps.loaders(model):
+    split_layers.compute_on_one_device(model, device_map, options.get("skip_keys"))
+    for loader in weights_maps.find_loaders(model):
         # Not to the device at once: accelerate takes a quantized weight from there to the CPU, and there again.
         loader.device = None
     model.hf_device_map = dict(device_map.given)
-    placement_summary.say(model, device_map)
+    placement_summary.log_placement(model, device_map)
     return result
 
 
-def is_planned(device_map: Any) -> bool:
+def needs_hooks(device_map: Any) -> bool:
     """Whether some layers of a quantized model wait for each use, so that it needs hooks."""
     return isinstance(device_map, OffloadMap)
 
 
-def not_on_meta(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_meta_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of ``state`` has an address by which tied weights can be told."""
     return {name: tensor for name, tensor in state.items() if not tensor.is_meta}
 
@@ -266,6 +273,6 @@ def _in_memory(model: Module, device_map: OffloadMap, index: dict[str, Any]) -> 
         for name in waiting:
             kept.update(model.get_submodule(name).state_dict(prefix=f"{name}."))
     for name, parameter in model.named_parameters():
-        if on_disk(device_map, name) and name not in index and not parameter.is_meta:
+        if is_on_disk(device_map, name) and name not in index and not parameter.is_meta:
             kept[name] = parameter.detach()  # the checkpoint has none: it was initialized
     return kept or None

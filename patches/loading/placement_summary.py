@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ..offload import forward_uses, onload_bytes
-from ..process.byte_sizes import readable
+from ..process.byte_sizes import format_bytes
 from ..process.messages import LOGGER
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _LOADED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """What was said of each model that is alive."""
 
 
-def say(model: Module, device_map: OffloadMap) -> None:
+def log_placement(model: Module, device_map: OffloadMap) -> None:
     """Once for each model that is loaded."""
     layers: Counter[str] = Counter()
     held: Counter[str] = Counter()
@@ -30,11 +30,13 @@ def say(model: Module, device_map: OffloadMap) -> None:
             at = device_map.at(name)
             place = str(device_map.main if at is None else at)
             layers[place] += 1
-            held[place] += sum(onload_bytes.size(parameter) for parameter in own if id(parameter) not in seen)
+            held[place] += sum(
+                onload_bytes.bytes_of_parameter(parameter) for parameter in own if id(parameter) not in seen
+            )
             seen.update(map(id, own))
-    placed = ", ".join(f"{place} ({count} layers, {readable(held[place])})" for place, count in layers.items())
-    used = forward_uses.of(model)
-    copied = readable(sum(used[id(module)] * onload_bytes.by_a_use(module) for module in model.modules()))
+    placed = ", ".join(f"{place} ({count} layers, {format_bytes(held[place])})" for place, count in layers.items())
+    used = forward_uses.count_forward_uses(model)
+    copied = format_bytes(sum(used[id(module)] * onload_bytes.bytes_per_use(module) for module in model.modules()))
     _LOADED[model] = (
         f"{type(model).__name__} is quantized and placed on {placed}. Each forward copies {copied} from the CPU or the disk "
         f"to {device_map.main}. patches.inspect(model) shows where each part is"
@@ -42,6 +44,6 @@ def say(model: Module, device_map: OffloadMap) -> None:
     LOGGER.info("%s", _LOADED[model])
 
 
-def notes() -> tuple[str, ...]:
+def report_notes() -> tuple[str, ...]:
     """What the report of all patches says of them, the one that was loaded first before the others."""
     return tuple(_LOADED.values())

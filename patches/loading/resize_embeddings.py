@@ -11,7 +11,7 @@ from typing import Any
 from ..quantized import accelerate_hooks
 
 
-def resizing(model: Any) -> Callable[..., Any]:
+def resize_unless_offloaded(model: Any) -> Callable[..., Any]:
     """``model._resize_token_embeddings``, unless it changes the size of what is offloaded."""
     upstream: Callable[..., Any] = model._resize_token_embeddings
 

@@ -16,7 +16,7 @@ def _is_conv1d(quantized: Any) -> bool:
     return source is not None and issubclass(source, Conv1D)
 
 
-def plain(quantized: Any, bias: Any) -> Module:
+def make_source_layer(quantized: Any, bias: Any) -> Module:
     """A layer on meta of the kind that ``quantized`` was made from; ``bias`` is None if there is none."""
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -28,6 +28,6 @@ def plain(quantized: Any, bias: Any) -> Module:
         return torch.nn.Linear(quantized.in_features, quantized.out_features, bias=bias is not None)
 
 
-def as_stored(quantized: Any, weight: Tensor) -> Tensor:
+def to_source_layout(quantized: Any, weight: Tensor) -> Tensor:
     """``weight``, of shape (out, in), as a layer of that kind keeps it."""
     return weight.t().contiguous() if _is_conv1d(quantized) else weight

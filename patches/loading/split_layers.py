@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..offload.offload_map import OffloadMap, Place
 
 
-def devices(model: Module, device_map: OffloadMap) -> dict[str, Place]:
+def devices_of_split_layers(model: Module, device_map: OffloadMap) -> dict[str, Place]:
     """The layers that have parts on one device, and that device; none if all computes on one."""
     if not _over_several(device_map):
         return {}
@@ -49,7 +49,7 @@ def _layers_around(model: Module, name: str) -> Iterator[str]:
             yield name
 
 
-def run(model: Module, device_map: OffloadMap, skip_keys: Any) -> None:
+def compute_on_one_device(model: Module, device_map: OffloadMap, skip_keys: Any) -> None:
     """Have each part that waits compute where its layer does, and move there what goes into the layer."""
     if not _over_several(device_map):
         return
@@ -73,7 +73,7 @@ def _move(module: Module, place: Place) -> None:
     from accelerate.utils import set_module_tensor_to_device
 
     for part in module.modules():
-        for hook in accelerate_hooks.on(part):
+        for hook in accelerate_hooks.hooks_on(part):
             hook.execution_device = place
         for name, buffer in part._buffers.items():
             if buffer is not None and not buffer.is_meta:

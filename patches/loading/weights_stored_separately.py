@@ -19,40 +19,40 @@ _checkpoint: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("c
 """What the map that is being made is for: files, state dict, and the ``key_mapping`` of ``from_pretrained``."""
 
 
-def mapping(upstream: Callable[..., Any], files: Any, state: Any, asked: Any) -> Callable[..., Any]:
+def with_checkpoint(upstream: Callable[..., Any], files: Any, state: Any, asked: Any) -> Callable[..., Any]:
     """``_get_device_map`` for the model that is loaded from this checkpoint."""
 
     def _get_device_map(model: Any, device_map: Any, max_memory: Any, quantizer: Any) -> Any:
-        keys = functools.partial(checkpoint_keys.names, files, state)
+        keys = functools.partial(checkpoint_keys.tensor_names, files, state)
         token = _checkpoint.set((files, state, asked))
         try:
-            return upstream(model, device_map, max_memory, quantized_sizes.noted(quantizer, keys))
+            return upstream(model, device_map, max_memory, quantized_sizes.record_packed_experts(quantizer, keys))
         finally:
             _checkpoint.reset(token)
 
     return _get_device_map
 
 
-MAPPING = Rewrite(
+WITH_CHECKPOINT = Rewrite(
     "transformers.modeling_utils:PreTrainedModel.from_pretrained",
     find="_get_device_map",
     replace="_patches_mapping(_get_device_map, checkpoint_files, state_dict, key_mapping)",
-    names={"_patches_mapping": mapping},
+    names={"_patches_mapping": with_checkpoint},
     when="transformers>=5",
 )
 """The edit that says which checkpoint a map is for: of each patch that counts what will be loaded."""
 
 
-def more(model: Any) -> Iterator[str]:
+def separate_weights(model: Any) -> Iterator[str]:
     """For each weight that is loaded beside the one it is declared as tied to: the name of that one."""
     files, state, asked = _checkpoint.get((None, None, None))
-    tied = device_maps.tied(model)
+    tied = device_maps.tied_names(model)
     stored = _stored(model, tied, files, state, asked) if tied else {}
     for source in dict.fromkeys(tied.values()):
         names = [name for name in (source, *tied) if name == source or tied[name] == source]
         keys = {stored[name] for name in names if name in stored}
         if len(keys) > 1:
-            values = checkpoint_keys.tensors(files, state, keys).values()
+            values = checkpoint_keys.map_tensors(files, state, keys).values()
             yield from [source] * (_distinct(values) - 1)
 
 
@@ -60,8 +60,8 @@ def _stored(model: Any, tied: Mapping[str, str], files: Any, state: Any, asked: 
     """The tied weights that the checkpoint has, and their names there."""
     known = {*tied, *tied.values()}
     ends = tuple({name.rpartition(".")[2] for name in known})
-    keys = list(checkpoint_keys.names(files, state))
-    found = checkpoint_keys.in_model(model, keys, [key for key in keys if key.endswith(ends)], asked)
+    keys = list(checkpoint_keys.tensor_names(files, state))
+    found = checkpoint_keys.names_in_model(model, keys, [key for key in keys if key.endswith(ends)], asked)
     return {name: key for key, name in found.items() if name in known}
 
 

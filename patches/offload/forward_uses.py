@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def of(model: Module) -> Counter[int]:
+def count_forward_uses(model: Module) -> Counter[int]:
     """The number for each module, by its ``id``."""
     found: Counter[int] = Counter()
     waiting = [model]
@@ -53,8 +53,8 @@ def _embeddings_beside(parent: Module, name: str) -> Iterator[Module]:
 def _places(embedding: Any) -> Iterator[Any]:
     """What tells its weight: the object, and where it is brought from, because a forward leaves each module another object."""
     yield id(embedding.weight)
-    for hook in accelerate_hooks.on(embedding):
+    for hook in accelerate_hooks.hooks_on(embedding):
         if getattr(hook, "weights_map", None) is not None:
-            place = weights_maps.place(hook, "weight")
+            place = weights_maps.map_and_key(hook, "weight")
             if place:
                 yield place

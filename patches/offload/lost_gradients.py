@@ -28,12 +28,12 @@ _looking: list[Any] = []
 """The handle of the look at optimizers, once there is one. It stays: torch is in the midst of its hooks when it looks."""
 
 
-def remember(layer: Module) -> None:
+def remember_gradients(layer: Module) -> None:
     """Called when ``layer`` is about to be offloaded."""
     _before[layer] = [weakref.ref(p) for p in layer.parameters() if not p.is_meta]
 
 
-def watch(layer: Module) -> None:
+def watch_gradients(layer: Module) -> None:
     """Called in the forward of ``layer``, when what is offloaded below it is there."""
     for module in layer.modules():
         if accelerate_hooks.hook_of(module, visited=True) is not None:
@@ -55,7 +55,7 @@ def _note(layer: weakref.ref[Module], gradient: Tensor) -> None:
 
 def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raise if ``optimizer`` is to step without the gradients that were lost."""
-    layers = [layer for layer in _lost if offloaded_modules.offloaded(layer)]
+    layers = [layer for layer in _lost if offloaded_modules.is_offloaded(layer)]
     if not layers:
         return
     old = {id(p) for layer in layers for known in _before.get(layer, ()) if (p := known()) is not None}

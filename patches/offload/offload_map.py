@@ -37,7 +37,7 @@ class OffloadMap(dict[str, Place]):
         """Row scales of INT8 weights on the disk, by the names of a state dict."""
         self.index: dict[str, Entry] = {}
         """What lies on the disk, where the loader is that of transformers 4."""
-        self.ahead = prefetch.window()
+        self.ahead = prefetch.prefetch_window()
         """How many bytes of the disk are asked for before they are used."""
         self.root = ""
         """What names in it have before them in the whole model."""

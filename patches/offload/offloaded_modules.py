@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..process.tensor_bits import have_same_bits
 from ..quantized.accelerate_hooks import hook_of
 from ..quantized.int8 import row_scales
-from ..quantized.quantized_experts import is_quantized
+from ..quantized.quantized_experts import is_quantized_experts
 from . import weights_maps
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def first_execution_device(model: Module) -> torch.device | None:
     return next(filter(None, map(execution_device, model.modules())), None)
 
 
-def offloaded(module: Module) -> bool:
+def is_offloaded(module: Module) -> bool:
     """Whether something in ``module`` is offloaded now. Cheap where accelerate has no hook."""
     return any(hook_of(part) is not None for part in module.modules())
 
@@ -64,7 +64,7 @@ class Visit:
         hook.pre_forward(module)
         weight: Any = getattr(module, "weight", None)  # may be a plain one: of the embedding that a head is tied to
         if type(module).__name__ == "Linear8bitLt" and row_scales.has_scales(weight):
-            row_scales.complete(module)
+            row_scales.complete_scales(module)
         hook._patches_visited = True
         hook.offload = False  # so that a forward of the module neither brings them again nor takes them away
 
@@ -92,7 +92,7 @@ class Visit:
     def keep(self) -> None:
         """Make what the weights are now the ones that the next forward brings."""
         for name, tensor in self.tensors().items():
-            weights_maps.write(self.hook, name, tensor)
+            weights_maps.write_to_map(self.hook, name, tensor)
 
     def end(self) -> None:
         self.hook.offload = True
@@ -100,7 +100,7 @@ class Visit:
         self.hook.post_forward(self.module, ())
 
 
-def visits(root: Module) -> list[Visit]:
+def begin_visits(root: Module) -> list[Visit]:
     """Bring all that is offloaded below ``root``; who calls this ends each visit, the last first."""
     found: list[Visit] = []
     try:
@@ -109,30 +109,30 @@ def visits(root: Module) -> list[Visit]:
             if hook is not None:
                 found.append(Visit(module, hook))
     except BaseException:
-        end(found)
+        end_visits(found)
         raise
     return found
 
 
-def end(visits: list[Visit]) -> None:
+def end_visits(visits: list[Visit]) -> None:
     while visits:
         visits.pop().end()
 
 
 @contextlib.contextmanager
-def visited(root: Module) -> Iterator[list[Visit]]:
+def onload(root: Module) -> Iterator[list[Visit]]:
     """All that is offloaded below ``root`` on its execution device, to be read."""
-    found = visits(root)
+    found = begin_visits(root)
     try:
         yield found
     finally:
-        end(found)
+        end_visits(found)
 
 
 @contextlib.contextmanager
-def onloaded(root: Module) -> Iterator[None]:
+def onload_to_change(root: Module) -> Iterator[None]:
     """The same, to be changed: what is changed meanwhile is offloaded changed."""
-    with visited(root) as found:
+    with onload(root) as found:
         before = [{name: [part.clone() for part in _parts(t)] for name, t in v.tensors().items()} for v in found]
         yield
         for visit, old in zip(found, before):
@@ -144,9 +144,9 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     """What ``tensor`` holds: its values, and the row scales of an INT8 weight; of quantized experts their tensors."""
     import torch
 
-    if is_quantized(tensor):
+    if is_quantized_experts(tensor):
         return list(tensor.packed.tensors().values())  # type: ignore[attr-defined]
-    scales = row_scales.of(tensor)
+    scales = row_scales.get_scales(tensor)
     return [t.detach().as_subclass(torch.Tensor) for t in (tensor, scales) if t is not None]
 
 
@@ -154,6 +154,6 @@ def _have_changed(old: list[Tensor], new: list[Tensor]) -> bool:
     return len(old) != len(new) or not all(map(have_same_bits, old, new))
 
 
-def trains(model: Module) -> bool:
+def is_trainable_offloaded(model: Module) -> bool:
     """Whether ``model`` is offloaded in part, and nothing that is to be trained is."""
-    return offloaded(model) and not any(p.is_meta and p.requires_grad for p in model.parameters())
+    return is_offloaded(model) and not any(p.is_meta and p.requires_grad for p in model.parameters())

@@ -25,7 +25,7 @@ Region = tuple[str, int, int]
 """A file, the first byte, the number of bytes."""
 
 
-def window() -> int:
+def prefetch_window() -> int:
     """How many bytes are asked for ahead: ``PATCHES_READ_AHEAD`` in MiB, 0 for none; an error for what is no number."""
     value = os.environ.get(VARIABLE, "").strip() or str(_MEGABYTES)
     if not value.isdecimal():
@@ -36,7 +36,7 @@ def window() -> int:
     return int(value) * 2**20 if hasattr(os, "posix_fadvise") else 0  # macOS and Windows have none
 
 
-class Ahead:
+class Prefetcher:
     """In which order the tensors of an index are read, and those that were asked for and are still to come."""
 
     def __init__(self, window: int) -> None:
@@ -79,12 +79,12 @@ class Ahead:
         """Where the tensor of ``entry`` lies; of one that consists of several, all of its file. Nothing if that is unknown."""
         file, name = entry.get("safetensors_file", ""), entry.get("weight_name", "")
         if file not in self._files:  # the header of a checkpoint names all of its tensors
-            self._files[file] = regions(file)
+            self._files[file] = tensor_regions(file)
         found = self._files[file]
         return found.get(name) or found[""]
 
 
-def regions(file: str) -> dict[str, Region]:
+def tensor_regions(file: str) -> dict[str, Region]:
     """Where each tensor of a safetensors ``file`` lies, and under "" all of them; nothing if it cannot be read."""
     found = {"": (file, 0, 0)}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

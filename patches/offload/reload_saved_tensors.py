@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..quantized.quantized_experts import is_quantized
+from ..quantized.quantized_experts import is_quantized_experts
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .offloaded_modules import Visit
 
 
-def enter(visits: Iterable[Visit]) -> Any:
+def enter_saved_tensor_hooks(visits: Iterable[Visit]) -> Any:
     """Have autograd recall what it saves of the weights of ``visits``; what is returned is to be exited, if not None.
 
     Nothing is done where nobody saves, where a backward runs already (a recomputation, which needs them soon), and
@@ -121,7 +121,7 @@ class _OffloadedExperts:
 
 def _place(tensor: Any) -> int:
     """The same number for all views of one weight; of experts their packed weights are what a view shares."""
-    return id(tensor.packed) if is_quantized(tensor) else int(tensor.untyped_storage().data_ptr())
+    return id(tensor.packed) if is_quantized_experts(tensor) else int(tensor.untyped_storage().data_ptr())
 
 
 def _pack(tensor: Any, places: dict[int, tuple[Any, str, torch.dtype]]) -> Any:
@@ -131,7 +131,7 @@ def _pack(tensor: Any, places: dict[int, tuple[Any, str, torch.dtype]]) -> Any:
     place = places.get(_place(tensor)) if tensor.layout is torch.strided else None
     if place is None:
         return _Kept(tensor)
-    if is_quantized(tensor):
+    if is_quantized_experts(tensor):
         return _OffloadedExperts(tensor, *place)
     return _Offloaded(tensor, *place)
 

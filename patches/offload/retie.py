@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def restore(model: Module) -> dict[str, str]:
+def restore_ties(model: Module) -> dict[str, str]:
     """Give modules whose parameters on meta are brought from the same place the same parameter.
 
     What is returned says which parameter is which other's.
@@ -26,7 +26,7 @@ def restore(model: Module) -> dict[str, str]:
     for path, module in model.named_modules(remove_duplicate=False):
         hook = accelerate_hooks.hook_of(module)
         for name, parameter in module._parameters.items() if hook is not None else ():
-            place = weights_maps.place(hook, name) if parameter is not None and parameter.is_meta else None
+            place = weights_maps.map_and_key(hook, name) if parameter is not None and parameter.is_meta else None
             if parameter is None or place is None:
                 continue
             full = f"{path}.{name}" if path else name

@@ -24,7 +24,9 @@ _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 def _read(model: Any, directory: str) -> set[str]:
     """Names of the files in ``directory`` that ``model`` reads."""
-    files = {entry.get("safetensors_file") for loader in weights_maps.loaders(model) for entry in loader.index.values()}
+    files = {
+        entry.get("safetensors_file") for loader in weights_maps.find_loaders(model) for entry in loader.index.values()
+    }
     there = os.path.realpath(directory)
     return {os.path.basename(file) for file in files if file and os.path.realpath(os.path.dirname(file)) == there}
 
@@ -35,13 +37,13 @@ def _kept(model: Any, directory: str) -> set[str]:
     return read and {name for name in os.listdir(directory) if name.endswith(_WEIGHTS)}
 
 
-def removable(names: list[str], model: Any, directory: str) -> list[str]:
+def removable_files(names: list[str], model: Any, directory: str) -> list[str]:
     """Those of ``names``, which lie in ``directory``, that may be removed before ``model`` is written."""
     kept = _kept(model, directory)
     return [name for name in names if name not in kept]
 
 
-def config(model: Any, directory: str) -> None:
+def save_config(model: Any, directory: str) -> None:
     """``model.config.save_pretrained``; beside the old one, which belongs to the files that are there, until these are replaced."""
     if not _read(model, directory):
         model.config.save_pretrained(directory)
@@ -53,7 +55,7 @@ def config(model: Any, directory: str) -> None:
             os.replace(os.path.join(new, name), os.path.join(directory, name + end))
 
 
-def saved(save_file: Callable[..., None], model: Any) -> Callable[..., None]:
+def save_beside(save_file: Callable[..., None], model: Any) -> Callable[..., None]:
     """``safetensors.torch.save_file``: beside a file that has to stay, in its place otherwise."""
 
     def save(tensors: Any, file: str, **options: Any) -> None:
@@ -104,7 +106,7 @@ class Shards:
             folder = self._linked(names, self.directory)
         moved = {name: os.path.join(folder.path, name) for name in names}
         there = os.path.realpath(self.directory)
-        for loader in weights_maps.loaders(self.model):
+        for loader in weights_maps.find_loaders(self.model):
             for key, entry in list(loader.index.items()):
                 where, name = os.path.split(entry.get("safetensors_file") or "")
                 if name in moved and os.path.realpath(where) == there:

@@ -11,13 +11,13 @@ import os
 import shutil
 from pathlib import Path
 
-PREFIX = "quantized-"
+FOLDER_PREFIX = "quantized-"
 _LOCK = "in-use"
 _mine: set[str] = set()
 """Folders of this process: some file systems grant a process its own lock again."""
 
 
-def hold(folder: str) -> int | None:
+def lock_folder(folder: str) -> int | None:
     """Lock ``folder`` for as long as this process, or one forked from it, is there; None where nothing can be locked."""
     _mine.add(os.path.realpath(folder))
     try:
@@ -37,16 +37,16 @@ def hold(folder: str) -> int | None:
     return lock
 
 
-def release(folder: str, lock: int | None) -> None:
+def unlock_folder(folder: str, lock: int | None) -> None:
     """Forget ``folder``, which is removed."""
     _mine.discard(os.path.realpath(folder))
     if lock is not None:
         os.close(lock)
 
 
-def sweep(inside: str) -> None:
+def remove_stale_folders(inside: str) -> None:
     """Remove the folders in ``inside`` whose processes are gone."""
-    for folder in Path(inside).glob(f"{PREFIX}*"):
+    for folder in Path(inside).glob(f"{FOLDER_PREFIX}*"):
         if os.path.realpath(folder) not in _mine and _is_abandoned(folder / _LOCK):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..process.byte_sizes import readable
+from ..process.byte_sizes import format_bytes
 from . import prefetch, stale_offload_folders
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Folder:
         self.inside = inside
         try:
             os.makedirs(inside, exist_ok=True)
-            stale_offload_folders.sweep(inside)
-            self.path = tempfile.mkdtemp(prefix=stale_offload_folders.PREFIX, dir=inside)
+            stale_offload_folders.remove_stale_folders(inside)
+            self.path = tempfile.mkdtemp(prefix=stale_offload_folders.FOLDER_PREFIX, dir=inside)
         except OSError as error:
             raise type(error)(
                 error.errno,
@@ -42,7 +42,9 @@ class Folder:
                 "offload_folder that can be written to and has room for the layers that the device_map sends to the disk",
                 inside,
             ) from error
-        self.remove = weakref.finalize(self, _remove, self.path, os.getpid(), stale_offload_folders.hold(self.path))
+        self.remove = weakref.finalize(
+            self, _remove, self.path, os.getpid(), stale_offload_folders.lock_folder(self.path)
+        )
 
     def __copy__(self) -> Folder:
         return self
@@ -80,8 +82,8 @@ class Folder:
                     "loaded. Load the model again, and do not change or remove the folder while the model is in use.",
                 ) from error
             raise OSError(
-                f"The {readable(tensor.nbytes)} of {name!r} could not be written to offload_folder={self.inside!r}, "
-                f"which has {readable(_free(self.inside))} free: {error}. What was written of this model is "
+                f"The {format_bytes(tensor.nbytes)} of {name!r} could not be written to offload_folder={self.inside!r}, "
+                f"which has {format_bytes(_free(self.inside))} free: {error}. What was written of this model is "
                 "removed. Make room, give another offload_folder, or keep more layers on a device or the CPU."
             ) from error
 
@@ -93,7 +95,7 @@ class Index(dict[str, Entry]):
         super().__init__(entries)
         self.folder = folder
         self._known: dict[str, tuple[int, int]] = {}
-        self._ahead = prefetch.Ahead(ahead)
+        self._ahead = prefetch.Prefetcher(ahead)
         self.know()
 
     def know(self) -> None:
@@ -146,7 +148,7 @@ def _stamp(file: str, ours: bool) -> tuple[int, int]:
 def _remove(path: str, made_by: int, lock: int | None) -> None:
     if os.getpid() == made_by:  # a forked process ends with copies of the objects of its parent
         shutil.rmtree(path, ignore_errors=True)
-        stale_offload_folders.release(path, lock)
+        stale_offload_folders.unlock_folder(path, lock)
 
 
 def _free(folder: str) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..process.tensor_bits import have_same_bits
 from ..quantized import accelerate_hooks
 from ..quantized.int8 import row_scales
-from ..quantized.quantized_experts import is_quantized
+from ..quantized.quantized_experts import is_quantized_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _counter = itertools.count()
 
 
-def loaders(model: Module) -> list[Any]:
+def find_loaders(model: Module) -> list[Any]:
     """The maps of the hooks in ``model`` that have an index of what is on the disk, each once."""
     found = {}
     for module in model.modules():
-        for hook in accelerate_hooks.on(module):
+        for hook in accelerate_hooks.hooks_on(module):
             weights = getattr(hook, "weights_map", None)
             weights = getattr(weights, "dataset", weights)
             if hasattr(weights, "index"):
@@ -40,7 +40,7 @@ def loaders(model: Module) -> list[Any]:
     return list(found.values())
 
 
-def place(hook: Any, name: str) -> Hashable:
+def map_and_key(hook: Any, name: str) -> Hashable:
     """Where ``hook`` brings ``name`` from: the same for tied weights alone. None if nothing tells."""
     weights, key = hook.weights_map, name
     if hasattr(weights, "prefix"):
@@ -54,11 +54,11 @@ def place(hook: Any, name: str) -> Hashable:
     return file and (file, entry.get("weight_name", key))
 
 
-def write(hook: Any, name: str, tensor: Tensor) -> None:
+def write_to_map(hook: Any, name: str, tensor: Tensor) -> None:
     """Make ``tensor`` what ``hook`` brings for ``name`` from now on, with its row scales if it is an INT8 weight."""
-    if is_quantized(tensor):
+    if is_quantized_experts(tensor):
         return _put(hook, name, tensor.detach().to("cpu"))
-    scales = row_scales.of(tensor)
+    scales = row_scales.get_scales(tensor)
     beside = name.replace("weight", "SCB")
     if scales is not None and beside in hook.weights_map:
         _put(hook, beside, scales.detach().to("cpu"))
@@ -112,8 +112,8 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
 def _has_same_values(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
-    if is_quantized(one) or is_quantized(other):
-        return is_quantized(one) and is_quantized(other) and _is_same_experts(one, other)
+    if is_quantized_experts(one) or is_quantized_experts(other):
+        return is_quantized_experts(one) and is_quantized_experts(other) and _is_same_experts(one, other)
     return have_same_bits(_values(one)[:1], _values(other)[:1]) and have_same_bits(
         one, other
     )  # the first ones tell most apart in a moment
@@ -128,7 +128,7 @@ def _is_same_experts(one: Any, other: Any) -> bool:
 
 def _values(tensor: Any) -> Tensor:
     """Where the values of ``tensor`` lie; quantized experts have no memory of their own."""
-    found: Tensor = (tensor.packed.parts[0].codes if is_quantized(tensor) else tensor).detach()
+    found: Tensor = (tensor.packed.parts[0].codes if is_quantized_experts(tensor) else tensor).detach()
     return found if found.ndim else found[None]
 
 

@@ -23,7 +23,7 @@ _PACKAGES = (__name__.partition(".")[0], "bitsandbytes")
 _PLAIN = (str, bytes, int, float, complex, type(None), type(...))
 
 
-def versioned(name: str, *behind: Callable[..., Any]) -> str:
+def versioned_name(name: str, *behind: Callable[..., Any]) -> str:
     """``name`` with a digest of the code of ``behind``, and of all code of the two packages that it reaches."""
     digest = hashlib.sha256(bitsandbytes.__version__.encode())
     for text in sorted(map(_described, _reached(behind))):

@@ -12,7 +12,7 @@ from typing import Any
 import bitsandbytes.functional as F
 import torch
 
-from .code_digest import versioned
+from .code_digest import versioned_name
 
 
 def _int8_linear(
@@ -57,7 +57,7 @@ def _int8_linear_backward(
     return grad_x, None, None, grad_bias, None
 
 
-_NAME = versioned("int8_linear", _int8_linear, _int8_linear_fake, _int8_linear_setup, _int8_linear_backward)
+_NAME = versioned_name("int8_linear", _int8_linear, _int8_linear_fake, _int8_linear_setup, _int8_linear_backward)
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
 _library.define(
     f"{_NAME}(Tensor x, Tensor CB, Tensor SCB, Tensor? bias, float threshold) -> Tensor",

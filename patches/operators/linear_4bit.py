@@ -12,7 +12,7 @@ import bitsandbytes.functional as F
 import torch
 from bitsandbytes.autograd._functions import MatMul4Bit
 
-from .code_digest import versioned
+from .code_digest import versioned_name
 
 
 def _linear_4bit(
@@ -47,7 +47,7 @@ def _linear_4bit(
     return output
 
 
-_NAME = versioned("linear_4bit", _linear_4bit)
+_NAME = versioned_name("linear_4bit", _linear_4bit)
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
 _library.define(
     f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, Tensor absmax, SymInt[] shape, ScalarType dtype, "

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from ..quantized.four_bit import block_scales
 from . import packed_copies
-from .code_digest import versioned
+from .code_digest import versioned_name
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 def kernel_for(x: Tensor, weight: Tensor, state: QuantState, offloaded: bool) -> packed_copies.Packed | None:
     """The packed copy to multiply ``x`` by, in the place of ``weight``; None where the canonical way is to be taken."""
-    if not packed_copies.few_rows(x, state.shape):
+    if not packed_copies.has_few_rows(x, state.shape):
         return None
     statistics, nested_blocksize = block_scales.statistics_of(state)
     book, shape, blocksize = state.code, state.shape, state.blocksize
-    return packed_copies.find(weight, statistics, book, shape, blocksize, nested_blocksize, offloaded)
+    return packed_copies.find_packed_copy(weight, statistics, book, shape, blocksize, nested_blocksize, offloaded)
 
 
 def is_watched() -> bool:
@@ -53,11 +53,13 @@ def _linear(
     nested_blocksize: int,
     quant_type: str,
 ) -> Tensor:
-    if packed_copies.few_rows(x, shape):
-        packed = packed_copies.find(weight, tuple(statistics), code, tuple(shape), blocksize, nested_blocksize)
+    if packed_copies.has_few_rows(x, shape):
+        packed = packed_copies.find_packed_copy(
+            weight, tuple(statistics), code, tuple(shape), blocksize, nested_blocksize
+        )
         if packed is not None:
             return packed.product(x, bias)
-    return block_scales.linear(x, weight, statistics, bias, shape, blocksize, nested_blocksize, quant_type)
+    return block_scales.linear_4bit(x, weight, statistics, bias, shape, blocksize, nested_blocksize, quant_type)
 
 
 def _linear_fake(
@@ -74,7 +76,7 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
-_NAME = versioned("linear_4bit_packed", _linear, _linear_fake)
+_NAME = versioned_name("linear_4bit_packed", _linear, _linear_fake)
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
 _library.define(
     f"{_NAME}(Tensor x, Tensor weight, Tensor[] statistics, Tensor code, Tensor? bias, int[] shape, "

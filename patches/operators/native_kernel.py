@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 
-def bind(
+def bind_kernel(
     codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int
 ) -> Callable[[Tensor], Tensor] | None:
     """The product with a packed weight, as a function of contiguous bf16 rows; None where another kernel is in use."""

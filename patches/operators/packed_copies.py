@@ -50,7 +50,7 @@ class Packed:
     def __init__(self, codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int) -> None:
         self.codes, self.scales, self.book, self.shape, self.blocksize = codes, scales, book, shape, blocksize
         alive.add(self)
-        self._native = native_kernel.bind(codes, scales, book, shape, blocksize)
+        self._native = native_kernel.bind_kernel(codes, scales, book, shape, blocksize)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x`` times the transpose of the weight, plus ``bias``."""
@@ -100,14 +100,14 @@ class _Usage:
         return self.wait < 0
 
 
-def few_rows(x: Tensor, shape: Sequence[int]) -> bool:
+def has_few_rows(x: Tensor, shape: Sequence[int]) -> bool:
     """Whether ``x`` fits a weight of ``shape`` and has so few rows that the packed kernel is the faster one."""
     rows, columns = shape
     most = columns * (_FEW if rows * columns < _LARGE else _FEW_FOR_LARGE)
     return 0 < x.numel() <= most and x.shape[-1] == columns
 
 
-def find(
+def find_packed_copy(
     weight: Tensor,
     statistics: tuple[Tensor, ...],
     book: Tensor,
@@ -144,7 +144,7 @@ def find(
         return packed
 
 
-def release(weight: Tensor) -> None:
+def free_packed_copy(weight: Tensor) -> None:
     """Free the packed copy of ``weight``, which is being trained through.
 
     For the first time only: a run that decodes again between steps would make it in each round, which takes longer
@@ -167,7 +167,7 @@ def _usage_of(absmax: Tensor) -> _Usage:
 
 
 def _keep(weight: Tensor, packed: Packed) -> None:
-    """Hang ``packed`` where :func:`find` looks, and see to it that it goes with the weight."""
+    """Hang ``packed`` where :func:`find_packed_copy` looks, and see to it that it goes with the weight."""
     storage, address = weight.untyped_storage(), weight.data_ptr()
     copies = vars(storage)[_COPIES]
     copies[address] = packed

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .code_digest import versioned
+from .code_digest import versioned_name
 
 
 class _Tie(torch.autograd.Function):
@@ -30,7 +30,7 @@ def _tie(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 
 # An operator rather than the Function itself: the AOT autograd cache takes no custom Function.
 # Composite: it expands to the clone, which Inductor fuses away.
-_NAME = versioned("tie", _tie)
+_NAME = versioned_name("tie", _tie)
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
 _library.define(f"{_NAME}(Tensor x, Tensor anchor) -> Tensor")
 _library.impl(_NAME, _tie, "CompositeImplicitAutograd")

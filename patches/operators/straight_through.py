@@ -32,7 +32,7 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         weight = ctx.weight
         if ctx.version is not None and weight._version != ctx.version:
-            saved_for_backward.refuse((weight,), (ctx.version,))
+            saved_for_backward.raise_version_error((weight,), (ctx.version,))
         # What LinearActivationQuantizedTensor (torchao < 0.18) holds; it cannot be dequantized itself.
         dense = getattr(weight, "original_weight_tensor", weight).dequantize()
         grad_x = grad @ dense.to(grad.dtype)

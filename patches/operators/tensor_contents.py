@@ -4,7 +4,7 @@ Version counters do not tell: writes through ``weight.data``, numpy, a buffer th
 inference mode leave them as they are. So the bytes themselves are looked at:
 
 - all of them, of tensors up to :data:`WHOLE`, against a copy. This is exact;
-- of larger ones each call looks at up to 4200 words of 8 bytes, evenly spread (see :func:`stride_of`), and compares a
+- of larger ones each call looks at up to 4200 words of 8 bytes, evenly spread (see :func:`sample_stride`), and compares a
   checksum; the next call looks at others. Contents that are others throughout are noticed at once, and so is a write
   of a stretch as long as the distance between two of these words: 1 KB up to 4 MB, then a 2000th of the tensor at
   most. A smaller one, that counts no version either, is noticed when its place comes: half a distance within three
@@ -85,7 +85,7 @@ class _Sampled:
         self._identity = vars(tensor.untyped_storage()).setdefault(_IDENTITY, object())
         memory: Any = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
         self._words = numpy.frombuffer(memory, dtype=numpy.int64)
-        self._stride = stride_of(self._nbytes)
+        self._stride = sample_stride(self._nbytes)
         self._step = int(self._stride * _GOLDEN)  # the next words lie where those of former calls left the widest gap
         self._factors = _odd_numbers(-(-len(self._words) // self._stride))
         self._checksums = [self._checksum(i) for i in range(self._stride)]
@@ -112,7 +112,7 @@ class _Sampled:
         return int(sample.dot(self._factors[: len(sample)]))
 
 
-def stride_of(nbytes: int) -> int:
+def sample_stride(nbytes: int) -> int:
     """How many words there are for each that is looked at in a call."""
     words = nbytes // _WORD
     return next((stride for stride in _STRIDES if words <= stride * _MOST_WORDS), _STRIDES[-1])

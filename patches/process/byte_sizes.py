@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def readable(number: int) -> str:
+def format_bytes(number: int) -> str:
     """Bytes in the unit in which they are short."""
     size, unit = float(number), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):

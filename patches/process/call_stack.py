@@ -41,7 +41,7 @@ def mover_of(weight: object) -> Module | None:
     return None
 
 
-def running(*kinds: type[Module]) -> Module | None:
+def running_module(*kinds: type[Module]) -> Module | None:
     """The innermost module of ``kinds`` of which a method runs in this stack."""
     found = (frame.f_locals.get("self") for frame in _frames())
     return next((module for module in found if issubclass(type(module), kinds)), None)

@@ -19,7 +19,7 @@ _MACHINERY = ("_dynamo", "_functorch", "_inductor")
 _WAITING_THREADS = "compile_worker"  # of Inductor: they live as long as the process and hold nothing
 
 
-def forget() -> str | None:
+def forget_compiled_code() -> str | None:
     """Reset the compiler if something was compiled. Returns what to tell: None if it cannot be done now."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or getattr(dynamo.__spec__, "_initializing", False) or not _used(dynamo):

@@ -43,7 +43,7 @@ class _Walk:
 _here = threading.local()
 
 
-def instances(kind: type[T]) -> list[T]:
+def find_instances(kind: type[T]) -> list[T]:
     """Every object alive whose class is ``kind`` or below it."""
     walk: _Walk | None = getattr(_here, "walk", None)
     family = _family(kind)
@@ -55,7 +55,7 @@ def instances(kind: type[T]) -> list[T]:
     return [thing for cls in family for thing in found.get(cls, ())]
 
 
-def collect() -> None:
+def collect_garbage() -> None:
     """Run the garbage collector, and let the next question walk anew: what was only in a cycle is gone."""
     walk: _Walk | None = getattr(_here, "walk", None)
     if walk is not None:
@@ -63,11 +63,11 @@ def collect() -> None:
     gc.collect()
 
 
-def lasting(question: Callable[[], list[T]]) -> list[T]:
+def without_garbage(question: Callable[[], list[T]]) -> list[T]:
     """What ``question`` answers, which asks for instances; if there are any, without those that only a cycle holds."""
     if not question():
         return []
-    collect()
+    collect_garbage()
     return question()
 
 
@@ -156,7 +156,7 @@ def _walk(kinds: set[type]) -> _Found:
     return found
 
 
-def holders(thing: object, depth: int) -> list[Any]:
+def find_holders(thing: object, depth: int) -> list[Any]:
     """The modules of torch that refer to ``thing`` through at most ``depth`` dicts below their own ``__dict__``."""
     from torch.nn import Module
 

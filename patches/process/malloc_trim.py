@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-MUCH = 2**25
+BYTES_TO_TRIM = 2**25
 """Bytes that the process has more than after the last time: then it is worth the milliseconds that it takes."""
 
 _then = 0
 
 
-def quantized(packed: Tensor) -> None:
+def trim_after_quantizing(packed: Tensor) -> None:
     """Called for the packed weights of each weight that was quantized: on a CPU, gives back what was freed meanwhile.
 
     The C library keeps it. Packed weights and statistics, which stay, lie between, and it would add up to the whole model.
@@ -26,7 +26,7 @@ def quantized(packed: Tensor) -> None:
         return
     now = _private()
     _then = min(_then, now)
-    if now - _then >= MUCH:
+    if now - _then >= BYTES_TO_TRIM:
         with contextlib.suppress(OSError, AttributeError, TypeError):  # not the C library of GNU
             ctypes.CDLL(None).malloc_trim(0)
         _then = _private()

@@ -20,15 +20,15 @@ def for_this_process() -> bool:
     return torch.compiler.is_compiling() and not getattr(torch.compiler, "_is_exporting_flag", True)
 
 
-def never(function: Function) -> Function:
+def never_compile(function: Function) -> Function:
     """``function``, which Dynamo does not compile, and nothing that it calls: a decorator with a type."""
     import torch
 
     return cast(Function, torch.compiler.disable(function))
 
 
-def leave_alone(code: CodeType) -> bool:
-    """Tell Dynamo to compile neither ``code`` nor what it calls, and import no Dynamo for that, as `never` does.
+def never_compile_code(code: CodeType) -> bool:
+    """Tell Dynamo to compile neither ``code`` nor what it calls, and import no Dynamo for that, as `never_compile` does.
 
     Returns whether it could be told: only torch 2.13 and later can.
     """

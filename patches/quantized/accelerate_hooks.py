@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def on(module: Module) -> tuple[Any, ...]:
+def hooks_on(module: Module) -> tuple[Any, ...]:
     """The hooks on ``module``: one, or several in one. Its own, for a wrapper of peft gives that of what it wraps."""
     hook = vars(module).get("_hf_hook")
     return tuple(getattr(hook, "hooks", () if hook is None else (hook,)))
@@ -19,7 +19,7 @@ def hook_of(module: Module, visited: bool = False) -> Any:
 
     With ``visited``, also if they are on their device at the moment, because of a :class:`Visit`.
     """
-    for part in on(module):
+    for part in hooks_on(module):
         if getattr(part, "offload", False) or (visited and getattr(part, "_patches_visited", False)):
             return part if hasattr(part, "weights_map") else None
     return None

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def are_own(codes: Tensor, weight: Tensor) -> bool:
+def is_own_packed_weight(codes: Tensor, weight: Tensor) -> bool:
     """Whether ``codes``, of any dtype or sharded, are bit for bit those that ``weight`` holds.
 
     They are if they are the weight itself, or its memory: loading them changes nothing. Who writes into the memory of a
@@ -22,10 +22,10 @@ def are_own(codes: Tensor, weight: Tensor) -> bool:
         return here.is_meta and new.is_meta  # nothing is copied
     if _is_same_memory(here, new):
         return True
-    return same_bits(here, new)
+    return has_bits_of(here, new)
 
 
-def same_bits(here: Tensor, new: Tensor) -> bool:
+def has_bits_of(here: Tensor, new: Tensor) -> bool:
     """Whether ``new``, in the dtype of ``here``, is that bit for bit; as bfloat16 some packed weights are NaN."""
     import torch
 

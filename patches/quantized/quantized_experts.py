@@ -7,6 +7,6 @@ from typing import Any
 NAMES = ("Experts4bit", "Experts8bit")
 
 
-def is_quantized(parameter: Any) -> bool:
+def is_quantized_experts(parameter: Any) -> bool:
     """Whether ``parameter`` is quantized experts; asks by name, for those that have not imported torch."""
     return type(parameter).__name__ in NAMES

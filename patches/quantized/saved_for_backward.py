@@ -27,7 +27,7 @@ _brought: dict[int, weakref.ref[Tensor]] = {}
 """Weights alive that a hook brought, by ``id``. Empty, and so free to ask, where nothing is offloaded."""
 
 
-def notice(layer: Module) -> None:
+def record_onloaded_weight(layer: Module) -> None:
     """Called in the forward of ``layer``: if its weight was brought by a hook, remember that it was."""
     if vars(layer).get("_hf_hook") is None:
         return
@@ -68,7 +68,7 @@ def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
         return None
 
 
-def refuse(tensors: Sequence[Tensor], versions: Sequence[int]) -> NoReturn:
+def raise_version_error(tensors: Sequence[Tensor], versions: Sequence[int]) -> NoReturn:
     """Raise autograd's error: one of ``tensors`` has no longer its version of ``versions``."""
     written, expected = next((t, version) for t, version in zip(tensors, versions) if t._version != version)
     raise RuntimeError(
@@ -79,14 +79,14 @@ def refuse(tensors: Sequence[Tensor], versions: Sequence[int]) -> NoReturn:
     )
 
 
-def savable(*tensors: Tensor | None) -> bool:
+def is_savable(*tensors: Tensor | None) -> bool:
     """Whether ``ctx.save_for_backward`` takes them: not what was made in inference mode."""
     import torch
 
     return torch.compiler.is_compiling() or not any(t is not None and t.is_inference() for t in tensors)
 
 
-class Elsewhere:
+class SavedElsewhere:
     """Stands on ``ctx`` where the original backward looks for what is saved with autograd instead."""
 
     def __init__(self, patch: str) -> None:

@@ -39,35 +39,35 @@ def _table() -> Mapping[str, Any]:
     return json.loads(pkgutil.get_data(__name__, "table.json") or b"")  # type: ignore[no-any-return]
 
 
-def known() -> Stacks:
+def known_stacks() -> Stacks:
     """The stacks that were run."""
     run: Stacks = _table()["run"]
     return run
 
 
-def floors() -> Mapping[str, str]:
+def oldest_releases() -> Mapping[str, str]:
     """The oldest release of each package that the plugin needs, where it is installed."""
     oldest: Mapping[str, str] = _table()["oldest"]
     return oldest
 
 
-def nearest() -> Nearest | None:
+def nearest_stack() -> Nearest | None:
     """The stack of the table that has most of what is installed; None without torch, or if a version cannot be read."""
     here = {name: version for name in WEIGHTS if (version := gate.installed(name))}
     if "torch" not in here or not all(requirement.read(version) for version in here.values()):
         return None
-    name = min(known(), key=lambda name: _distance(here, known()[name]))
-    stack = known()[name]
+    name = min(known_stacks(), key=lambda name: _distance(here, known_stacks()[name]))
+    stack = known_stacks()[name]
     pairs = {package: (_public(here[package]), _closest(here[package], stack[package])) for package in here
              if package in stack}  # fmt: skip
     return Nearest(name, {package: pair for package, pair in pairs.items() if Version(pair[0]) != Version(pair[1])})
 
 
-def notes() -> tuple[str, ...]:
+def report_notes() -> tuple[str, ...]:
     """What the report says of the installed stack."""
     if old := gate.in_one_look(gate.too_old):
         return (f"{old}; nothing is changed",)
-    found = gate.in_one_look(nearest)
+    found = gate.in_one_look(nearest_stack)
     return () if found is None else (str(found),)
 
 

@@ -50,7 +50,7 @@ class Message:
         said, wanted = _plain(self.text), _plain(pasted)
         if all(_plain(part) in wanted for part in self.parts) or len(wanted) >= _LEAST and wanted in said:
             return True
-        return any(f" {run} " in f" {wanted} " for run in runs(said))
+        return any(f" {run} " in f" {wanted} " for run in runs_of_words(said))
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,18 @@ class Symptoms:
         return sorted(ids, key=lambda patch_id: (rank.get(patch_id, len(rank)), patch_id))
 
 
-def runs(text: str) -> list[str]:
+def runs_of_words(text: str) -> list[str]:
     """Every :data:`_RUN` words of ``text`` that stand in a row."""
     words = text.split()
     return [" ".join(words[i : i + _RUN]) for i in range(len(words) - _RUN + 1)]
 
 
 @functools.cache
-def read() -> Symptoms:
-    return parse(json.loads(pkgutil.get_data(str(__package__), "symptoms.json") or b"{}"))
+def read_symptoms() -> Symptoms:
+    return parse_symptoms(json.loads(pkgutil.get_data(str(__package__), "symptoms.json") or b"{}"))
 
 
-def parse(data: Mapping[str, Any]) -> Symptoms:
+def parse_symptoms(data: Mapping[str, Any]) -> Symptoms:
     """``symptoms.json`` checked, as objects.
 
     Raises:

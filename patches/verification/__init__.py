@@ -18,7 +18,7 @@ from typing import Any
 from ..engine import gate, needs, table
 from ..engine.patch import CannotShow, Finding, Patch
 from ..engine.report import Status
-from .processes import ask
+from .processes import ask_processes
 from .worker import Answer
 
 PHASES = ("unpatched", "patched", "all", "reverted")
@@ -99,7 +99,9 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     tasks = [(p.id, phase) for p in chosen for phase in _phases(verdicts[p.id].status)]
     findings: dict[str, dict[str, Answer]] = {patch.id: {} for patch in chosen}
     preload = _preload([(p, verdicts[p.id]) for p in chosen])
-    answers = ask(f"{__name__}:answer", tasks, preload, f"{__name__}:prepare", jobs or min(4, _processors()))
+    answers = ask_processes(
+        f"{__name__}:run_reproducer", tasks, preload, f"{__name__}:prepare_process", jobs or min(4, _processors())
+    )
     with contextlib.closing(answers), _bar(len(tasks), progress) as advance:
         for index, finding in answers:
             patch_id, phase = tasks[index]
@@ -118,14 +120,14 @@ def _preload(chosen: Sequence[tuple[Patch, gate.Verdict]]) -> list[str]:
     return ["torch", *sorted(map(gate.module_name, packages)), *sorted(edited)]
 
 
-def prepare() -> None:
+def prepare_process() -> None:
     """For the process that the others are copies of: work out what patches change, which else each of them does."""
     from ..registry import REGISTRY
 
     REGISTRY.prepare()
 
 
-def answer(patch_id: str, phase: str) -> Answer:
+def run_reproducer(patch_id: str, phase: str) -> Answer:
     """What the reproducer of a patch says in this process, which must be a fresh one."""
     from ..registry import REGISTRY
 

@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .worker import Answer, Asked, Crew, take
+from .worker import Answer, Asked, Crew, read_answer
 
 TIMEOUT = 300.0
 """Seconds that one question may take; on a busy machine the first of them pays for the imports."""
@@ -50,7 +50,7 @@ class Workers(Protocol):
         """End all processes at once."""
 
 
-def ask(
+def ask_processes(
     function: str,
     questions: Sequence[Sequence[str]],
     preload: Sequence[str],
@@ -90,7 +90,7 @@ def _gather(folder: Path, left: set[int], workers: Workers) -> Generator[tuple[i
             found = [index for index in sorted(left) if f"{index}.json" in names]
             for index in found:
                 left.discard(index)
-                yield index, take(folder, index)
+                yield index, read_answer(folder, index)
             if not goes_on and not found:
                 return
             if not found:
@@ -122,7 +122,7 @@ class _Interpreter(subprocess.Popen[bytes]):
 
 class _ForkServer:
     def __init__(self, folder: Path) -> None:
-        self._process = _Interpreter(f"serve({ascii(str(folder))})")
+        self._process = _Interpreter(f"serve_questions({ascii(str(folder))})")
 
     def tend(self) -> bool:
         """Whether it runs. It is not reaped: the group keeps its number, and can be killed, while it has children."""

@@ -54,14 +54,14 @@ class Asked:
         return cls(**json.loads((folder / "asked").read_text()))
 
 
-def put(folder: Path, index: int, answer: Answer) -> None:
+def write_answer(folder: Path, index: int, answer: Answer) -> None:
     """Write an answer; it appears whole or not at all."""
     half = folder / f"{index}.half"
     half.write_text(json.dumps(answer))
     half.replace(folder / f"{index}.json")
 
 
-def take(folder: Path, index: int) -> Answer:
+def read_answer(folder: Path, index: int) -> Answer:
     present, figure = json.loads((folder / f"{index}.json").read_text())
     return present, figure
 
@@ -93,7 +93,11 @@ class Crew:
             if not (self._folder / f"{index}.json").exists():
                 if code is None and time.monotonic() < deadline:
                     continue
-                put(self._folder, index, (None, f"no answer in {self._timeout:.0f} s" if code is None else died(code)))
+                write_answer(
+                    self._folder,
+                    index,
+                    (None, f"no answer in {self._timeout:.0f} s" if code is None else describe_exit(code)),
+                )
             child.end()
             del self._running[index]
         while self._waiting and len(self._running) < self._jobs:
@@ -107,7 +111,7 @@ class Crew:
             child.end()
 
 
-def died(code: int) -> str:
+def describe_exit(code: int) -> str:
     """In words, how a process ended that gave no answer."""
     if code >= 0:
         return f"the process ended with exit code {code if code < 256 else hex(code)}"
@@ -126,7 +130,7 @@ def answer_one(folder: str, index: int) -> None:
     _answer(asker.folder, Asked.read(asker.folder), index)
 
 
-def serve(folder: str) -> None:
+def serve_questions(folder: str) -> None:
     """Import once, then fork a process for each question. Where a fork is not possible, end without an answer."""
     asker = _Asker(Path(folder))
     asked = Asked.read(asker.folder)
@@ -232,7 +236,7 @@ def _answer(folder: Path, asked: Asked, index: int) -> None:
     """Never returns: nothing of the process that was forked may go on."""
     code = 1
     try:
-        put(folder, index, _called(asked.function, asked.questions[index]))
+        write_answer(folder, index, _called(asked.function, asked.questions[index]))
         code = 0
     finally:
         os._exit(code)

@@ -9,8 +9,8 @@ import transformers
 import patches
 from patches.experts import dense_operations
 from patches.experts import packed_experts
-from patches.experts.experts_in_model import experts_in
-from patches.quantized.quantized_experts import is_quantized
+from patches.experts.experts_in_model import find_experts
+from patches.quantized.quantized_experts import is_quantized_experts
 from tests.device import watch
 from tests.device.models import quantization
 
@@ -62,14 +62,14 @@ def test_loading_takes_the_packed_size_and_a_layer(mixture, kind, device, by_the
     with watch.peak() as most:
         model = load(mixture, {"": device}, kind)
     whole = sum(parameter.numel() * 2 for parameter in model.parameters())
-    assert all(is_quantized(one.parameter) for one in experts_in(model))
+    assert all(is_quantized_experts(one.parameter) for one in find_experts(model))
     assert most[0] <= model.get_memory_footprint() + of_a_layer(model) + 2**19 < 0.9 * whole
 
 
 def test_loading_what_is_packed(packed, device, by_the_name_of_cuda):
     with watch.peak() as most:
         model = load(packed, {"": device})
-    assert all(is_quantized(one.parameter) for one in experts_in(model))
+    assert all(is_quantized_experts(one.parameter) for one in find_experts(model))
     assert most[0] <= 1.5 * model.get_memory_footprint()
 
 
@@ -92,10 +92,10 @@ def test_a_step_keeps_no_expert_in_floating_point(
 ):
     """Beyond packed weights and what floating point takes for activations: the matrices of as many as it is told."""
     took, size = {}, {}
-    monkeypatch.setattr(packed_experts, "AT_ONCE", at_once * 2 * 256 * 128)
+    monkeypatch.setattr(packed_experts, "VALUES_AT_ONCE", at_once * 2 * 256 * 128)
     for kind in ("nf4", None):
         model = load(mixture, {"": device}, kind, experts_implementation=implementation)
-        experts = [one.parameter for one in experts_in(model)]
+        experts = [one.parameter for one in find_experts(model)]
         few = (1 + at_once) * 2 * sum(parameter[0].numel() for parameter in experts[:2])
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -112,13 +112,13 @@ def test_several_experts_dequantized_at_once_are_the_same_to_the_bit(
     mixture, kind, device, by_the_name_of_cuda, monkeypatch
 ):
     model = load(mixture, {"": device}, kind)
-    for one in list(experts_in(model))[:2]:  # with two matrices in an expert, and with one
+    for one in list(find_experts(model))[:2]:  # with two matrices in an expert, and with one
         experts = one.parameter
         for numbers in (list(range(32)), [3, 4, 5], [31, 2, 2, 17]):
-            monkeypatch.setattr(packed_experts, "AT_ONCE", 3 * 2 * experts[0].numel())
+            monkeypatch.setattr(packed_experts, "VALUES_AT_ONCE", 3 * 2 * experts[0].numel())
             with watch.watch() as seen:
                 several = list(experts.each(numbers))
-            monkeypatch.setattr(packed_experts, "AT_ONCE", 0)
+            monkeypatch.setattr(packed_experts, "VALUES_AT_ONCE", 0)
             with watch.watch() as alone:
                 expected = list(experts.each(numbers))
             assert len(several) == len(numbers) and all(map(torch.equal, several, expected))

@@ -282,7 +282,7 @@ def test_compiled_code_is_forgotten_after_apply_and_revert(write_module):
     write_module("layer", source)
     import layer
 
-    r = Registry([patch("a", Rewrite("layer:Twice.forward", "x * 2", "x * 3"))], compiled_code.forget)
+    r = Registry([patch("a", Rewrite("layer:Twice.forward", "x * 2", "x * 3"))], compiled_code.forget_compiled_code)
     model = torch.nn.Sequential(torch.nn.Identity(), layer.Twice())  # inlined, and so not guarded on its code
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     x = torch.ones(1)

@@ -11,7 +11,7 @@ import transformers as t
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from patches.experts import int8_matrix
-from patches.experts.experts_in_model import converters, experts_in, matrices_of
+from patches.experts.experts_in_model import count_matrices, find_experts, weight_converters
 from patches.repairs.reproducers import mixtures
 
 BASE = dict(
@@ -81,9 +81,9 @@ def loaded(
 
 def rounded(model: Any, quant_type: str = "nf4", double: bool = False) -> Any:
     """``model`` with each matrix of its experts rounded to what 4 bits make of it, in floating point."""
-    known = converters(model)
-    for one in experts_in(model):
-        count = matrices_of(one.full_name, known)
+    known = weight_converters(model)
+    for one in find_experts(model):
+        count = count_matrices(one.full_name, known)
         for number, expert in enumerate(one.parameter.data.clone()):
             quantized = [
                 dequantize_4bit(*quantize_4bit(matrix.contiguous(), quant_type=quant_type, compress_statistics=double))
@@ -119,12 +119,12 @@ def gap(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> floa
 
 
 def pack_int8(folder):
-    """``mixtures.pack`` in INT8, as transformers 4 wrote it."""
+    """``mixtures.pack_checkpoint`` in INT8, as transformers 4 wrote it."""
 
     def packed(name, weight):
-        codes, scales = int8_matrix.quantized(weight)
+        codes, scales = int8_matrix.quantize_rows(weight)
         layer, form = name.removesuffix("weight"), torch.tensor(0, dtype=torch.uint8)
-        values = int8_matrix.dequantized(codes, scales, weight.dtype)
+        values = int8_matrix.dequantize_rows(codes, scales, weight.dtype)
         return {name: codes, f"{layer}SCB": scales, f"{layer}weight_format": form}, values
 
-    return mixtures.repacked(folder, packed, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    return mixtures.repack_checkpoint(folder, packed, {"quant_method": "bitsandbytes", "load_in_8bit": True})

@@ -74,8 +74,8 @@ def test_what_breaks_the_graph_computes_the_same(qwen3, implementation, adapted)
 def test_an_operator_holds_all_that_it_needs(qwen3):
     """Its layout is a string: a graph that outlives the process finds it there."""
     packed = patches.quantize_experts(loaded(qwen3)).model.layers[0].mlp.experts.gate_up_proj.packed
-    text = compiled_products.written(packed.layout(), list(packed.tensors()))
-    assert compiled_products.read(text) == (packed.layout(), tuple(packed.tensors()))
+    text = compiled_products.encode_layout(packed.layout(), list(packed.tensors()))
+    assert compiled_products.decode_layout(text) == (packed.layout(), tuple(packed.tensors()))
 
 
 PROGRAM = """

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import patches  # noqa: E402
 from patches.engine.gate import satisfied  # noqa: E402
 from patches.experts import dense_operations  # noqa: E402
-from patches.experts.experts_in_model import experts_in  # noqa: E402
+from patches.experts.experts_in_model import find_experts  # noqa: E402
 from patches.experts.tensor import Experts4bit  # noqa: E402
-from patches.repairs.reproducers.mixtures import pack  # noqa: E402
+from patches.repairs.reproducers.mixtures import pack_checkpoint  # noqa: E402
 from tests.experts.models import IDS, gap, loaded, saved, step  # noqa: E402
 
 pytestmark = pytest.mark.one_in(2)
@@ -50,7 +50,7 @@ def read(folder, **options):
 def packed(folder, kind="qwen3_moe", double=False):
     """A checkpoint of transformers 4 in ``folder``, and what its packed weights stand for."""
     saved(folder, kind)
-    return pack(folder, double)
+    return pack_checkpoint(folder, double)
 
 
 def rewrite(folder, change):
@@ -72,7 +72,7 @@ def test_read_and_saved_again(tmp_path, patched, kind, double):
         ),
     )
     model, expected = read(tmp_path / "packed"), read(tmp_path / "dense")
-    experts = list(experts_in(model))
+    experts = list(find_experts(model))
     assert experts and all(isinstance(one.parameter, Experts4bit) for one in experts)
     for one in experts:
         assert torch.equal(one.parameter.dequantize(), expected.get_parameter(one.full_name))
@@ -148,10 +148,10 @@ def test_a_quantized_checkpoint_with_experts_in_floating_point(tmp_path, patched
     """As transformers 5 saves it by itself; experts are quantized if that is asked for."""
     plain = loaded(saved(tmp_path / "dense", "qwen3_moe"))
     plain.save_pretrained(tmp_path / "half")
-    assert not any(isinstance(one.parameter, Experts4bit) for one in experts_in(read(tmp_path / "half")))
+    assert not any(isinstance(one.parameter, Experts4bit) for one in find_experts(read(tmp_path / "half")))
     with patches.quantize_experts():
         model = read(tmp_path / "half")
-    assert all(isinstance(one.parameter, Experts4bit) for one in experts_in(model))
+    assert all(isinstance(one.parameter, Experts4bit) for one in find_experts(model))
     assert gap(step(patches.quantize_experts(plain)), step(model)) == 0
 
 
@@ -175,7 +175,7 @@ def test_quantized_here_saved_and_read(tmp_path, patched, kind):
     model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
     assert len(list((tmp_path / "packed").glob("*.safetensors"))) > 1
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", device_map={"": "cpu"})
-    for one in experts_in(model):
+    for one in find_experts(model):
         other = again.get_parameter(one.full_name)
         assert isinstance(other, Experts4bit) and torch.equal(one.parameter.dequantize(), other.dequantize())
     assert gap(step(model), step(again)) == 0
@@ -183,7 +183,7 @@ def test_quantized_here_saved_and_read(tmp_path, patched, kind):
 
 def test_dequantized(tmp_path, patched):
     model = patches.quantize_experts(loaded(saved(tmp_path, "qwen3_moe")))
-    expected = {one.full_name: one.parameter.dequantize() for one in experts_in(model)}
+    expected = {one.full_name: one.parameter.dequantize() for one in find_experts(model)}
     plain = model.dequantize()
     for name, values in expected.items():
         parameter = plain.get_parameter(name)
@@ -195,8 +195,8 @@ def test_llama4_keeps_its_experts(tmp_path, patched):
     model = patches.quantize_experts(loaded(saved(tmp_path / "dense", "llama4")))
     model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
     again = read(tmp_path / "packed")
-    assert all(isinstance(one.parameter, Experts4bit) for one in experts_in(again))
-    assert {type(one.module).__name__ for one in experts_in(again)} == {"Llama4TextExperts"}
+    assert all(isinstance(one.parameter, Experts4bit) for one in find_experts(again))
+    assert {type(one.module).__name__ for one in find_experts(again)} == {"Llama4TextExperts"}
     assert gap(step(model), step(again)) == 0
     patches.revert("transformers-checkpoint-decides")
     with pytest.raises(NotImplementedError, match="_proj.*The patch transformers-checkpoint-decides prevents that"):

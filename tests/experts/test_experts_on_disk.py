@@ -14,9 +14,9 @@ import transformers
 import patches
 from patches.engine.gate import satisfied
 from patches.experts import dense_operations
-from patches.experts.packed_experts import Packed
+from patches.experts.packed_experts import PackedExperts
 from patches.experts.tensor import QuantizedExperts
-from patches.experts.experts_on_disk import Kept
+from patches.experts.experts_on_disk import ExpertsMap
 
 from .models import IDS, SOME, loaded, saved
 
@@ -119,7 +119,7 @@ def test_a_saved_view_keeps_no_experts_and_reads_one(folder, tmp_path, monkeypat
     whole = next(n for n in load(folder, "whole", tmp_path).model.layers[0].mlp.experts.parameters())
     loss = model(input_ids=IDS, labels=IDS).loss
     gc.collect()
-    alive = [one for one in gc.get_objects() if isinstance(one, Packed) and one is not whole.packed]
+    alive = [one for one in gc.get_objects() if isinstance(one, PackedExperts) and one is not whole.packed]
     codes = [one.parts[0].codes for one in alive if one.shape == whole.shape and one.device.type == "cpu"]
     assert codes and not any(each.equal(whole.codes_0) for each in codes), "those of the second layer alone"
     monkeypatch.setattr(safetensors.torch, "load_file", None)
@@ -144,4 +144,4 @@ def test_merging_changes_what_is_merged_into_and_nothing_else(folder, tmp_path, 
     if where == "disk":
         hook = changed.model.layers[0].mlp.experts._hf_hook
         kept = hook.weights_map.dataset.state_dict
-        assert isinstance(kept, Kept) and all(map(kept.waits, kept)), "on the disk again"
+        assert isinstance(kept, ExpertsMap) and all(map(kept.waits, kept)), "on the disk again"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import patches  # noqa: E402
 from patches.engine.gate import satisfied  # noqa: E402
 from patches.experts import dense_operations  # noqa: E402
-from patches.experts.experts_in_model import experts_in  # noqa: E402
+from patches.experts.experts_in_model import find_experts  # noqa: E402
 from patches.experts.tensor import Experts4bit  # noqa: E402
 from tests.experts.models import CONFIGS, gap, loaded, saved, step  # noqa: E402
 
@@ -48,7 +48,7 @@ def written(tmp_path):
     reference = loaded(tmp_path / "dense")
     reference.save_pretrained(tmp_path / "packed")
     tensors = load_file(tmp_path / "packed" / FILE)
-    for one in experts_in(reference):
+    for one in find_experts(reference):
         del tensors[one.full_name]
         bias = tensors.pop(f"{one.full_name}_bias")
         for number, expert in enumerate(one.parameter.data):
@@ -66,7 +66,7 @@ def written(tmp_path):
 def test_read_and_saved_again(written, tmp_path):
     folder, reference = written
     model = read(folder)
-    for one in experts_in(model):
+    for one in find_experts(model):
         expected = reference.get_parameter(one.full_name)
         assert type(one.parameter) is Experts4bit and one.parameter.shape == expected.shape
         assert torch.equal(one.parameter.dequantize(), expected)
@@ -108,7 +108,7 @@ def test_lora_is_trained_and_merged(written):
     peft = pytest.importorskip("peft", minversion="0.19", reason="it adapts experts from 0.19 on")
     folder, reference = written
     model, results = read(folder), []
-    before = [one.parameter.dequantize() for one in experts_in(model)]
+    before = [one.parameter.dequantize() for one in find_experts(model)]
     for each in (reference, model):
         torch.manual_seed(1)
         names = ["experts.gate_up_proj", "experts.down_proj"]
@@ -124,7 +124,7 @@ def test_lora_is_trained_and_merged(written):
         warnings.simplefilter("ignore")
         for wrapped in results:
             wrapped.merge_adapter()
-    for one, was in zip(experts_in(model), before, strict=True):
+    for one, was in zip(find_experts(model), before, strict=True):
         expected = reference.get_parameter(one.full_name)
         assert (one.parameter.dequantize() - expected).norm() < 0.3 * (was - expected).norm()
 
@@ -133,7 +133,7 @@ def test_copies_and_states(written):
     model = read(written[0])
     other = read(written[0])
     with torch.no_grad():
-        for one in experts_in(other):
+        for one in find_experts(other):
             one.parameter.packed.parts[0].codes.zero_()
     other.load_state_dict(model.state_dict())
     assert gap(step(model), step(other)) == 0

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import patches  # noqa: E402
 from patches.experts import dense_operations  # noqa: E402
-from patches.experts.experts_in_model import experts_in  # noqa: E402
+from patches.experts.experts_in_model import find_experts  # noqa: E402
 from patches.experts.tensor import Experts8bit  # noqa: E402
 from tests.experts.models import IDS, gap, loaded, pack_int8, saved, step  # noqa: E402
 
@@ -110,7 +110,7 @@ def test_equal_to_linear8bitlt(tmp_path, threshold, dtype):
     folder = outlying(tmp_path)
     expected = outputs(with_linears(loaded(folder, dtype=dtype, **config), threshold))
     model = patches.quantize_experts(loaded(folder, dtype=dtype, **config))
-    assert all(type(one.parameter) is Experts8bit for one in experts_in(model))
+    assert all(type(one.parameter) is Experts8bit for one in find_experts(model))
     equal(expected, outputs(model))
     with torch.inference_mode():
         assert torch.equal(model(IDS).logits, expected["logits"])
@@ -144,7 +144,7 @@ def test_transposed_experts_are_dequantized(tmp_path, kind):
     """transformers 4 has none of these in INT8: the reference is the model with rounded experts."""
     saved(tmp_path, kind)
     expected, model = (patches.quantize_experts(loaded(tmp_path, **INT8)) for _ in range(2))
-    for one in experts_in(expected):
+    for one in find_experts(expected):
         one.module._parameters[one.name] = torch.nn.Parameter(one.parameter.dequantize())
     assert gap(step(expected), step(model)) == 0
 
@@ -154,7 +154,7 @@ def test_while_it_is_read(tmp_path):
     expected = patches.quantize_experts(loaded(tmp_path, dtype=torch.bfloat16, **INT8))
     with patches.quantize_experts():
         model = loaded(tmp_path, dtype=torch.bfloat16, **INT8)
-    for one in experts_in(expected):
+    for one in find_experts(expected):
         other = model.get_parameter(one.full_name)
         assert type(other) is Experts8bit and one.parameter.packed.layout() == other.packed.layout()
         tensors = other.packed.tensors()
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_transformers_4(tmp_path, kind):
     saved(tmp_path / "packed", kind)
     values = pack_int8(tmp_path / "packed")
     model = read(tmp_path / "packed")
-    experts = list(experts_in(model))
+    experts = list(find_experts(model))
     assert experts and all(type(one.parameter) is Experts8bit for one in experts)
     names = [name for name in values if ".experts.2." in name and name.endswith(("down_proj.weight", "w2.weight"))]
     for one, name in zip([one for one in experts if one.name == "down_proj"], sorted(names), strict=True):
@@ -194,7 +194,7 @@ def test_quantized_here_saved_and_read(tmp_path, kind):
         model = loaded(tmp_path / "plain", **INT8)
     model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
     again = read(tmp_path / "packed")
-    assert all(type(one.parameter) is Experts8bit for one in experts_in(again))
+    assert all(type(one.parameter) is Experts8bit for one in find_experts(again))
     assert gap(outputs(model), outputs(again)) == 0
 
 
@@ -245,7 +245,7 @@ def test_copies_dequantizing_and_what_is_shown(tmp_path):
     assert gap(expected, outputs(copy.deepcopy(model))) == 0
     torch.save(model.state_dict(), tmp_path / "state.pt")
     with torch.no_grad():
-        for one in experts_in(model):
+        for one in find_experts(model):
             one.parameter.packed.parts[0].codes.zero_()
     assert gap(expected, outputs(model)) > 0
     experts = {k: v for k, v in torch.load(tmp_path / "state.pt", weights_only=True).items() if "experts" in k}
@@ -255,7 +255,7 @@ def test_copies_dequantizing_and_what_is_shown(tmp_path):
     (layers,) = [each for each in patches.inspect(model).facts.layers if each.kind == "Qwen3MoeExperts"]
     assert layers.quantized == "int8 experts" and layers.statistics == "present"
     assert model.get_memory_footprint() < 0.45 * sum(p.numel() * 4 for p in model.parameters())
-    values = {one.full_name: one.parameter.dequantize() for one in experts_in(model)}
+    values = {one.full_name: one.parameter.dequantize() for one in find_experts(model)}
     plain = model.dequantize()
     for name, value in values.items():
         assert type(plain.get_parameter(name)) is torch.nn.Parameter and torch.equal(plain.get_parameter(name), value)
@@ -278,13 +278,13 @@ def test_lora_trains_merges_and_unmerges(tmp_path):
         plain, quantized = (model.eval()(input_ids=IDS).logits.detach() for _ in range(2))
         with model.disable_adapter(), torch.no_grad():
             base = model(input_ids=IDS).logits
-        packed = [one.parameter.packed.tensors() for one in experts_in(model)]
+        packed = [one.parameter.packed.tensors() for one in find_experts(model)]
         with pytest.warns(UserWarning, match="rounds the merged weights"):
             model.merge_adapter()
         with torch.no_grad():
             merged = model(input_ids=IDS).logits
         assert (merged - plain).norm() < 0.2 * (plain - base).norm()
         model.unmerge_adapter()
-        after = [one.parameter.packed.tensors() for one in experts_in(model)]
+        after = [one.parameter.packed.tensors() for one in find_experts(model)]
         assert len(packed) == len(after) == 4 and torch.equal(plain, quantized)
         assert all(torch.equal(one[name], other[name]) for one, other in zip(packed, after) for name in one)

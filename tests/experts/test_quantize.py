@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="exper
 import patches  # noqa: E402
 from patches.engine.gate import satisfied  # noqa: E402
 from patches.experts import dense_operations  # noqa: E402
-from patches.experts.experts_in_model import experts_in  # noqa: E402
+from patches.experts.experts_in_model import find_experts  # noqa: E402
 from patches.experts.tensor import Experts4bit  # noqa: E402
 from patches.repairs.reproducers.log_records import record_logs  # noqa: E402
 from tests.experts.models import CONFIGS, IDS, SOME, gap, loaded, rounded, saved, step  # noqa: E402
@@ -44,7 +44,7 @@ def test_equal_to_the_rounded_model_in_eager(tmp_path, kind):
     expected = step(rounded(loaded(tmp_path)))
     unrounded = step(loaded(tmp_path))
     model = patches.quantize_experts(loaded(tmp_path))
-    experts = list(experts_in(model))
+    experts = list(find_experts(model))
     assert len(expected) > 2 or kind == "jetmoe", "its router is a linear layer of 4 bits"
     assert experts and all(isinstance(one.parameter, Experts4bit) for one in experts)
     assert gap(expected, step(model)) == 0 < gap(expected, unrounded)
@@ -132,11 +132,12 @@ def test_copies_and_state_dicts(qwen3, tmp_path):
 
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_file_of_1_1_names_a_module_that_lies_elsewhere_now(qwen3, tmp_path, monkeypatch, weights_only):
-    from patches.experts.tensor import rebuilt
+    from patches.experts.tensor import rebuild_from_pickle
 
     experts = mlp(patches.quantize_experts(loaded(qwen3))).experts.gate_up_proj
     with monkeypatch.context() as former:
-        former.setattr(rebuilt, "__module__", "bnb_patches.repairs.helpers.experts.tensor")
+        former.setattr(rebuild_from_pickle, "__module__", "bnb_patches.repairs.helpers.experts.tensor")
+        former.setattr(rebuild_from_pickle, "__qualname__", "rebuilt")
         torch.save(experts, tmp_path / "experts.pt")
     assert b"repairs.helpers" in zipfile.ZipFile(tmp_path / "experts.pt").read("experts/data.pkl")
     assert torch.equal(
@@ -146,9 +147,9 @@ def test_a_file_of_1_1_names_a_module_that_lies_elsewhere_now(qwen3, tmp_path, m
 
 def test_the_footprint_in_bytes(qwen3):
     model = loaded(qwen3, dtype=torch.bfloat16)
-    before = sum(one.parameter.nbytes for one in experts_in(model))
+    before = sum(one.parameter.nbytes for one in find_experts(model))
     patches.quantize_experts(model)
-    assert sum(one.parameter.nbytes for one in experts_in(model)) < 0.3 * before
+    assert sum(one.parameter.nbytes for one in find_experts(model)) < 0.3 * before
 
 
 def test_prepared_for_training(qwen3):
@@ -157,9 +158,9 @@ def test_prepared_for_training(qwen3):
     prepare = lambda model: peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # noqa: E731
     expected = step(prepare(rounded(loaded(qwen3, dtype=torch.bfloat16))))
     model = patches.quantize_experts(loaded(qwen3, dtype=torch.bfloat16))
-    before = {one.full_name: one.parameter.nbytes for one in experts_in(model)}
+    before = {one.full_name: one.parameter.nbytes for one in find_experts(model)}
     assert gap(expected, step(prepare(model))) == 0
-    assert {one.full_name: one.parameter.nbytes for one in experts_in(model)} == before
+    assert {one.full_name: one.parameter.nbytes for one in find_experts(model)} == before
 
 
 def test_counted_and_shown(qwen3):
@@ -169,14 +170,16 @@ def test_counted_and_shown(qwen3):
     assert model.num_parameters() == numbers
     (layers,) = [each for each in shown.facts.layers if each.kind == "Qwen3MoeExperts"]
     assert layers.quantized == "nf4 experts" and layers.statistics == "present" and layers.count == 2
-    assert layers.bytes == sum(one.parameter.nbytes for one in experts_in(model))
+    assert layers.bytes == sum(one.parameter.nbytes for one in find_experts(model))
     assert not any("expert" in problem.what for problem in shown.problems)
 
 
 def test_what_went_dense_is_shown(qwen3):
     model = patches.quantize_experts(loaded(qwen3))
     step(model)
-    assert not [p for p in patches.inspect(model).problems if "at once" in p.what] and not dense_operations.notes()
+    assert (
+        not [p for p in patches.inspect(model).problems if "at once" in p.what] and not dense_operations.report_notes()
+    )
     experts = model.model.layers[0].mlp.experts.down_proj
     for part in (experts, experts[:2]):
         part.sum()
@@ -266,11 +269,11 @@ def test_a_name_skips_the_experts_whose_path_contains_it(qwen3, name):
     with patches.applied("transformers-skip-list-ignored"), record_logs() as said:
         model = loaded(qwen3, llm_int8_skip_modules=[name])
     assert not any("no module of that name" in record.getMessage() for record in said)
-    parameters = [one.full_name for one in experts_in(model)]
+    parameters = [one.full_name for one in find_experts(model)]
     expected = {path for path in parameters if f".{name}." not in f".{path}."}
     if expected:
         patches.quantize_experts(model)
     else:
         with pytest.raises(ValueError, match="llm_int8_skip_modules names all of them"):
             patches.quantize_experts(model)
-    assert {one.full_name for one in experts_in(model) if isinstance(one.parameter, Experts4bit)} == expected
+    assert {one.full_name for one in find_experts(model) if isinstance(one.parameter, Experts4bit)} == expected

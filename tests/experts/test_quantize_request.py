@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="exper
 
 import patches  # noqa: E402
 from patches.engine.gate import satisfied  # noqa: E402
-from patches.experts.experts_in_model import experts_in  # noqa: E402
+from patches.experts.experts_in_model import find_experts  # noqa: E402
 from patches.experts.tensor import Experts4bit  # noqa: E402
 from tests.experts.models import CONFIGS, SOME, gap, loaded, saved, step  # noqa: E402
 
@@ -33,7 +33,7 @@ def test_as_quantized_after_loading(tmp_path, kind):
     expected = patches.quantize_experts(loaded(tmp_path, dtype=torch.bfloat16, bnb_4bit_use_double_quant=True))
     with patches.quantize_experts():
         model = loaded(tmp_path, dtype=torch.bfloat16, bnb_4bit_use_double_quant=True)
-    for one in experts_in(expected):
+    for one in find_experts(expected):
         other = model.get_parameter(one.full_name)
         assert isinstance(other, Experts4bit) and other.dtype == torch.bfloat16 and not other.requires_grad
         assert one.parameter.packed.layout() == other.packed.layout()

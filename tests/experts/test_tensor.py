@@ -12,16 +12,19 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from patches.engine.gate import satisfied  # noqa: E402
 from patches.experts import dense_operations  # noqa: E402
-from patches.experts.quantize import How, packed  # noqa: E402
+from patches.experts.quantize import QuantizationConfig, quantize_and_pack  # noqa: E402
 from patches.experts.tensor import QuantizedExperts, as_parameter  # noqa: E402
 
 
-@pytest.fixture(params=[How("nf4", True, torch.uint8), How("int8", False, torch.int8)], ids=lambda how: how.quant_type)
+@pytest.fixture(
+    params=[QuantizationConfig("nf4", True, torch.uint8), QuantizationConfig("int8", False, torch.int8)],
+    ids=lambda how: how.quant_type,
+)
 def experts(request):
     """In INT8 those whose products dequantize; test_int8.py has those that LLM.int8 multiplies by."""
     dense_operations.COUNTS.clear()
     torch.manual_seed(0)
-    return as_parameter(packed(torch.randn(4, 32, 64), 2, request.param))
+    return as_parameter(quantize_and_pack(torch.randn(4, 32, 64), 2, request.param))
 
 
 @pytest.mark.parametrize(
@@ -199,6 +202,6 @@ def test_two_matrices_of_an_expert_are_what_each_stands_for(double, columns):
 
     if columns == 60 and satisfied("bitsandbytes<0.48"):
         pytest.skip("bitsandbytes before 0.48 quantizes whole blocks only")
-    held = packed(torch.randn(3, 10, columns), 2, How("nf4", double, torch.uint8))
+    held = quantize_and_pack(torch.randn(3, 10, columns), 2, QuantizationConfig("nf4", double, torch.uint8))
     expected = torch.cat([dequantize_4bit(codes, state) for codes, state in held.matrices(2)])
     assert torch.equal(held.dequantize(2), expected)

@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from patches.experts import dense_operations
-from patches.experts.experts_in_model import experts_in
+from patches.experts.experts_in_model import find_experts
 from patches.experts.tensor import QuantizedExperts
 from tests.architectures import __main__ as instrument
 from tests.architectures import judged
@@ -86,7 +86,7 @@ def _steps(architecture: Architecture, original: judged.Plain, folder: Path) -> 
     config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     try:
         reference = rounded(load(original.folder, quantization_config=copy.deepcopy(config)))
-        experts = [one.full_name for one in experts_in(reference)]
+        experts = [one.full_name for one in find_experts(reference)]
         if not experts:
             yield "not built", NO_MIXTURE
             return

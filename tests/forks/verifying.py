@@ -20,7 +20,7 @@ class _Fork:
                 os.setsid()
                 os.dup2(ours, 0)
                 os.close(self._lifeline)
-                worker.serve(str(folder))
+                worker.serve_questions(str(folder))
             finally:
                 os._exit(0)
         os.close(ours)

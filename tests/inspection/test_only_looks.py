@@ -74,8 +74,8 @@ def test_it_changes_nothing_of_a_step():
 
 def test_it_walks_as_torch_does():
     model = lora(load(4, "moe"))
-    assert [(n, id(m)) for n, m in module_walk.modules(model)] == [(n, id(m)) for n, m in model.named_modules()]
-    assert {n: id(p) for n, p in module_walk.parameters(module_walk.modules(model))} == {
+    assert [(n, id(m)) for n, m in module_walk.walk_modules(model)] == [(n, id(m)) for n, m in model.named_modules()]
+    assert {n: id(p) for n, p in module_walk.walk_parameters(module_walk.walk_modules(model))} == {
         n: id(p) for n, p in model.named_parameters()
     }
 
@@ -138,6 +138,6 @@ def test_each_layer_of_a_large_model_is_counted(capsys, layers):
     clock, processor = time.perf_counter() - clock, time.process_time() - processor
     with capsys.disabled():
         print(
-            f"\n{layers} layers, {len(module_walk.modules(model))} modules: {clock:.2f} s, {processor:.2f} s of the processor"
+            f"\n{layers} layers, {len(module_walk.walk_modules(model))} modules: {clock:.2f} s, {processor:.2f} s of the processor"
         )
     assert sum(line.count for line in found.facts.layers) == layers * 9 + 3

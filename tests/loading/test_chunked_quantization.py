@@ -10,7 +10,7 @@ from patches.loading import chunked_quantization
 pytest.importorskip("bitsandbytes")
 from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit  # noqa: E402
 
-V, R = chunked_quantization.OF_4_BITS, chunked_quantization.OF_INT8
+V, R = chunked_quantization.CHUNK_OF_4_BIT, chunked_quantization.CHUNK_OF_INT8
 SIZES = {
     "two pieces": (2, V),
     "a long last piece": (3, V - 64),
@@ -46,9 +46,9 @@ def test_of_4_bits(size, dtype, storage, quant_type, nested):
         packed, state = quantize_4bit(weight, **how)
     except (RuntimeError, NotImplementedError) as error:  # FP4 and parts of blocks, on bitsandbytes 0.46
         with pytest.raises(type(error)):
-            chunked_quantization.calling(quantize_4bit)(weight, **how)
+            chunked_quantization.call_in_chunks(quantize_4bit)(weight, **how)
         return
-    other, found = chunked_quantization.calling(quantize_4bit)(weight, **how)
+    other, found = chunked_quantization.call_in_chunks(quantize_4bit)(weight, **how)
     assert same(other, packed)
     expected, found = state.as_dict(packed=True), found.as_dict(packed=True)
     assert expected.keys() == found.keys()
@@ -59,7 +59,7 @@ def test_of_4_bits(size, dtype, storage, quant_type, nested):
 def test_of_int8(size):
     weight = weights(size, torch.float16)
     packed, scales, _ = int8_vectorwise_quant(weight)
-    other, found, columns = chunked_quantization.calling(int8_vectorwise_quant)(weight)
+    other, found, columns = chunked_quantization.call_in_chunks(int8_vectorwise_quant)(weight)
     assert same(other, packed) and same(found, scales) and columns is None
 
 
@@ -84,7 +84,10 @@ def test_another_default_device():
 
 def test_what_is_small_or_has_outliers_is_quantized_at_once():
     small, large = weights((64, 64), torch.float16), weights((5, R), torch.float16)
-    of_4_bits = chunked_quantization.calling(quantize_4bit)(small, quant_type="nf4")[0]
+    of_4_bits = chunked_quantization.call_in_chunks(quantize_4bit)(small, quant_type="nf4")[0]
     assert same(of_4_bits, quantize_4bit(small, quant_type="nf4")[0])
-    expected, found = int8_vectorwise_quant(large, 6.0), chunked_quantization.calling(int8_vectorwise_quant)(large, 6.0)
+    expected, found = (
+        int8_vectorwise_quant(large, 6.0),
+        chunked_quantization.call_in_chunks(int8_vectorwise_quant)(large, 6.0),
+    )
     assert all(same(one, other) for one, other in zip(found, expected)) and len(found[2]) > 0

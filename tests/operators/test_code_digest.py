@@ -107,10 +107,10 @@ def test_a_name_is_the_same_in_every_process(steps):
 
 def test_the_digest_is_one_of_all_code_that_is_reached():
     from bitsandbytes.autograd import _functions
-    from patches.operators.code_digest import versioned
+    from patches.operators.code_digest import versioned_name
 
     def name() -> str:
-        return versioned("name", _functions.MatMul4Bit)
+        return versioned_name("name", _functions.MatMul4Bit)
 
     before = name()
     with patches.applied("bitsandbytes-matmul4bit-saved-tensors"):
@@ -120,7 +120,7 @@ def test_the_digest_is_one_of_all_code_that_is_reached():
     def digest(source: str) -> str:
         scope: dict = {"__name__": "bnb_patches.made"}
         exec(source, scope)
-        return versioned("name", scope["root"])
+        return versioned_name("name", scope["root"])
 
     source = "LIMIT = 1\ndef helper(x, y=2):\n    return x in {'a', 'b'}\ndef root(x):\n    return helper(x) + LIMIT\n"
     names = [digest(source.replace(*change)) for change in (

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from patches.operators import tensor_contents as module  # noqa: E402
-from patches.operators.tensor_contents import Contents, stride_of  # noqa: E402
+from patches.operators.tensor_contents import Contents, sample_stride  # noqa: E402
 
 SIZES = {"word": 8, "byte": 1, "whole": module.WHOLE, "sampled": module.WHOLE + 8, "large": 5 * 2**20 + 40}
 SIZE = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
@@ -54,7 +54,7 @@ def test_so_is_what_counts_a_version(size):
 
 @SAMPLED
 def test_so_is_a_stretch_between_two_words_that_are_looked_at(size):
-    held, length = tensor(size), 8 * stride_of(size) + 7  # holds so many whole words, wherever it begins
+    held, length = tensor(size), 8 * sample_stride(size) + 7  # holds so many whole words, wherever it begins
     for start in (0, 1, 4096, 70_001, size - length):
         contents = Contents([held])
         write(held, start, length)
@@ -63,7 +63,7 @@ def test_so_is_a_stretch_between_two_words_that_are_looked_at(size):
 
 @SAMPLED
 def test_half_of_that_is_noticed_within_three_calls(size):
-    held, length = tensor(size), 8 * (stride_of(size) // 2 + 1) + 7
+    held, length = tensor(size), 8 * (sample_stride(size) // 2 + 1) + 7
     for start in (0, 1, 512, 1015, 4096, 70_001, size - length):
         contents = Contents([held])
         write(held, start, length)
@@ -73,7 +73,7 @@ def test_half_of_that_is_noticed_within_three_calls(size):
 @pytest.mark.parametrize("megabytes", [1, 4, 22, 64, 128])
 def test_a_call_looks_at_no_more_words_of_a_larger_tensor(megabytes):
     words = megabytes * 2**20 // 8
-    assert words / stride_of(8 * words) <= 4200
+    assert words / sample_stride(8 * words) <= 4200
 
 
 @SAMPLED
@@ -83,7 +83,7 @@ def test_one_byte_is_noticed_when_its_place_comes(size):
         contents = Contents([held])
         assert contents.are_those_of([held])
         write(held, place, 1)
-        assert not all(contents.are_those_of([held]) for _ in range(stride_of(size))), place
+        assert not all(contents.are_those_of([held]) for _ in range(sample_stride(size))), place
 
 
 def test_every_byte_of_a_small_tensor_is_noticed_at_once():

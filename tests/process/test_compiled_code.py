@@ -25,7 +25,7 @@ def clean():
 
 def test_nothing_is_reset_before_something_was_compiled(monkeypatch):
     monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("a reset costs, and there is nothing to reset"))
-    assert compiled_code.forget() == ""
+    assert compiled_code.forget_compiled_code() == ""
 
 
 def test_it_waits_while_another_thread_is_in_compiled_code():
@@ -43,7 +43,7 @@ def test_it_waits_while_another_thread_is_in_compiled_code():
         running = pool.submit(compiled, torch.ones(2))
         assert entered.wait(60)
         try:
-            assert compiled_code.forget() is None
+            assert compiled_code.forget_compiled_code() is None
             report = patches.apply(ID)
             assert any("still run the old code" in note for note in report.notes)
         finally:
@@ -59,7 +59,7 @@ def test_it_waits_where_the_call_comes_from_compiled_code_itself():
 
     @torch._dynamo.disable
     def forget(x):
-        said.append(compiled_code.forget())
+        said.append(compiled_code.forget_compiled_code())
         return x
 
     torch.compile(lambda x: forget(x.sin()), backend="eager")(torch.ones(2))
@@ -68,4 +68,4 @@ def test_it_waits_where_the_call_comes_from_compiled_code_itself():
 
 def test_workers_of_inductor_that_wait_for_work_do_not_hold_it_up():
     torch.compile(lambda x: x.sin() + 1, backend="inductor")(torch.ones(8))
-    assert compiled_code.forget() == compiled_code.FORGOTTEN
+    assert compiled_code.forget_compiled_code() == compiled_code.FORGOTTEN

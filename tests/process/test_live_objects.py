@@ -28,10 +28,10 @@ class _Weight(torch.nn.Parameter):
 def test_modules_and_tensors_by_class_and_below():
     layer, other = _Layer(2, 2), torch.nn.Linear(2, 2)
     layer.weight = weight = _Weight(torch.zeros(2, 2))
-    linears = alive.instances(torch.nn.Linear)
+    linears = alive.find_instances(torch.nn.Linear)
     assert any(x is layer for x in linears) and any(x is other for x in linears)
-    assert list(alive.instances(_Layer)) == [layer]
-    assert len(alive.instances(_Weight)) == 1 and alive.instances(_Weight)[0] is weight
+    assert list(alive.find_instances(_Layer)) == [layer]
+    assert len(alive.find_instances(_Weight)) == 1 and alive.find_instances(_Weight)[0] is weight
 
 
 def test_other_threads_go_on_building_tuples():
@@ -49,7 +49,7 @@ def test_other_threads_go_on_building_tuples():
     for thread in threads:
         thread.start()
     for _ in range(20):
-        alive.instances(_Layer)
+        alive.find_instances(_Layer)
     stop.set()
     for thread in threads:
         thread.join()
@@ -62,12 +62,12 @@ def test_questions_inside_share_a_walk_and_those_outside_do_not(monkeypatch):
     monkeypatch.setattr(gc, "get_referrers", lambda *classes: walks.append(1) or real(*classes))
     with alive.one_walk():
         assert not walks, "none before there is a question"
-        alive.instances(_Layer)
-        alive.instances(_Layer)
+        alive.find_instances(_Layer)
+        alive.find_instances(_Layer)
         assert len(walks) == 1
         late = _Layer(2, 2)
-        assert alive.instances(_Layer) == [], "what came after the walk is not seen"
-    assert alive.instances(_Layer) == [late] and len(walks) == 2
+        assert alive.find_instances(_Layer) == [], "what came after the walk is not seen"
+    assert alive.find_instances(_Layer) == [late] and len(walks) == 2
 
 
 def test_collect_forgets_what_only_a_cycle_or_the_walk_held():
@@ -75,18 +75,18 @@ def test_collect_forgets_what_only_a_cycle_or_the_walk_held():
     layer.itself = [layer]
     gone = weakref.ref(layer)
     with alive.one_walk():
-        assert len(alive.instances(_Layer)) == 1
+        assert len(alive.find_instances(_Layer)) == 1
         del layer
-        alive.collect()
-        assert gone() is None and alive.instances(_Layer) == []
-        assert alive.instances(_Layer) == []
+        alive.collect_garbage()
+        assert gone() is None and alive.find_instances(_Layer) == []
+        assert alive.find_instances(_Layer) == []
 
 
 def test_nothing_is_held_afterwards():
     layer = _Layer(2, 2)
     gone = weakref.ref(layer)
     with alive.one_walk():
-        alive.instances(_Layer)
+        alive.find_instances(_Layer)
         del layer
         assert gone() is not None
     gc.collect()
@@ -119,10 +119,14 @@ def test_where_nothing_is_alive_there_is_no_walk(walks):
             del _Kind().weight, _Below().bias
             _Weight(torch.zeros(2))
         with alive.one_walk():
-            assert not alive.instances(_Kind) and not alive.instances(_Below) and not alive.instances(_Weight)
+            assert (
+                not alive.find_instances(_Kind)
+                and not alive.find_instances(_Below)
+                and not alive.find_instances(_Weight)
+            )
         assert not walks
     with alive.one_walk():
-        assert not alive.instances(torch.nn.Bilinear) and len(walks) == 1, "nobody had asked for it"
+        assert not alive.find_instances(torch.nn.Bilinear) and len(walks) == 1, "nobody had asked for it"
 
 
 def cycle() -> weakref.ref:
@@ -158,14 +162,14 @@ def test_whatever_is_alive_is_found(walks, what):
     try:
         one = MADE[what]()
         with alive.one_walk():
-            assert len(alive.instances(_Kind)) + len(alive.instances(_Weight)) == 1
+            assert len(alive.find_instances(_Kind)) + len(alive.find_instances(_Weight)) == 1
         assert len(walks) == 1
         del one
     finally:
         gc.enable()
         gc.collect()
     with alive.one_walk():
-        assert not alive.instances(_Kind) and not alive.instances(_Weight) and len(walks) == 1
+        assert not alive.find_instances(_Kind) and not alive.find_instances(_Weight) and len(walks) == 1
 
 
 def test_who_else_names_the_class_is_taken_for_an_instance_at_most(walks, monkeypatch):
@@ -178,7 +182,7 @@ def test_who_else_names_the_class_is_taken_for_an_instance_at_most(walks, monkey
         for made in (0, 1, 2):
             layers = [_Kind() for _ in range(made)]
             with alive.one_walk():
-                assert len(alive.instances(_Kind)) == made
+                assert len(alive.find_instances(_Kind)) == made
             assert len(walks) == (made + count > 0)
             walks.clear()
             del layers
@@ -192,10 +196,10 @@ def test_where_modules_that_know_none_of_them_name_one_it_is_found_all_the_same(
         knowing._Kind = knowing._Weight = _Kind
         monkeypatch.setitem(sys.modules, name, knowing)
         with alive.one_walk():
-            assert not alive.instances(_Kind)
+            assert not alive.find_instances(_Kind)
         layer = _Kind()
         with alive.one_walk():
-            assert alive.instances(_Kind) == [layer]
+            assert alive.find_instances(_Kind) == [layer]
         del layer
 
 
@@ -203,10 +207,10 @@ def test_one_walk_in_another_is_the_same_and_knows_what_was_absent_when_it_began
     with alive.one_walk():
         names = [_Kind, _Weight]  # as a change does that notes what it edits
         with alive.one_walk():
-            assert not alive.instances(_Kind)
-        assert not alive.instances(_Weight) and not walks
+            assert not alive.find_instances(_Kind)
+        assert not alive.find_instances(_Weight) and not walks
     with alive.one_walk():
-        assert not alive.instances(_Kind) and walks
+        assert not alive.find_instances(_Kind) and walks
     del names
 
 
@@ -225,14 +229,14 @@ def test_a_module_that_loads_when_it_is_looked_into_is_not(walks, monkeypatch, t
     monkeypatch.setitem(sys.modules, "lazily", lazy)
     monkeypatch.setitem(sys.modules, "stands_for_one", Proxy())
     with alive.one_walk():
-        assert not alive.instances(_Kind) and not walks
+        assert not alive.find_instances(_Kind) and not walks
 
 
 def test_threads_know_nothing_of_each_others_walk(walks):
     with alive.one_walk():
         layer = _Kind()
         found = []
-        thread = threading.Thread(target=lambda: found.extend(alive.instances(_Kind)))
+        thread = threading.Thread(target=lambda: found.extend(alive.find_instances(_Kind)))
         thread.start()
         thread.join()
-        assert found == [layer] and not alive.instances(_Kind)
+        assert found == [layer] and not alive.find_instances(_Kind)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import patches
 from patches.engine.gate import satisfied
-from patches.quantized.own_packed_weights import are_own
+from patches.quantized.own_packed_weights import is_own_packed_weight
 from tests.repairs.tagged import Tagged4
 
 pytestmark = pytest.mark.one_in(2)
@@ -253,12 +253,14 @@ def test_a_broadcast_in_another_storage_is_refused(one_rank):
 
 def test_what_are_own_codes():
     weight = four_bit(storage=torch.float32)[0].weight  # bits that are NaN among them
-    assert are_own(weight, weight) and are_own(weight.data.clone(), weight)
+    assert is_own_packed_weight(weight, weight) and is_own_packed_weight(weight.data.clone(), weight)
     other = weight.data.clone()
     other.view(torch.uint8)[7] ^= 1
-    assert not are_own(other, weight) and not are_own(weight.data[:-1], weight)
-    assert not are_own(weight.data.to("meta"), weight) and not are_own(weight, weight.data.to("meta"))
-    assert not are_own(weight.data[:1].expand(weight.shape), weight), "the same memory, read otherwise"
+    assert not is_own_packed_weight(other, weight) and not is_own_packed_weight(weight.data[:-1], weight)
+    assert not is_own_packed_weight(weight.data.to("meta"), weight) and not is_own_packed_weight(
+        weight, weight.data.to("meta")
+    )
+    assert not is_own_packed_weight(weight.data[:1].expand(weight.shape), weight), "the same memory, read otherwise"
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])

@@ -282,7 +282,7 @@ def graphs(kind: str, dora: bool, checkpointing: bool) -> Callable[[str], str]:
     """Into how many graphs a train step is compiled, and if it is not one, what ``fullgraph=True`` says first."""
 
     def run(folder: str) -> str:
-        from patches.repairs.reproducers.graphs import pieces, refused
+        from patches.repairs.reproducers.graphs import count_graphs, show_refused_graph
 
         model = models.lora(_prepared(folder, kind, checkpointing), use_dora=dora).train()
         models.gradients(model)
@@ -290,7 +290,7 @@ def graphs(kind: str, dora: bool, checkpointing: bool) -> Callable[[str], str]:
         def step(ids: Any) -> Any:
             return model(input_ids=ids, labels=ids).loss
 
-        count = pieces(step, models.ids())
-        return str(count) if count == 1 else f"{count}: {refused(step, models.ids()).figure}"
+        count = count_graphs(step, models.ids())
+        return str(count) if count == 1 else f"{count}: {show_refused_graph(step, models.ids()).figure}"
 
     return run

@@ -60,7 +60,7 @@ ELSEWHERE = {"transformers-refuses-what-does-not-fit": "accelerate>=1.1"}
 def answer(patch_id: str, phase: str) -> worker.Answer:
     """In a process of its own: what the reproducer says, or which patches do not fit this stack."""
     if (patch_id, phase) != FITS:
-        return verification.answer(patch_id, phase)
+        return verification.run_reproducer(patch_id, phase)
     for patch in REGISTRY.patches.values():
         REGISTRY.import_targets(patch)
     patches.apply()
@@ -74,7 +74,9 @@ def said() -> dict[tuple[str, str], worker.Answer]:
     available = [name for name in CHOSEN if gate.check(REGISTRY.patches[name]).status is Status.AVAILABLE]
     tasks = [FITS, *((name, "unpatched") for name in CHOSEN), *((name, "all") for name in available)]
     preload = ["torch", *map(gate.module_name, (*OF_A_STACK, "bitsandbytes"))]
-    answers = processes.ask(f"{__name__}:answer", tasks, preload, f"{verification.__name__}:prepare", jobs=2)
+    answers = processes.ask_processes(
+        f"{__name__}:answer", tasks, preload, f"{verification.__name__}:prepare_process", jobs=2
+    )
     return {tasks[index]: each for index, each in answers}
 
 

@@ -34,39 +34,41 @@ def installed(monkeypatch):
 
 def test_the_package_knows_what_was_run():
     assert json.loads(tool.SHIPPED.read_text("utf-8")) == json.loads(tool.shipped()), "python -m tools.stacks writes it"
-    assert set(stacks.known()) <= set(tool.declared())
+    assert set(stacks.known_stacks()) <= set(tool.declared())
 
 
-@pytest.mark.parametrize("name", stacks.known())
+@pytest.mark.parametrize("name", stacks.known_stacks())
 def test_each_stack_is_nearest_to_itself(installed, name):
-    stack = {package: releases[-1] for package, releases in stacks.known()[name].items()}
+    stack = {package: releases[-1] for package, releases in stacks.known_stacks()[name].items()}
     installed(**{**stack, "torch": f"{stack['torch']}+cpu"})
-    found = stacks.nearest()
+    found = stacks.nearest_stack()
     assert found is not None and not found.others
-    assert stacks.known()[found.name] == stacks.known()[name], "the same but for its Python, or itself"
-    assert stacks.notes() == (f"these releases were tested together (stack {found.name!r} in docs/releases.md)",)
+    assert stacks.known_stacks()[found.name] == stacks.known_stacks()[name], "the same but for its Python, or itself"
+    assert stacks.report_notes() == (f"these releases were tested together (stack {found.name!r} in docs/releases.md)",)
 
 
 def test_what_was_not_tried_is_named(installed):
     installed(torch="2.6.0", transformers="4.53.3", peft="0.17.0", accelerate="1.8.1", bitsandbytes="0.46.1")
-    (said,) = stacks.notes()
+    (said,) = stacks.report_notes()
     assert said == "the nearest tested stack is transformers 4.53; not tested with it: peft 0.17.0 (tested: 0.16.0)"
 
 
 def test_without_torch_or_with_odd_versions_it_says_nothing(installed):
     installed(transformers="4.53.3")
-    assert stacks.notes() == ()
+    assert stacks.report_notes() == ()
     installed(torch="a build of ours")
-    assert stacks.notes() == ()
+    assert stacks.report_notes() == ()
 
 
-@pytest.mark.parametrize("package", stacks.floors())
+@pytest.mark.parametrize("package", stacks.oldest_releases())
 def test_what_is_too_old_is_named_with_what_is_needed(installed, package):
-    oldest = dict(stacks.floors())
+    oldest = dict(stacks.oldest_releases())
     installed(**oldest)
     assert gate.too_old() == ""
     installed(**{**oldest, package: "0.1"})
-    assert stacks.notes() == (f"{package} 0.1 is too old: {oldest[package]} or later is needed; nothing is changed",)
+    assert stacks.report_notes() == (
+        f"{package} 0.1 is too old: {oldest[package]} or later is needed; nothing is changed",
+    )
 
 
 @pytest.mark.release("the test above: what is too old is found and named")
@@ -97,6 +99,6 @@ print({str(result.status) for result in report} - {"not installed"}, repr(report
 def test_the_bounds_of_the_extras_are_the_oldest_of_the_table():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]["demo"]
     bounds = dict(found.groups() for line in extras if (found := re.fullmatch(r"(\S+?)>=(\S+)", line)))
-    assert {name: Version(bounds[name]) for name in stacks.floors()} == {
-        name: Version(release) for name, release in stacks.floors().items()
+    assert {name: Version(bounds[name]) for name in stacks.oldest_releases()} == {
+        name: Version(release) for name, release in stacks.oldest_releases().items()
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from patches.verification import processes, worker
-from patches.verification.processes import NoInterpreter, ask
+from patches.verification.processes import NoInterpreter, ask_processes
 from patches.verification.worker import Answer
 
 TOYS = "tests.verification.toys"
@@ -46,7 +46,7 @@ def folder(tmp_path_factory, monkeypatch) -> Path:
 
 
 def answers(*questions: tuple[str, ...], jobs: int = 2, preload: tuple[str, ...] = ()) -> list[Answer]:
-    got = dict(ask(f"{TOYS}:answer", questions, preload, "", jobs, 30))
+    got = dict(ask_processes(f"{TOYS}:answer", questions, preload, "", jobs, 30))
     assert sorted(got) == list(range(len(questions)))
     return [got[index] for index in sorted(got)]
 
@@ -67,8 +67,8 @@ def test_a_process_without_an_answer_is_described(kind):
     died, killed, left, failed, silent = (figure for _, figure in said)
     assert died == "the process ended with exit code 7"
     assert killed == "the process was killed by SIGSEGV"
-    assert left.startswith("SystemExit at verify_toys.py:") and left.endswith("I leave")
-    assert failed.startswith("ValueError at verify_toys.py:") and failed.endswith("no on two lines")
+    assert left.startswith("SystemExit at toys.py:") and left.endswith("I leave")
+    assert failed.startswith("ValueError at toys.py:") and failed.endswith("no on two lines")
     assert silent == "the process ended with exit code 0"
 
 
@@ -120,7 +120,7 @@ def test_where_no_server_can_fork_each_gets_an_interpreter(tmp_path, monkeypatch
 
 @pytest.mark.skipif(not FORKS, reason="this system is not forked")
 def test_what_the_server_prepared_all_have():
-    got = dict(ask(f"{TOYS}:answer", [("prepared",)] * 2, (), f"{TOYS}:prepare", 2, 30))
+    got = dict(ask_processes(f"{TOYS}:answer", [("prepared",)] * 2, (), f"{TOYS}:prepare", 2, 30))
     servers = {server for _, figure in got.values() for server in figure.split()}
     assert len(got) == 2 and len(servers) == 1 and str(os.getpid()) not in servers
 
@@ -129,7 +129,7 @@ def test_what_the_server_prepared_all_have():
 def test_a_server_that_is_killed_meanwhile_loses_no_question(tmp_path):
     killed = tmp_path / "killed"
     questions = [("where",), ("until", str(killed)), ("where",)]
-    with contextlib.closing(ask(f"{TOYS}:answer", questions, (), "", 1, 30)) as asked:
+    with contextlib.closing(ask_processes(f"{TOYS}:answer", questions, (), "", 1, 30)) as asked:
         index, (_, figure) = next(asked)
         os.kill(int(figure.split()[0]), signal.SIGKILL)
         killed.touch()
@@ -186,7 +186,7 @@ from patches.verification import processes, worker
 if {{kind!r}} == "interpreters":
     processes._can_fork = lambda: False
 try:
-    for _ in processes.ask("{TOYS}:answer", [("linger", path) for path in sys.argv[1:]], (), "", 2, 60):
+    for _ in processes.ask_processes("{TOYS}:answer", [("linger", path) for path in sys.argv[1:]], (), "", 2, 60):
         pass
 except KeyboardInterrupt:
     sys.exit("interrupted")
@@ -222,7 +222,7 @@ def test_whoever_asks_takes_all_processes_along(tmp_path, folder, kind, sent):
 @PROC
 def test_to_stop_listening_ends_all(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("MARK", str(tmp_path))
-    asked = ask(f"{TOYS}:answer", [("echo", "first"), ("linger", str(tmp_path / "ready"))], (), "", 2, 60)
+    asked = ask_processes(f"{TOYS}:answer", [("echo", "first"), ("linger", str(tmp_path / "ready"))], (), "", 2, 60)
     assert next(asked) == (0, (True, "first"))
     while not (tmp_path / "ready").exists():
         time.sleep(0.05)

@@ -19,7 +19,7 @@ PAGES, FRAGMENTS = DOCS / "patches", DOCS / "generated"
 
 def files(found: Sequence[reports.Report] = ()) -> dict[Path, str]:
     """Every file that the build writes, with its text."""
-    known = symptoms.read()
+    known = symptoms.read_symptoms()
     measured = figures.read()
     pages = {
         PAGES / f"{patch.id}.md": page.page(patch, known, measured.get(patch.id), reports.seen(patch.id, found))

@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterable, Iterator
 
 from patches import REGISTRY
-from patches.symptoms import Symptoms, read
+from patches.symptoms import Symptoms, read_symptoms
 
-__all__ = ["Symptoms", "fragment", "read"]
+__all__ = ["Symptoms", "fragment", "read_symptoms"]
 
 
 def fragment() -> str:
     """The messages as a table that a script can search, then the symptoms by group; for ``docs/which.md``."""
-    known = read()
+    known = read_symptoms()
     lines = ["## By message\n", _search(), "", *_table(known), ""]
     for key, title in known.groups.items():
         own = [patch_id for patch_id, groups in known.groups_of.items() if key in groups]

@@ -14,14 +14,14 @@ _LANES = 16  # of AVX512, in float32: the kernel that takes wrong scales is for 
 _INT_MAX = 2**31 - 1  # it counts the columns of a row in C's int
 
 
-def dequantize(
+def dequantize_blocks(
     codes: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """``torch.ops.bitsandbytes.dequantize_4bit``, told of rows that its kernel for CPUs reads rightly."""
     import torch
 
     operator: Callable[..., torch.Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
-    if not misread(shape, blocksize) or codes.device.type != "cpu":  # a Params4bit takes 1.5 us to name its device
+    if not is_misread(shape, blocksize) or codes.device.type != "cpu":  # a Params4bit takes 1.5 us to name its device
         return operator(codes, absmax, blocksize, quant_type, shape, dtype)
     return operator(codes, absmax, blocksize, quant_type, _rows(shape, blocksize), dtype).view(shape)
 
@@ -34,7 +34,7 @@ def statistics_of(state: QuantState) -> tuple[tuple[torch.Tensor, ...], int]:
     return (state.absmax, state.offset, nested.absmax, nested.code), nested.blocksize
 
 
-def linear(
+def linear_4bit(
     x: torch.Tensor,
     codes: torch.Tensor,
     statistics: Sequence[torch.Tensor],
@@ -53,11 +53,11 @@ def linear(
         absmax = offset + torch.ops.bitsandbytes.dequantize_blockwise.default(
             absmax, nested_absmax.float(), nested_code.float(), nested_blocksize, torch.float32
         )
-    weight = dequantize(codes, absmax, blocksize, quant_type, shape, x.dtype)
+    weight = dequantize_blocks(codes, absmax, blocksize, quant_type, shape, x.dtype)
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def misread(shape: Sequence[int], blocksize: int) -> bool:
+def is_misread(shape: Sequence[int], blocksize: int) -> bool:
     """Whether AVX512 would take the scales of other blocks for a weight of ``shape``."""
     return shape[-1] % _LANES == 0 and shape[-1] % blocksize != 0 and math.prod(shape[:-1]) > 1
 

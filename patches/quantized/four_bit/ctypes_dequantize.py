@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def traced(W: torch.Tensor, quant_state: Any, out: torch.Tensor | None) -> torch.Tensor | None:
+def dequantize_if_traced(W: torch.Tensor, quant_state: Any, out: torch.Tensor | None) -> torch.Tensor | None:
     """While compiling: 4-bit ``W`` dequantized, transposed if it was; else None.
 
     None too for a ``quant_state`` that is not a ``QuantState``: the old list format, or another kind of weight.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...process import call_stack
 from ...process.tensor_bits import fingerprint
-from ..own_packed_weights import are_own
+from ..own_packed_weights import is_own_packed_weight
 from . import quant_states
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Noted = tuple[int, Any, Any, bool]
 it holds other packed weights. Plain values: a pickle of the layer loads without the plugin."""
 
 
-def replaced(layer: Any, old: Any) -> None:
+def record_replaced_weight(layer: Any, old: Any) -> None:
     """The weight ``old`` of ``layer`` was replaced: note whether its quantization state still fits."""
     from bitsandbytes.nn import Params4bit
 
@@ -37,9 +37,13 @@ def replaced(layer: Any, old: Any) -> None:
         return
     elif noted is not None:
         setattr(layer, _NOTED, (*noted[:3], fingerprint(weight) != noted[0]))
-    elif isinstance(old, Params4bit) and quant_states.of(old) is quant_states.of(layer) and not old.is_meta:
-        if old.dtype != weight.dtype or not are_own(weight, old):
-            state: Any = quant_states.of(layer)
+    elif (
+        isinstance(old, Params4bit)
+        and quant_states.get_quant_state(old) is quant_states.get_quant_state(layer)
+        and not old.is_meta
+    ):
+        if old.dtype != weight.dtype or not is_own_packed_weight(weight, old):
+            state: Any = quant_states.get_quant_state(layer)
             setattr(layer, _NOTED, (fingerprint(old), state, state.absmax, True))
 
 
@@ -48,17 +52,17 @@ def _noted(layer: Any) -> Noted | None:
     noted: Noted | None = vars(layer).get(_NOTED)
     if noted is None:
         return None
-    state = quant_states.of(layer)
+    state = quant_states.get_quant_state(layer)
     if state is noted[1] and state is not None and state.absmax is noted[2]:
         return noted
     vars(layer).pop(_NOTED)
     return None
 
 
-def refuse(layer: Any) -> None:
+def refuse_foreign_weight(layer: Any) -> None:
     """Raise if ``layer`` holds packed weights that are not its own, and no quantization state for them."""
     noted = _noted(layer)
-    if noted is None or not noted[3] or quant_states.of(layer.weight) is not None:
+    if noted is None or not noted[3] or quant_states.get_quant_state(layer.weight) is not None:
         return
     if _is_plain_packed(layer, layer.weight):
         raise RuntimeError(
@@ -72,7 +76,7 @@ def _is_plain_packed(layer: Any, weight: Any) -> bool:
     """Whether ``weight`` is a whole plain tensor of as many bytes as the packed weights of ``layer``."""
     import torch
 
-    state = quant_states.of(layer)
+    state = quant_states.get_quant_state(layer)
     if state is None or state.shape is None or type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta:
         return False
     return bool(weight.nbytes == quant_states.packed_bytes(state.shape))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...process import call_stack
 from . import quant_states
-from .quant_state_dict import Incomplete, read
+from .quant_state_dict import IncompleteState, read_quantized_weight
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -25,7 +25,7 @@ Parts = dict[str, "Tensor | None"]
 """The same; None for the packed weight, which the layer holds."""
 
 
-def collect(layer: Any, group: Group, assign: bool) -> bool:
+def collect_part(layer: Any, group: Group, assign: bool) -> bool:
     """Keep ``group``, a part of what ``layer`` needs, if the rest may come from another file; else change nothing."""
     weight, packed = layer.weight, group.get("")
     if assign or not quant_states.is_packed(weight) or weight.is_meta or not call_stack.loads_in_parts():
@@ -35,7 +35,7 @@ def collect(layer: Any, group: Group, assign: bool) -> bool:
     parts = _parts(layer)
     if packed is not None:
         weight.data.copy_(packed)
-    quant_states.give(None, weight, layer)
+    quant_states.set_quant_state(None, weight, layer)
     _keep(layer, {**parts, **group})
     return True
 
@@ -47,31 +47,31 @@ def note_own(layer: Any, group: Group, assign: bool) -> None:
 
 
 def read_with_parts(layer: Any, group: Group, assign: bool) -> tuple[Tensor, QuantState]:
-    """:func:`.quant_state_dict.read` of ``group``, with the parts that came before if it lacks some."""
+    """:func:`.quant_state_dict.read_quantized_weight` of ``group``, with the parts that came before if it lacks some."""
     try:
-        return read(layer, group, assign)
-    except Incomplete:
+        return read_quantized_weight(layer, group, assign)
+    except IncompleteState:
         if not (parts := _parts(layer)):
             raise
-        return read(layer, _whole(layer, {**parts, **group}), assign)
+        return read_quantized_weight(layer, _whole(layer, {**parts, **group}), assign)
 
 
 def is_waiting(layer: Any) -> bool:
     """Whether parts of what ``layer`` needs were loaded, and it has no quantization state until the rest comes."""
-    return quant_states.of(layer.weight) is None and bool(_parts(layer))
+    return quant_states.get_quant_state(layer.weight) is None and bool(_parts(layer))
 
 
-def forget(layer: Any) -> None:
+def forget_parts(layer: Any) -> None:
     """All parts of what ``layer`` needs have come."""
     vars(layer).pop(_PARTS, None)
 
 
-def refuse(layer: Any) -> None:
+def refuse_missing_parts(layer: Any) -> None:
     """Raise if only parts of what ``layer`` needs were loaded."""
     if not is_waiting(layer):
         return
     try:
-        read(layer, _whole(layer, _parts(layer)), False)
+        read_quantized_weight(layer, _whole(layer, _parts(layer)), False)
     except ValueError as error:
         raise RuntimeError(
             f"{type(layer).__name__} {call_stack.name_of(layer)!r} was loaded in parts, by load_state_dict(strict=False), and has no "
@@ -81,13 +81,15 @@ def refuse(layer: Any) -> None:
 
 def _keep(layer: Any, parts: Parts) -> None:
     own: Parts = {"": None} if "" in parts else {}  # the weight of the layer holds it
-    setattr(layer, _PARTS, (quant_states.of(layer.weight), {**parts, **own}))
+    setattr(layer, _PARTS, (quant_states.get_quant_state(layer.weight), {**parts, **own}))
 
 
 def _parts(layer: Any) -> Parts:
     """What came for ``layer``; nothing if it got another quantization state since."""
     state, parts = vars(layer).get(_PARTS, (None, {}))
-    same = quant_states.of(layer.weight) is state and (state is not None or quant_states.of(layer) is None)
+    same = quant_states.get_quant_state(layer.weight) is state and (
+        state is not None or quant_states.get_quant_state(layer) is None
+    )
     return parts if same else {}
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Tensors = dict[str, "torch.Tensor"]
 
 
-class Incomplete(ValueError):
+class IncompleteState(ValueError):
     """A group of keys that lacks some: ``keys``, by what follows the name of the weight."""
 
     def __init__(self, said: str, keys: set[str]) -> None:
@@ -23,7 +23,7 @@ class Incomplete(ValueError):
         self.keys = keys
 
 
-class Quantized(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """The quantized weight that a group of keys is to be read for."""
 
     name: str
@@ -37,28 +37,28 @@ class Quantized(NamedTuple):
         return packed_bytes(self.shape)
 
 
-def bytes_of_codes(layer: Linear4bit) -> int:
+def bytes_of_packed_weight(layer: Linear4bit) -> int:
     """How many bytes the codes of the layer take."""
     return _weight_of(layer).nbytes
 
 
-def _weight_of(layer: Linear4bit) -> Quantized:
+def _weight_of(layer: Linear4bit) -> QuantizedWeight:
     weight = layer.weight
-    return Quantized(
+    return QuantizedWeight(
         "weight", (layer.out_features, layer.in_features), getattr(weight, "quant_type", ""), weight.device
     )
 
 
-def read(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
+def read_quantized_weight(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
     """The codes and state in ``group``, on the layer's device, sharing no memory with it unless ``assign``.
 
-    Raises ``Incomplete`` if the group lacks keys, and ``ValueError`` with the reason if it does not fit the layer.
+    Raises ``IncompleteState`` if the group lacks keys, and ``ValueError`` with the reason if it does not fit the layer.
     """
-    return read_for(_weight_of(layer), group, assign)
+    return read_for_weight(_weight_of(layer), group, assign)
 
 
-def read_for(weight: Quantized, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
-    """As :func:`read`, for a weight that need not be that of a layer."""
+def read_for_weight(weight: QuantizedWeight, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
+    """As :func:`read_quantized_weight`, for a weight that need not be that of a layer."""
     import torch
     from bitsandbytes.functional import QuantState
     from bitsandbytes.utils import unpack_tensor_to_dict
@@ -77,7 +77,7 @@ def read_for(weight: Quantized, group: Tensors, assign: bool) -> tuple[torch.Ten
     if "nested_blocksize" in facts:
         needed |= {"nested_absmax", "nested_quant_map"}
     if lacking := needed - set(group):
-        raise Incomplete(f"the state dict lacks {_names(weight, lacking)}", lacking)
+        raise IncompleteState(f"the state dict lacks {_names(weight, lacking)}", lacking)
     if unexpected := (set(group) - needed) | set(packed[1:]):
         raise ValueError(f"the state dict has unexpected keys: {_names(weight, unexpected)}")
     device = group[""].device if assign else weight.device
@@ -127,7 +127,7 @@ def refuse_cast(name: str, codes: torch.Tensor) -> None:
             )
 
 
-def _as_saved(weight: Quantized, key: str, tensor: torch.Tensor, nested: bool) -> torch.Tensor:
+def _as_saved(weight: QuantizedWeight, key: str, tensor: torch.Tensor, nested: bool) -> torch.Tensor:
     """The entry ``key`` in the dtype that kernels read it as, whatever it was cast to since (they do not look)."""
     import torch
 
@@ -145,15 +145,15 @@ def _as_saved(weight: Quantized, key: str, tensor: torch.Tensor, nested: bool) -
     return tensor
 
 
-def _names(weight: Quantized, keys: set[str]) -> str:
+def _names(weight: QuantizedWeight, keys: set[str]) -> str:
     return ", ".join(_name(weight, key) for key in sorted(keys))
 
 
-def _name(weight: Quantized, key: str) -> str:
+def _name(weight: QuantizedWeight, key: str) -> str:
     return repr(f"{weight.name}.{key}" if key else weight.name)
 
 
-def _check_sizes(weight: Quantized, group: Tensors, facts: dict[str, Any]) -> None:
+def _check_sizes(weight: QuantizedWeight, group: Tensors, facts: dict[str, Any]) -> None:
     """Refuse what was quantized from a weight of another shape, or is not as long as it must be."""
     shape = weight.shape
     if tuple(facts["shape"]) != shape:

@@ -18,13 +18,13 @@ MARKS = frozenset({"quant_state", "bnb_quantized", "quant_storage", "blocksize"}
 """Attributes by which a plain ``Parameter`` is known as a 4-bit weight that was pickled."""
 
 
-def of(holder: Any) -> QuantState | None:
+def get_quant_state(holder: Any) -> QuantState | None:
     """The quantization state that ``holder``, a weight or a layer, holds itself."""
     state: QuantState | None = getattr(holder, "quant_state", None)
     return state
 
 
-def give(state: QuantState | None, *holders: Any) -> None:
+def set_quant_state(state: QuantState | None, *holders: Any) -> None:
     """Make ``state`` the quantization state of each of ``holders``, weights and layers."""
     for holder in holders:
         holder.quant_state = state
@@ -35,7 +35,7 @@ def is_marked(weight: Any) -> bool:
     return bool(getattr(weight, "bnb_quantized", False))
 
 
-def mark(weight: Any) -> None:
+def mark_quantized(weight: Any) -> None:
     weight.bnb_quantized = True
 
 
@@ -48,7 +48,7 @@ def is_packed(weight: Any) -> bool:
     """Whether ``weight`` was quantized, and holds packed bytes still."""
     if not is_marked(weight):
         return False
-    state = of(weight)
+    state = get_quant_state(weight)
     if state is None or state.shape is None:
         return 1 in weight.shape  # packed weights lie in one column
     return bool(weight.nbytes <= packed_bytes(state.shape))

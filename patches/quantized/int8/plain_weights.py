@@ -29,16 +29,16 @@ _CAST = (
 )
 
 
-def scale(layer: Any, codes: Tensor) -> Tensor:
+def find_scale_of_plain(layer: Any, codes: Tensor) -> Tensor:
     """The row scales of ``codes``, which stand in the place of the weight of ``layer``; or an error that names it."""
     import torch
 
     state = layer.state
     kept, known = state.__dict__, state.SCB  # not by getattr: MatmulLtState has one of its own
     if not kept.get(_SHARDED, False) and kept.get(_GIVEN) is not codes:
-        pair = scale_ownership.pair(layer)
+        pair = scale_ownership.original_weight_and_scales(layer)
         if pair is None:
-            raise row_scales.lost(layer)
+            raise row_scales.make_lost_error(layer)
         own, known = pair[0], pair[1]
         if _stands_for_own(layer, codes):
             return _own_scale(codes, known)
@@ -49,7 +49,7 @@ def scale(layer: Any, codes: Tensor) -> Tensor:
         elif not fits or not torch.equal(own, codes):
             raise RuntimeError(_foreign(f"{type(layer).__name__} {row_scales.name_of(layer)!r}"))
     if row_scales.is_lost(known):
-        raise row_scales.lost(layer)
+        raise row_scales.make_lost_error(layer)
     found: Tensor = known.to(codes.device)
     return found
 
@@ -84,16 +84,20 @@ def _foreign(which: str) -> str:
     )
 
 
-def agree(layer: Any) -> None:
+def check_plain_weight(layer: Any) -> None:
     """Before ``layer`` is saved or merged: see that its codes and scales belong together, or raise."""
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
     if isinstance(weight, Int8Params):
-        scale_ownership.agree(layer)
-    elif row_scales.is_int8(weight) and not weight.is_meta and scale_ownership.pair(layer) is not None:
-        if row_scales.of(weight) is None:  # a pickle of a weight without its class keeps its scales
-            scale(layer, weight)
+        scale_ownership.check_weight_matches_state(layer)
+    elif (
+        row_scales.is_int8(weight)
+        and not weight.is_meta
+        and scale_ownership.original_weight_and_scales(layer) is not None
+    ):
+        if row_scales.get_scales(weight) is None:  # a pickle of a weight without its class keeps its scales
+            find_scale_of_plain(layer, weight)
 
 
 def scale_to_save(layer: Any) -> Tensor | None:
@@ -102,35 +106,39 @@ def scale_to_save(layer: Any) -> Tensor | None:
 
     weight = layer.weight
     if weight.is_floating_point() and not isinstance(weight, Int8Params) and not layer.state.has_fp16_weights:
-        refuse_codes(layer, weight)
+        refuse_packed_values(layer, weight)
     known: Tensor | None = layer.state.SCB
     if known is None or layer.state.has_fp16_weights or isinstance(weight, Int8Params) or weight.is_meta:
         return known
-    return scale(layer, weight) if row_scales.is_int8(weight) else None
+    return find_scale_of_plain(layer, weight) if row_scales.is_int8(weight) else None
 
 
-def refuse_codes(layer: Any, weight: Tensor) -> None:
+def refuse_packed_values(layer: Any, weight: Tensor) -> None:
     """Raise if ``weight``, of floating point, holds the codes of a weight instead of the weight. Only of a quantized layer."""
     import torch
 
     kept = layer.state.__dict__
-    quantized = kept.get(_QUANTIZED, False) or kept.get(_ONCE, False) or scale_ownership.pair(layer) is not None
+    quantized = (
+        kept.get(_QUANTIZED, False)
+        or kept.get(_ONCE, False)
+        or scale_ownership.original_weight_and_scales(layer) is not None
+    )
     if not quantized or weight.numel() == 0 or weight.is_meta:
         return
     if torch.compiler.is_compiling():
         torch._assert_async(~_are_codes(weight), _CAST.format("an INT8 layer"))
-    elif are_codes(weight):
-        raise cast(layer)
+    elif are_packed_values(weight):
+        raise make_cast_error(layer)
 
 
-def cast(layer: Any) -> RuntimeError:
+def make_cast_error(layer: Any) -> RuntimeError:
     """What to raise where the weight of ``layer``, or of one that is not known, holds codes in floating point."""
     return RuntimeError(
         _CAST.format("an INT8 layer" if layer is None else f"{type(layer).__name__} {row_scales.name_of(layer)!r}")
     )
 
 
-def is_cast(weight: Any, layer: Any) -> bool:
+def is_cast_packed_weight(weight: Any, layer: Any) -> bool:
     """Whether ``weight`` holds the very codes that it was quantized to, in floating point."""
     import torch
 
@@ -142,7 +150,7 @@ def is_cast(weight: Any, layer: Any) -> bool:
     return torch.equal(codes.to(weight.device, weight.dtype), weight.data.as_subclass(torch.Tensor))
 
 
-def are_codes(weight: Tensor) -> bool:
+def are_packed_values(weight: Tensor) -> bool:
     """Whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
     return bool(_are_codes(weight[:1])) and bool(_are_codes(weight))
 
@@ -166,14 +174,14 @@ def set_scale(layer: Any, scale: Tensor | None) -> None:
         setattr(state, _GIVEN, weight)
 
 
-def note(layer: Any) -> None:
+def record_quantized_to(layer: Any) -> None:
     """Note what the weight of ``layer`` was quantized to, if it was, and that it was: the weight may be deleted."""
-    scale_ownership.note(layer)
-    if not layer.state.__dict__.get(_ONCE, False) and scale_ownership.pair(layer) is not None:
+    scale_ownership.record_original(layer)
+    if not layer.state.__dict__.get(_ONCE, False) and scale_ownership.original_weight_and_scales(layer) is not None:
         setattr(layer.state, _ONCE, True)
 
 
-def replaced(layer: Any, old: Any) -> None:
+def keep_replaced_weight(layer: Any, old: Any) -> None:
     """The weight ``old`` of ``layer`` was replaced: keep its codes and scales, if it takes the last reference with it."""
     import torch
 
@@ -183,8 +191,8 @@ def replaced(layer: Any, old: Any) -> None:
     if hasattr(weight, "CB"):
         vars(state).pop(_SHARDED, None)
         vars(state).pop(_QUANTIZED, None)
-        note(layer)
-        scale_ownership.came(layer, weight)
+        record_quantized_to(layer)
+        scale_ownership.on_weight_assigned(layer, weight)
         _forget_plain(layer, weight)
         return
     if not hasattr(old, "CB") or not row_scales.is_int8(old):
@@ -215,4 +223,4 @@ def _forget_plain(layer: Any, weight: Any) -> None:
         return
     if state.CB is None or not row_scales.is_settled(weight) or not have_same_bits(weight, state.CB):
         del vars(state)[_OF_PLAIN]
-        scale_ownership.start_over(layer)
+        scale_ownership.clear_state(layer)

@@ -19,7 +19,7 @@ MARKS = PLACES | {"has_fp16_weights"}
 """Attributes by which a plain ``Parameter`` is known as an INT8 weight that was pickled."""
 
 
-def of(weight: Any) -> Tensor | None:
+def get_scales(weight: Any) -> Tensor | None:
     """The row scales of ``weight``, if it has some: its own, or those of the layer that it settled in."""
     scale: Tensor | None = getattr(weight, "SCB", None)
     return scale
@@ -40,21 +40,21 @@ def is_settled(weight: Any) -> bool:
     return is_int8(weight) and has_scales(weight) and not is_unsettled(weight)
 
 
-def current(weight: Any, state: Any) -> Any:
+def current_scales(weight: Any, state: Any) -> Any:
     """The row scales of ``weight``: of a new one its own, else what ``state`` has.
 
     It is new if its layer has run with another. Before a first forward peft itself gives the state scales, and users write there.
     """
-    is_new = is_unsettled(weight) and state.CB is not None and not is_lost(of(weight))
-    return of(weight) if is_new else state.SCB
+    is_new = is_unsettled(weight) and state.CB is not None and not is_lost(get_scales(weight))
+    return get_scales(weight) if is_new else state.SCB
 
 
-def of_product(state: Any) -> tuple[Any, Any]:
+def pair_of_product(state: Any) -> tuple[Any, Any]:
     """The codes and scales that a product with ``state`` computes with; None where it has none yet."""
     return state.CB, state.SCB
 
 
-def held(*owners: Any) -> list[Any]:
+def held_tensors(*owners: Any) -> list[Any]:
     """Scales and codes, None where there are none, of each of ``owners``: a weight, a state."""
     return [getattr(owner, name, None) for owner in owners for name in ("SCB", "CB")]
 
@@ -69,12 +69,12 @@ def make_state(layer: Any, codes: Tensor | None = None, scale: Tensor | None = N
     return state
 
 
-def put(weight: Any, codes: Tensor | None, scale: Tensor | None) -> None:
+def set_weight_and_scales(weight: Any, codes: Tensor | None, scale: Tensor | None) -> None:
     """Make ``codes`` and ``scale`` those of ``weight``; without ``codes`` its layer does not take it for a new one."""
     weight.CB, weight.SCB = codes, scale
 
 
-def take_codes_of_data(weight: Any) -> None:
+def take_packed_weight_of_data(weight: Any) -> None:
     """Let a weight that has not settled list the packed weights that it holds, as ``weight.to(weight.device)`` would."""
     import torch
 
@@ -90,10 +90,10 @@ def is_lost(scale: Tensor | None) -> bool:
     return scale is None or scale.device.type == "meta"
 
 
-def complete(layer: Any) -> None:
+def complete_scales(layer: Any) -> None:
     """Give the weight of ``layer`` its row scales, if it has none, from where they are."""
-    if of(layer.weight) is None:
-        layer.weight.SCB = find_scale(layer)
+    if get_scales(layer.weight) is None:
+        layer.weight.SCB = find_scales(layer)
 
 
 def is_int8(weight: Any) -> bool:
@@ -102,14 +102,14 @@ def is_int8(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and weight.dtype == torch.int8
 
 
-def find_scale(layer: Any) -> Tensor | None:
+def find_scales(layer: Any) -> Tensor | None:
     """The row scales (float, one for each output feature) of a layer's int8 weight, from where they truly are.
 
     In order: the weight; what accelerate offloaded; the layer's state, if its codes are those of
     the weight. ``None`` if they are nowhere. Never computed: codes do not tell their scale.
     """
     weight, state = layer.weight, layer.state
-    for scale in itertools.chain((of(weight),), _offloaded(layer)):
+    for scale in itertools.chain((get_scales(weight),), _offloaded(layer)):
         if scale is not None and not is_lost(scale):
             return scale.to(weight.device)
     if is_lost(state.SCB) or is_lost(state.CB) or state.CB is getattr(weight, "CB", None):
@@ -120,12 +120,12 @@ def find_scale(layer: Any) -> Tensor | None:
 
 def _offloaded(layer: Module) -> Iterator[Tensor | None]:
     """Scales that accelerate's hooks hold for ``layer``: an entry of their own, or on the offloaded weight."""
-    for part in accelerate_hooks.on(layer):
+    for part in accelerate_hooks.hooks_on(layer):
         weights = getattr(part, "weights_map", None)
         if weights is None:
             continue
         yield _entry(weights, "SCB")
-        yield of(_entry(weights, "weight"))
+        yield get_scales(_entry(weights, "weight"))
 
 
 def _entry(weights: Any, name: str) -> Tensor | None:
@@ -137,29 +137,29 @@ def _entry(weights: Any, name: str) -> Tensor | None:
     return found
 
 
-def known(layer: Any) -> Any:
+def known_scales(layer: Any) -> Any:
     """The row scales of a layer that has them, without a look at contents: what a compiler can follow."""
-    scale = of(layer.weight)
+    scale = get_scales(layer.weight)
     return layer.state.SCB if scale is None else scale
 
 
-def saved(layer: Any) -> Tensor | None:
+def scales_to_save(layer: Any) -> Tensor | None:
     """The row scales that ``state_dict`` saves of ``layer``; None if it is not quantized."""
     if layer.state.has_fp16_weights:
         return None
-    scale: Tensor | None = known(layer)
+    scale: Tensor | None = known_scales(layer)
     return scale
 
 
-def scale(layer: Any) -> Tensor:
-    """``find_scale``, or an error that names the layer and says what to do."""
-    found = find_scale(layer)
+def require_scales(layer: Any) -> Tensor:
+    """``find_scales``, or an error that names the layer and says what to do."""
+    found = find_scales(layer)
     if found is None:
-        raise lost(layer)
+        raise make_lost_error(layer)
     return found
 
 
-def lost(layer: Any) -> RuntimeError:
+def make_lost_error(layer: Any) -> RuntimeError:
     """The error for an int8 weight without its scales; ``layer`` may be None if nobody knows it."""
     which = "a weight" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
     return RuntimeError(
@@ -183,7 +183,7 @@ def name_of(layer: Module) -> str:
 
 def _parent(module: Module) -> tuple[Module, str] | None:
     """A module that has ``module`` among its children, and under which name."""
-    for parent in live_objects.holders(module, depth=1):
+    for parent in live_objects.find_holders(module, depth=1):
         for key, child in (vars(parent).get("_modules") or {}).items():
             if child is module:
                 return parent, key
@@ -192,11 +192,11 @@ def _parent(module: Module) -> tuple[Module, str] | None:
 
 def layer_of(state: Any) -> Any:
     """The layer whose ``MatmulLtState`` is ``state``, or None. Slow: for error messages."""
-    return next((m for m in live_objects.holders(state, depth=1) if vars(m).get("state") is state), None)
+    return next((m for m in live_objects.find_holders(state, depth=1) if vars(m).get("state") is state), None)
 
 
-def layers() -> list[Any]:
+def live_layers() -> list[Any]:
     """Every ``Linear8bitLt`` alive in this process."""
     from bitsandbytes.nn import Linear8bitLt
 
-    return live_objects.instances(Linear8bitLt)
+    return live_objects.find_instances(Linear8bitLt)

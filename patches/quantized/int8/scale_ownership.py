@@ -40,7 +40,7 @@ _noted: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Tensor], weakref.ref
 """Codes and scales of the weight of a layer that has not run yet: ``functional_call`` takes the weight itself away."""
 
 
-def settled(layer: Any) -> None:
+def record_first_forward(layer: Any) -> None:
     """The codes and scales of the weight of ``layer`` are in its state: from now on the weight shows those."""
     import torch
 
@@ -76,10 +76,10 @@ def _state_of(weight: Any) -> Any:
 def was_quantized(weight: Any) -> bool:
     """Whether ``weight`` holds or had codes, whatever is in it now: it keeps them or their scales, or has settled."""
     own = vars(weight)
-    return own.get("CB") is not None or own.get("SCB") is not None or home_of(weight) is not None
+    return own.get("CB") is not None or own.get("SCB") is not None or layer_settled_in(weight) is not None
 
 
-def home_of(weight: Any) -> Any:
+def layer_settled_in(weight: Any) -> Any:
     """The layer in which ``weight`` has settled, while it is there; else None."""
     home = _homes.get(id(weight))
     layer: Any = None if home is None else home.layer()
@@ -110,12 +110,12 @@ def modules_of(weight: Any) -> list[Any]:
 
     Slow for one in a layer of torch that has not settled and is not noted: ask only of floats that were quantized.
     """
-    if (layer := home_of(weight)) is not None:
+    if (layer := layer_settled_in(weight)) is not None:
         return [layer]
     if (mover := call_stack.mover_of(weight)) is not None and not is_foreign(mover):
         return [mover]
     noted = [layer for layer in [*_noted] if layer._parameters.get("weight") is weight]
-    return noted or [m for m in live_objects.holders(weight, depth=1) if m._parameters.get("weight") is weight]
+    return noted or [m for m in live_objects.find_holders(weight, depth=1) if m._parameters.get("weight") is weight]
 
 
 class Scales:
@@ -157,9 +157,9 @@ def make_scales(original: Any) -> Scales:
 @cache
 def _scales() -> Scales:
     # A graph reads the scales among its inputs, and Dynamo compiles the frames that this takes, too.
-    if tracing.leave_alone(Scales.__get__.__code__):
+    if tracing.never_compile_code(Scales.__get__.__code__):
         return Scales()
-    namespace = {"__doc__": Scales.__doc__, "__get__": tracing.never(Scales.__get__)}
+    namespace = {"__doc__": Scales.__doc__, "__get__": tracing.never_compile(Scales.__get__)}
     untraced: Scales = type("Scales", (Scales,), namespace)()
     return untraced
 
@@ -175,7 +175,7 @@ def make_setstate(original: Callable[..., None] | None) -> Callable[..., None]:
         load = super(Linear8bitLt, self).__setstate__ if original is None else partial(original, self)
         load(state)
         settle_again(self)
-        note(self)
+        record_original(self)
 
     return __setstate__
 
@@ -190,10 +190,10 @@ def settle_again(layer: Any) -> None:
         own["SCB"] = None
         if weight.data_ptr() != state.CB.data_ptr() and have_same_bits(weight, state.CB):
             weight.data = state.CB  # as the next forward does
-        settled(layer)
+        record_first_forward(layer)
 
 
-def came(layer: Any, weight: Any) -> None:
+def on_weight_assigned(layer: Any, weight: Any) -> None:
     """``weight`` was assigned to ``layer``, which has run: a copy of what the state owns, a new one, or one without scales."""
     state = layer.state
     if not row_scales.is_settled(weight) or state.CB is None:
@@ -201,26 +201,26 @@ def came(layer: Any, weight: Any) -> None:
     if (scale := vars(weight).get("SCB")) is not None:
         if state.SCB is not None and have_same_bits(scale, state.SCB) and have_same_bits(weight, state.CB):
             vars(weight)["SCB"], weight.data = None, state.CB  # as the next forward does
-            settled(layer)
+            record_first_forward(layer)
         else:
             weight.CB = weight.data
     elif state.SCB is not None:
         _homes[id(weight)] = _Home(weakref.ref(layer), 0, weakref.ref(state.SCB))
 
 
-def before(layer: Any) -> Tensor | None:
+def packed_weight_to_settle(layer: Any) -> Tensor | None:
     """The codes that ``layer`` settles with. Called while its state still has the old ones, which tell whose scales it has."""
     import torch
 
-    saved_for_backward.notice(layer)
+    saved_for_backward.record_onloaded_weight(layer)
     weight = layer.weight
     if weight.SCB is None and not torch.compiler.is_compiling():
-        row_scales.complete(layer)
+        row_scales.complete_scales(layer)
     codes: Tensor | None = weight.CB
     return codes
 
 
-def agree(layer: Any) -> None:
+def check_weight_matches_state(layer: Any) -> None:
     """Before codes and scales of a ``layer`` that has run are saved or merged: let its weight hold what it computes with.
 
     Raises if weight and state hold different codes, and nothing tells which of them the scales are for.
@@ -233,7 +233,7 @@ def agree(layer: Any) -> None:
     if weight.data_ptr() == state.CB.data_ptr() or have_same_bits(weight, state.CB):
         if state.SCB is not None:
             vars(weight)["SCB"] = None  # forward uses the state's, and so does whoever reads the weight
-            settled(layer)
+            record_first_forward(layer)
         return
     home = _homes.get(id(weight))
     settled_in: Any = None if home is None else home.layer()
@@ -250,27 +250,27 @@ def agree(layer: Any) -> None:
         )
 
 
-def loaded(layer: Any) -> None:
+def on_state_dict_loaded(layer: Any) -> None:
     """Codes were loaded into the weight of ``layer``: if it has run, it computes with those from now on."""
     weight, state = layer.weight, layer.state
     if row_scales.is_settled(weight) and state.CB is not None and state.CB.data_ptr() != weight.data_ptr():
         state.CB = weight.data
-        settled(layer)
+        record_first_forward(layer)
 
 
-def start_over(layer: Any) -> None:
+def clear_state(layer: Any) -> None:
     """``layer`` got a weight that owns its codes and scales: what its state holds is of another, and nobody's by now."""
     layer.state.CB = layer.state.SCB = None
 
 
-def own_codes_and(scale: Tensor | None, layer: Any) -> None:
+def own_packed_weight_and(scale: Tensor | None, layer: Any) -> None:
     """Let the weight of ``layer`` own the codes that it holds and ``scale``; without one, forward raises an error."""
-    row_scales.put(layer.weight, layer.weight.data, scale)
-    start_over(layer)
+    row_scales.set_weight_and_scales(layer.weight, layer.weight.data, scale)
+    clear_state(layer)
     _noted.pop(layer, None)
 
 
-def note(layer: Any) -> None:
+def record_original(layer: Any) -> None:
     """Note codes and scales of a weight that ``layer`` has got and not run with yet."""
     weight = layer._parameters.get("weight")
     codes, scale = getattr(weight, "CB", None), getattr(weight, "SCB", None)
@@ -278,7 +278,7 @@ def note(layer: Any) -> None:
         _noted[layer] = weakref.ref(codes), weakref.ref(scale)
 
 
-def pair(layer: Any) -> tuple[Tensor, Tensor] | None:
+def original_weight_and_scales(layer: Any) -> tuple[Tensor, Tensor] | None:
     """The codes that ``layer`` was quantized to, and their scales, whatever stands in the place of its weight now."""
     import torch
 

@@ -28,7 +28,7 @@ def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     scale: Any = getattr(B, "SCB", None)
     if not row_scales.is_lost(scale):
         return B.data, scale.to(B.device), None
-    raise row_scales.lost(row_scales.layer_of(state))
+    raise row_scales.make_lost_error(row_scales.layer_of(state))
 
 
 def _moved_scale(old: Any, new: Any) -> Tensor | None:
@@ -39,7 +39,7 @@ def _moved_scale(old: Any, new: Any) -> Tensor | None:
     return scale
 
 
-def follow(layer: Any, weight: Any, address: int) -> None:
+def follow_move(layer: Any, weight: Any, address: int) -> None:
     """Put the codes and scales of ``layer`` where its ``weight`` was moved to; its values lay at ``address`` before."""
     import torch
 
@@ -63,7 +63,7 @@ def follow(layer: Any, weight: Any, address: int) -> None:
         scale_ownership.settle_again(layer)  # the weight may be another object by now
 
 
-def bring(layer: Any) -> None:
+def follow_data(layer: Any) -> None:
     """Put the codes and scales of a ``layer`` that settles where its weight was brought to by ``.data``."""
     weight, state = layer.weight, layer.state
     if weight.device == state.CB.device or weight.is_meta or weight.dtype != state.CB.dtype:
@@ -82,7 +82,7 @@ SETTLING = Rewrite(
     _INIT,
     "self.state.CB = self.weight.CB",
     "self.state.CB = _patches_before_settling(self)",
-    names={"_patches_before_settling": scale_ownership.before},
+    names={"_patches_before_settling": scale_ownership.packed_weight_to_settle},
 )
 """Of ``init_8bit_state``: what is to be seen while the state has what it had."""
 
@@ -91,7 +91,7 @@ SCALE_OR_ERROR = Rewrite(
     _INIT,
     "self.state.SCB = self.weight.SCB",
     "self.state.SCB = _patches_scale(self)",
-    names={"_patches_scale": row_scales.scale},
+    names={"_patches_scale": row_scales.require_scales},
 )
 """Of ``init_8bit_state``: a layer without row scales raises an error that names it."""
 
@@ -115,7 +115,7 @@ def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
     )
 
 
-KEEP_CODES: tuple[Rewrite | SetAttribute, ...] = (
+KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
     *_forward("MatMul8bitLt"),
     *_forward("MatMul8bitFp", when="bitsandbytes>=0.47"),
     SETTLING,
@@ -124,14 +124,14 @@ KEEP_CODES: tuple[Rewrite | SetAttribute, ...] = (
         _INIT,
         "self.weight.SCB = None",
         "self.weight.SCB = None\n_patches_settled(self)",
-        names={"_patches_settled": scale_ownership.settled},
+        names={"_patches_settled": scale_ownership.record_first_forward},
     ),
     scale_ownership.SCALES_OF_THE_LAYER,
     Rewrite(
         "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
         "super()._save_to_state_dict(destination, prefix, keep_vars)",
         "_patches_agree(self)\nsuper()._save_to_state_dict(destination, prefix, keep_vars)",
-        names={"_patches_agree": plain_weights.agree},
+        names={"_patches_agree": plain_weights.check_plain_weight},
     ),
     Rewrite(
         "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
@@ -167,6 +167,6 @@ KEEP_CODES: tuple[Rewrite | SetAttribute, ...] = (
     ),
 )
 
-KEEP_CODES_BEFORE_048 = tuple(
-    edit._replace(when=" and ".join(filter(None, (edit.when, "bitsandbytes<0.48")))) for edit in KEEP_CODES
+KEEP_PACKED_WEIGHT_BEFORE_048 = tuple(
+    edit._replace(when=" and ".join(filter(None, (edit.when, "bitsandbytes<0.48")))) for edit in KEEP_PACKED_WEIGHT
 )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
+def dequantize_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """The weight of ``layer``, dequantized (to ``dtype``) if bitsandbytes quantized it; else the parameter itself."""
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
@@ -27,21 +27,23 @@ def of(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     import torch
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
 
-    if is_codes(layer):
+    if is_packed_int8(layer):
         # Where scales may be that are not known is asked of contents; a compiler cannot.
-        known = row_scales.known(layer) if torch.compiler.is_compiling() else None
-        dense: Tensor = int8_vectorwise_dequant(weight.data, row_scales.scale(layer) if known is None else known)
+        known = row_scales.known_scales(layer) if torch.compiler.is_compiling() else None
+        dense: Tensor = int8_vectorwise_dequant(
+            weight.data, row_scales.require_scales(layer) if known is None else known
+        )
         return dense.to(dtype or dense.dtype)
-    if is_plain_codes(layer, weight):
-        dense = of_plain_codes(layer, weight)
+    if is_plain_packed_int8(layer, weight):
+        dense = dequantize_plain(layer, weight)
         return dense.to(dtype or dense.dtype)
     if dequantized_in_place.holds_floats(weight):
         return weight
-    if isinstance(weight, Params4bit) and (state := quant_states.of(weight)) is not None:
+    if isinstance(weight, Params4bit) and (state := quant_states.get_quant_state(weight)) is not None:
         dense = dequantize_4bit(weight.data, state)
         return dense.to(dtype or dense.dtype)
     if _is_sharded(layer):
-        dense = dequantize_4bit(weight.data, quant_states.of(layer))  # as FSDP2 gathers it
+        dense = dequantize_4bit(weight.data, quant_states.get_quant_state(layer))  # as FSDP2 gathers it
         return dense.to(dtype or dense.dtype)
     return weight
 
@@ -50,22 +52,26 @@ def _is_sharded(layer: Any) -> bool:
     """Whether the weight of ``layer`` is its packed 4-bit weight as FSDP2 keeps it: a plain parameter."""
     from bitsandbytes.nn import Linear4bit
 
-    return isinstance(layer, Linear4bit) and quant_states.of(layer) is not None and layer.weight.shape[1:] == (1,)
+    return (
+        isinstance(layer, Linear4bit)
+        and quant_states.get_quant_state(layer) is not None
+        and layer.weight.shape[1:] == (1,)
+    )
 
 
-def dtype_of(layer: Any) -> torch.dtype:
-    """The dtype of what :func:`of` gives, without dequantizing."""
+def dense_dtype(layer: Any) -> torch.dtype:
+    """The dtype of what :func:`dequantize_weight` gives, without dequantizing."""
     import torch
 
     weight = layer.weight
-    if is_codes(layer) or is_plain_codes(layer, weight):
+    if is_packed_int8(layer) or is_plain_packed_int8(layer, weight):
         return torch.float32
-    state = quant_states.of(weight) if quant_states.is_packed(weight) else None
+    state = quant_states.get_quant_state(weight) if quant_states.is_packed(weight) else None
     dtype: torch.dtype = weight.dtype if state is None else state.dtype
     return dtype
 
 
-def is_codes(layer: Any) -> bool:
+def is_packed_int8(layer: Any) -> bool:
     """Whether the weight of ``layer`` is packed INT8 weights."""
     import torch
     from bitsandbytes.nn import Int8Params
@@ -73,7 +79,7 @@ def is_codes(layer: Any) -> bool:
     return isinstance(layer.weight, Int8Params) and layer.weight.dtype == torch.int8
 
 
-def is_plain_codes(layer: Any, weight: Tensor) -> bool:
+def is_plain_packed_int8(layer: Any, weight: Tensor) -> bool:
     """Whether ``weight`` is packed INT8 weights of ``layer`` in a plain parameter, as FSDP2 gathers them."""
     import torch
 
@@ -84,56 +90,56 @@ def is_plain_codes(layer: Any, weight: Tensor) -> bool:
     return isinstance(layer, Linear8bitLt) and not isinstance(weight, Int8Params)
 
 
-def of_plain_codes(layer: Any, weight: Tensor) -> Tensor:
+def dequantize_plain(layer: Any, weight: Tensor) -> Tensor:
     """What codes stand for that lie in a plain parameter, by the scales that the forward of ``layer`` uses."""
     from bitsandbytes.functional import int8_vectorwise_dequant
 
-    dense: Tensor = int8_vectorwise_dequant(weight.data, plain_weights.scale(layer, weight))
+    dense: Tensor = int8_vectorwise_dequant(weight.data, plain_weights.find_scale_of_plain(layer, weight))
     return dense
 
 
 def weight_or_dense(layer: Any, weight: Tensor) -> Tensor:
     """``weight``, dequantized if it is packed INT8 weights of ``layer`` in a plain parameter."""
-    return of_plain_codes(layer, weight) if is_plain_codes(layer, weight) else weight
+    return dequantize_plain(layer, weight) if is_plain_packed_int8(layer, weight) else weight
 
 
-def base_of(tuner: Any, x: Tensor) -> Tensor:
+def base_weight_for_input(tuner: Any, x: Tensor) -> Tensor:
     """``tuner.get_base_weight()`` of peft, also of a packed 4-bit weight in a plain parameter, as FSDP2 gathers it.
 
     A dequantized weight has the dtype of ``x``, the input that it is multiplied with.
     """
     base = tuner.get_base_layer()
-    plain = _is_sharded(base) and quant_states.of(base.weight) is None
-    return for_input(of(base) if plain else tuner.get_base_weight(), base, x)
+    plain = _is_sharded(base) and quant_states.get_quant_state(base.weight) is None
+    return dense_for_input(dequantize_weight(base) if plain else tuner.get_base_weight(), base, x)
 
 
-def for_input(weight: Tensor, layer: Any, x: Tensor) -> Tensor:
+def dense_for_input(weight: Tensor, layer: Any, x: Tensor) -> Tensor:
     """``weight``, dequantized from ``layer``, in the dtype of ``x``, which it is multiplied with; else as it is."""
-    return weight.to(x.dtype) if x.is_floating_point() and packed(layer) else weight
+    return weight.to(x.dtype) if x.is_floating_point() and describe_packing(layer) else weight
 
 
-def shape_of(layer: Any) -> torch.Size:
+def dense_shape(layer: Any) -> torch.Size:
     """The shape of the weight that ``layer`` stands for, packed or not."""
-    state = quant_states.of(layer.weight) if quant_states.is_packed(layer.weight) else None
+    state = quant_states.get_quant_state(layer.weight) if quant_states.is_packed(layer.weight) else None
     shape: torch.Size = layer.weight.shape if state is None else state.shape
     return shape
 
 
-def packed(layer: Any) -> str:
+def describe_packing(layer: Any) -> str:
     """What the weight of ``layer`` holds, in words, if bitsandbytes packed it; else empty. It imports nothing."""
     import torch
 
     weight = getattr(layer, "weight", None)  # of a module of a user's it may be a number
     if "bitsandbytes.nn" not in sys.modules or not isinstance(weight, torch.Tensor):
         return ""
-    if is_codes(layer) or is_plain_codes(layer, weight):
+    if is_packed_int8(layer) or is_plain_packed_int8(layer, weight):
         return "packed INT8 weights"
     return "packed 4-bit weights" if quant_states.is_packed(weight) or _is_sharded(layer) else ""
 
 
-def unless_codes(layer: Any, tuner: Any) -> Any:
+def refuse_if_packed(layer: Any, tuner: Any) -> Any:
     """``layer``, or an error: what ``tuner`` adds to codes as if they were weights is lost, wraps around or does not fit."""
-    if what := packed(layer):
+    if what := describe_packing(layer):
         _refuse(layer, what, tuner)
     return layer
 
@@ -149,7 +155,7 @@ def dequantize_in_forward(forward: str, when: str) -> Rewrite:
         f"peft.tuners.{forward}",
         find=f"x = x.to({weight}.dtype)\norig_weight = {weight}",
         replace="orig_weight = _patches_dense_weight(self.get_base_layer(), x.dtype).data\nx = x.to(orig_weight.dtype)",
-        names={"_patches_dense_weight": of},
+        names={"_patches_dense_weight": dequantize_weight},
         when=when,
     )
 
@@ -163,7 +169,7 @@ def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}")
         f"peft.tuners.{merge}",
         find=statement.format("self.get_base_layer()"),
         replace=statement.format("_patches_unless_codes(self.get_base_layer(), self)"),
-        names={"_patches_unless_codes": unless_codes},
+        names={"_patches_unless_codes": refuse_if_packed},
         when=when,
     )
 
@@ -174,7 +180,7 @@ def refuse_no_merge(method: str) -> Rewrite:
         f"peft.tuners.tuners_utils:BaseTunerLayer.{method}",
         find="raise NotImplementedError",
         replace="_patches_unless_codes(self.get_base_layer(), self)\nraise NotImplementedError",
-        names={"_patches_unless_codes": unless_codes},
+        names={"_patches_unless_codes": refuse_if_packed},
     )
 
 

@@ -32,7 +32,7 @@ def _are_cast_codes(weight: Any) -> bool:
 
     if weight.has_fp16_weights or torch.compiler.is_compiling() or weight.is_meta or not weight.numel():
         return False
-    return plain_weights.are_codes(weight.data)
+    return plain_weights.are_packed_values(weight.data)
 
 
 def was_never_quantized(layer: Any) -> bool:
@@ -51,7 +51,7 @@ def was_never_quantized(layer: Any) -> bool:
     return tuple(weight.shape) == (layer.out_features, layer.in_features)
 
 
-def to_move(module: Any, name: str) -> Tensor:
+def parameter_to_move(module: Any, name: str) -> Tensor:
     """The parameter or buffer ``name`` of ``module``; a plain parameter from now on if ``module`` reads it as numbers."""
     import torch
 
@@ -72,7 +72,7 @@ def _is_plain(module: Any, weight: Any) -> bool:
     if scale_ownership.is_foreign(module) or scale_ownership.has_other_forward(module):
         return True
     if isinstance(module, Linear8bitLt):
-        plain_weights.refuse_codes(module, weight)
+        plain_weights.refuse_packed_values(module, weight)
     return False
 
 
@@ -83,7 +83,7 @@ def _was_dequantized(weight: Any) -> bool:
     return scale_ownership.was_quantized(weight)
 
 
-def plain(weight: Any) -> Any:
+def to_plain_parameter(weight: Any) -> Any:
     """``weight``, an ``Int8Params``, as a plain parameter if its module reads numbers; else None: it may be quantized.
 
     Raises if it holds codes that were cast, which a layer of bitsandbytes would quantize as if they were numbers. A weight
@@ -99,8 +99,10 @@ def plain(weight: Any) -> Any:
         return None
     if all(map(scale_ownership.is_foreign, modules)):  # no layer of bitsandbytes any more
         return torch.nn.Parameter(weight.data, weight.requires_grad)
-    home = scale_ownership.home_of(weight)
+    home = scale_ownership.layer_settled_in(weight)
     layer = call_stack.mover_of(weight) if home is None else home
-    if plain_weights.is_cast(weight, layer) and not (layer is not None and scale_ownership.has_other_forward(layer)):
-        raise plain_weights.cast(layer)
+    if plain_weights.is_cast_packed_weight(weight, layer) and not (
+        layer is not None and scale_ownership.has_other_forward(layer)
+    ):
+        raise plain_weights.make_cast_error(layer)
     return None

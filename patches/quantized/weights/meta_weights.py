@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def refuse(x: Tensor, weight: Tensor, as_plain: Callable[[], AbstractContextManager[None]]) -> None:
+def refuse_meta_weight(x: Tensor, weight: Tensor, as_plain: Callable[[], AbstractContextManager[None]]) -> None:
     """Raise if ``weight`` is on meta and ``x`` is not.
 
     ``as_plain`` is ``torch._C.DisableTorchFunction``: Params4bit answers ``is_meta`` in Python, which takes 5 us a call,
@@ -38,12 +38,12 @@ def refuse(x: Tensor, weight: Tensor, as_plain: Callable[[], AbstractContextMana
 def _layer_that_runs() -> str:
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
-    layer = call_stack.running(Linear4bit, Linear8bitLt)
+    layer = call_stack.running_module(Linear4bit, Linear8bitLt)
     return "a layer" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
 
 
 _CALL = "_patches_refuse_meta(A, B, torch._C.DisableTorchFunction)"
-_NAMES = {"_patches_refuse_meta": refuse}
+_NAMES = {"_patches_refuse_meta": refuse_meta_weight}
 FOUR_BIT = tuple(
     Rewrite(
         "bitsandbytes.autograd._functions:matmul_4bit",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .parameter_copies import like
+from .parameter_copies import make_like
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +68,6 @@ def _across_meta(layer: Module, inherited: Apply, fn: Function, recurse: bool, c
     for name, old in kept.items():
         new: Any = layer._parameters[name]
         if type(new) is not type(old):
-            layer._parameters[name] = made = like(old, new.data)
+            layer._parameters[name] = made = make_like(old, new.data)
             made.grad = new.grad
     return result

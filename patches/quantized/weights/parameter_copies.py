@@ -16,7 +16,7 @@ _NOT_READ_BY_DEFAULT = 4
 """The first pickle protocol that ``torch.load`` refuses with ``weights_only=True``, its default."""
 
 
-def like(old: Any, data: Tensor, **changes: Any) -> Any:
+def make_like(old: Any, data: Tensor, **changes: Any) -> Any:
     """``data`` as a parameter of the class of ``old``, with its attributes, but for ``changes``."""
     import torch
 
@@ -56,7 +56,7 @@ def is_read_by_default(protocol: int) -> bool:
     return protocol < _NOT_READ_BY_DEFAULT
 
 
-def with_class(reduced: tuple[Any, ...], parameter: Any, **attributes_now: Any) -> tuple[Any, ...]:
+def reduce_with_class(reduced: tuple[Any, ...], parameter: Any, **attributes_now: Any) -> tuple[Any, ...]:
     """``reduced``, what ``Parameter.__reduce_ex__`` says of ``parameter``, and that it is of its class.
 
     The class is one more entry of the state, for torch rebuilds a plain ``Parameter`` and then sets what the

@@ -53,7 +53,7 @@ PATCH = Patch(
             "accelerate.utils.modeling:set_module_tensor_to_device",
             find="old_value = getattr(module, tensor_name)",
             replace="old_value = _patches_to_move(module, tensor_name)",
-            names={"_patches_to_move": dequantized_in_place.to_move},
+            names={"_patches_to_move": dequantized_in_place.parameter_to_move},
         ),
     ),
     defect=defect,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ PATCH = Patch(
             'device == "cpu" and param_cls.__name__ == "Int8Params" and _patches_needs_accelerator(new_value)',
             names={"_patches_needs_accelerator": _needs_accelerator},
         ),
-        *KEEP_CODES_BEFORE_048,  # that branch moves codes, too
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # that branch moves codes, too
     ),
     defect=defect,
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def _run(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``module._old_forward(*args, **kwargs)``; what was brought for it goes when it raises."""
-    offloading = [hook for hook in accelerate_hooks.on(module) if getattr(hook, "offload", False) is True]
+    offloading = [hook for hook in accelerate_hooks.hooks_on(module) if getattr(hook, "offload", False) is True]
     forward: Any = module._old_forward
     try:
         return forward(*args, **kwargs)

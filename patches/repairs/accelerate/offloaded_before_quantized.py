@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine import Finding, Patch, Rewrite
 from ...quantized import accelerate_hooks
 from ...quantized.four_bit import quant_states
-from ...quantized.weights.parameter_copies import like
+from ...quantized.weights.parameter_copies import make_like
 
 if TYPE_CHECKING:
     import torch
@@ -39,16 +39,16 @@ def _moved(module: Module, name: str, old: Tensor, device: int | str | torch.dev
     if kept is None:
         return old if to_meta and old.is_meta else old.to(device, **how)  # not a copy of what is there already
     # accelerate hands the attributes of the old parameter to the new one.
-    module._parameters[name] = like(old, old.data, quant_state=None, bnb_quantized=False)
+    module._parameters[name] = make_like(old, old.data, quant_state=None, bnb_quantized=False)
     return torch.empty_like(kept, device="meta")
 
 
 def _kept_weights(module: Module, name: str, old: Any) -> Tensor | None:
     """The weights that the hook of ``module`` keeps for a parameter that was quantized since; None for codes."""
-    state = quant_states.of(old)
-    if state is None or quant_states.of(module) is not None:
+    state = quant_states.get_quant_state(old)
+    if state is None or quant_states.get_quant_state(module) is not None:
         return None
-    for part in accelerate_hooks.on(module):
+    for part in accelerate_hooks.hooks_on(module):
         kept: Tensor | None = (getattr(part, "weights_map", None) or {}).get(name)
         if kept is not None and kept.is_floating_point() and kept.shape == state.shape:
             return kept

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def stays(accelerator: Accelerator, model: Module) -> bool:
     """Whether the hooks of ``model`` bring what is not on its device."""
-    return accelerator.distributed_type.value == "NO" and offloaded_modules.trains(model)
+    return accelerator.distributed_type.value == "NO" and offloaded_modules.is_trainable_offloaded(model)
 
 
 def defect() -> Finding:

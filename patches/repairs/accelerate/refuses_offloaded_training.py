@@ -27,7 +27,7 @@ def devices_of(model: Any, accelerator: Accelerator) -> set[Any]:
     """The devices in the map of ``model`` that matter to ``accelerator``."""
     devices = set(model.hf_device_map.values())
     alone = accelerator.distributed_type.value == "NO"
-    return devices - {"cpu", "disk"} if alone and offloaded_modules.trains(model) else devices
+    return devices - {"cpu", "disk"} if alone and offloaded_modules.is_trainable_offloaded(model) else devices
 
 
 def defect() -> Finding:

@@ -15,14 +15,14 @@ Upstream: https://github.com/axolotl-ai-cloud/axolotl/pull/3677
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ...quantized.four_bit.ctypes_dequantize import traced
-from ..reproducers.graphs import dequantize_in_pieces
+from ...quantized.four_bit.ctypes_dequantize import dequantize_if_traced
+from ..reproducers.graphs import show_dequantize_graphs
 
 
 def defect() -> Finding:
     from axolotl.kernels.quantize import dequantize
 
-    return dequantize_in_pieces(dequantize)
+    return show_dequantize_graphs(dequantize)
 
 
 PATCH = Patch(
@@ -41,7 +41,7 @@ PATCH = Patch(
                     return traced
                 target_device = W.device
             """,
-            names={"_patches_traced": traced},
+            names={"_patches_traced": dequantize_if_traced},
         ),
     ),
     defect=defect,

@@ -26,10 +26,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.input_grads import tied
+from ...adapters.input_grads import tie_to_graph
 from ...engine import Finding, Patch, Rewrite
 from ...process import tracing
-from ..reproducers.graphs import in_pieces
+from ..reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def defect() -> Finding:
     model.model.embed_tokens.requires_grad_(False)  # as with LoRA
     prepare_model_for_training(model, ModelArguments(model_name_or_path="tiny"))  # what its load_model calls
     ids = torch.arange(8)[None]
-    return in_pieces(lambda ids: model(ids, labels=ids).loss, ids)
+    return show_graphs(lambda ids: model(ids, labels=ids).loss, ids)
 
 
 def bound_call(layer: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def requiring_grad(args: tuple[Any, ...], hidden: torch.Tensor) -> tuple[Any, ..
     if not tracing.for_this_process():
         hidden.requires_grad_(True)
         return args
-    new = tied(hidden)
+    new = tie_to_graph(hidden)
     return args if new is None else tuple(new if arg is hidden else arg for arg in args)
 
 

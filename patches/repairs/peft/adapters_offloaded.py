@@ -31,8 +31,8 @@ def children(module: Module, offload: bool) -> Iterator[tuple[str, Any]]:
     """``module.named_children()``; a layer of peft that is offloaded is to bring them itself."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if offload and tuners is not None and isinstance(module, tuners.BaseTunerLayer):
-        hold_base_weights.hold(module)
-        lost_gradients.remember(module)
+        hold_base_weights.hold_base_weights(module)
+        lost_gradients.remember_gradients(module)
         if _watch not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_watch)
     return module.named_children()
@@ -43,7 +43,7 @@ def _watch(layer: Module, args: Any) -> None:
     import torch
 
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        lost_gradients.watch(layer)
+        lost_gradients.watch_gradients(layer)
 
 
 def defect() -> Finding:

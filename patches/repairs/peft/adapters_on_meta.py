@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 def with_weights(context: AbstractContextManager[None], model: Module, parent: Module, name: str) -> Iterator[None]:
     """``context``, and inside it the weights of the module ``name`` of ``parent``, which gets an adapter there."""
     target = getattr(parent, name)
-    if not offloaded_modules.offloaded(target):
+    if not offloaded_modules.is_offloaded(target):
         offloaded_modules.refuse_if_brought_by_another(target, model)
         with context:
             yield
         return
-    with offloaded_modules.onloaded(target), context:
+    with offloaded_modules.onload_to_change(target), context:
         yield
-    hold_base_weights.hold(getattr(parent, name))
+    hold_base_weights.hold_base_weights(getattr(parent, name))
 
 
 def home(base_layer: Module, weight: torch.Tensor) -> torch.device:

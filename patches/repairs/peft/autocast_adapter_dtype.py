@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _cast(model: Any, adapter: str) -> None:
     of_model = None
     for layer in layers:
         base = layer.get_base_layer()
-        if not dense_weight.packed(base):
+        if not dense_weight.describe_packing(base):
             continue
         dtype = _dtype_of(base)
         if dtype is None:
@@ -75,7 +75,7 @@ def _dtype_of(layer: Any) -> torch.dtype | None:
 
 def _first_dtype(model: Any, layers: list[Any]) -> torch.dtype | None:
     """Return the dtype of the first floating-point parameter of ``model`` that is neither packed nor an adapter's."""
-    packed = {id(module.weight) for module in model.modules() if dense_weight.packed(module)}
+    packed = {id(module.weight) for module in model.modules() if dense_weight.describe_packing(module)}
     bases = {id(parameter) for layer in layers for parameter in layer.get_base_layer().parameters()}
     adapters = {id(parameter) for layer in layers for parameter in layer.parameters()} - bases
     left = (parameter for parameter in model.parameters() if id(parameter) not in packed | adapters)
@@ -122,7 +122,7 @@ PATCH = Patch(
     edits=(
         _edit("BaseTuner._cast_adapter_dtype", "self.model", "peft<0.18"),
         _edit("cast_adapter_dtype", "model", "peft>=0.18"),
-        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer
     ),
     defect=defect,
 )

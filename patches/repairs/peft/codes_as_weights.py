@@ -37,7 +37,7 @@ layer.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
 
 
@@ -62,7 +62,7 @@ def defect() -> Finding:
 _TUNERS = "peft.tuners"
 _WEIGHT = "self.get_base_layer().weight"
 _DENSE = "_patches_dense_weight(self.get_base_layer())"
-_NAMES = {"_patches_dense_weight": dense_weight.of}
+_NAMES = {"_patches_dense_weight": dense_weight.dequantize_weight}
 _NOT_PARAMETER = "if isinstance(weight, torch.Tensor):"
 _NOT_QUANTIZED = 'if cls_name not in ("Params4bit", "Int8Params"):'
 
@@ -133,10 +133,10 @@ PATCH = Patch(
             f"{_TUNERS}.shira.layer:Linear.forward",
             "self.get_base_weight()",
             "_patches_base_weight(self, x)",
-            names={"_patches_base_weight": dense_weight.base_of},
+            names={"_patches_base_weight": dense_weight.base_weight_for_input},
             when="peft>=0.20",
         ),
-        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer
     ),  # fmt: skip
     defect=defect,
 )

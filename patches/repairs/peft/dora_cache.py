@@ -10,7 +10,7 @@ The repair does not clear a cache that is empty.
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ..reproducers.graphs import in_pieces
+from ..reproducers.graphs import show_graphs
 
 
 def defect() -> Finding:
@@ -28,7 +28,7 @@ def defect() -> Finding:
         size: torch.Tensor = dora.get_lora_weight(lora_A=A, lora_B=B, adapter_name="default").sum()
         return x * size
 
-    return in_pieces(lambda x: checkpoint(norm, x.sin(), use_reentrant=False), torch.randn(2, 4))
+    return show_graphs(lambda x: checkpoint(norm, x.sin(), use_reentrant=False), torch.randn(2, 4))
 
 
 PATCH = Patch(

@@ -19,7 +19,7 @@ from ...engine import Finding, Patch, Rewrite
 from ...quantized.four_bit import quant_states
 from ...quantized.int8 import row_scales
 from ...quantized.weights import dense_weight
-from ..reproducers.graphs import in_pieces
+from ..reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +43,10 @@ def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
     import bitsandbytes as bnb
 
     if isinstance(weight, bnb.nn.Params4bit):
-        four_bit: torch.Tensor = bnb.functional.dequantize_4bit(weight, quant_states.of(weight))
+        four_bit: torch.Tensor = bnb.functional.dequantize_4bit(weight, quant_states.get_quant_state(weight))
         return four_bit
     if isinstance(weight, bnb.nn.Int8Params):
-        int8: torch.Tensor = bnb.functional.int8_vectorwise_dequant(weight, row_scales.known(module))
+        int8: torch.Tensor = bnb.functional.int8_vectorwise_dequant(weight, row_scales.known_scales(module))
         return int8
     return dense_weight.weight_or_dense(module, weight)
 
@@ -60,7 +60,7 @@ def defect() -> Finding:
     base = bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
     model = torch.nn.Sequential(base)
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["0"], use_dora=True)).train()
-    return in_pieces(model, torch.randn(2, 64))
+    return show_graphs(model, torch.randn(2, 64))
 
 
 TARGET = "peft.utils.integrations:dequantize_module_weight"

@@ -59,7 +59,7 @@ PATCH = Patch(
                 else:
                     _patches_codes_of_data(module.weight)
             """,
-            names={"_patches_codes_of_data": row_scales.take_codes_of_data},
+            names={"_patches_codes_of_data": row_scales.take_packed_weight_of_data},
         ),
     ),
     defect=defect,

@@ -75,9 +75,9 @@ PATCH = Patch(
                     ignore_mismatched_sizes=ignore_mismatched_sizes,
                 )
             """,
-            names={"_patches_read": adapter_layout_before_019.read},
+            names={"_patches_read": adapter_layout_before_019.convert_to_new_layout},
         ),
-        adapter_layout_before_019.VERSION,
+        adapter_layout_before_019.RECORD_VERSION,
     ),
     defect=defect,
 )

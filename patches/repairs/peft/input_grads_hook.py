@@ -12,7 +12,7 @@ from typing import Any
 
 from ...adapters.input_grads import require_grads
 from ...engine import Finding, Patch, Rewrite
-from ..reproducers.graphs import in_pieces
+from ..reproducers.graphs import show_graphs
 
 
 def defect() -> Finding:
@@ -41,7 +41,7 @@ def defect() -> Finding:
 
     model = prepare_model_for_kbit_training(Model())
     model.layer.requires_grad_(True)
-    return in_pieces(lambda ids: model(ids).sum(), torch.arange(4))
+    return show_graphs(lambda ids: model(ids).sum(), torch.arange(4))
 
 
 HOOK: dict[str, Any] = {

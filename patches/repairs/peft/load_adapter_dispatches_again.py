@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 def stays(model: Module, asked: Mapping[str, Any]) -> bool:
     """Whether ``model`` is offloaded and nobody asks for another way."""
-    return not {"device_map", "max_memory"} & asked.keys() and offloaded_modules.offloaded(model)
+    return not {"device_map", "max_memory"} & asked.keys() and offloaded_modules.is_offloaded(model)
 
 
 def on_base(from_pretrained: Callable[..., Any], base_model: Module) -> Callable[..., Any]:
     """``PeftModel.from_pretrained`` for ``AutoPeftModel``, by whose map ``base_model`` was loaded."""
-    if not offloaded_modules.offloaded(base_model):
+    if not offloaded_modules.is_offloaded(base_model):
         return from_pretrained
 
     def without_map(*args: Any, device_map: Any = None, max_memory: Any = None, **options: Any) -> Any:
@@ -67,7 +67,7 @@ def defect() -> Finding:
             PeftModel.from_pretrained(base, adapter)
         except (KeyError, AttributeError, NotImplementedError) as error:
             return Finding(True, f"{type(error).__name__}: {error}")
-        resident = not offloaded_modules.offloaded(base)
+        resident = not offloaded_modules.is_offloaded(base)
     return Finding(resident, f"offloaded layers {'are moved to the device' if resident else 'stay offloaded'}")
 
 

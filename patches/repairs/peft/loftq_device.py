@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def _initial(init: Callable[..., Any], layer: Any, weight: Tensor, num_bits: int
     from peft.utils.loftq_utils import _low_rank_decomposition
 
     base = layer.get_base_layer()
-    if not dense_weight.is_codes(base):
+    if not dense_weight.is_packed_int8(base):
         return init(base.weight, weight, num_bits=num_bits, reduced_rank=reduced_rank)
-    dense = dense_weight.of(base, torch.float32)
+    dense = dense_weight.dequantize_weight(base, torch.float32)
     parts = _low_rank_decomposition(weight.to(dense.device, torch.float32) - dense, reduced_rank=reduced_rank)
     return parts["R"], parts["L"]
 
@@ -123,7 +123,7 @@ PATCH = Patch(
             names={"_patches_compute_device": _compute_device},
             when="peft<0.15",
         ),
-        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer
     ),
     defect=defect,
 )

@@ -41,7 +41,7 @@ from ...adapters import base_weight
 from ...engine import Finding, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...process import call_stack
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
 
 
@@ -57,12 +57,12 @@ def _variant(tuner: Any, config: Any) -> Any:
 
 
 def _unless_kasa(layer: Any) -> Any:
-    return base_weight.unless_packed(layer, "LoraConfig(kasa_config=...)", base_weight.UNQUANTIZED)
+    return base_weight.refuse_if_packed(layer, "LoraConfig(kasa_config=...)", base_weight.UNQUANTIZED)
 
 
 def _unless_initialized(layer: Any, method: str) -> Any:
     remedy = base_weight.AFTERWARDS if method == "loftq" else base_weight.CONVERTED
-    return base_weight.unless_packed(layer, f"LoraConfig(init_lora_weights={method!r})", remedy)
+    return base_weight.refuse_if_packed(layer, f"LoraConfig(init_lora_weights={method!r})", remedy)
 
 
 def defect() -> Finding:
@@ -153,7 +153,7 @@ PATCH = Patch(
             f"{_LAYER}.mica_init",
             find="self.get_base_layer().weight",
             replace="_patches_dense_weight(self.get_base_layer())",
-            names={"_patches_dense_weight": dense_weight.of},
+            names={"_patches_dense_weight": dense_weight.dequantize_weight},
             when="peft>=0.20",
         ),
         _dtype_of_base("BdLoraLinearVariant.init", "peft>=0.19", count=2),
@@ -166,7 +166,7 @@ PATCH = Patch(
             names={"_patches_unless_kasa": _unless_kasa},
             when="peft>=0.21",
         ),
-        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer
     ),
     defect=defect,
 )

@@ -32,10 +32,10 @@ def defect() -> Finding:
 
     from ...experts.dense_operations import COUNTS
     from ...experts.quantize import quantize_model
-    from ..reproducers.mixtures import loaded_in_4bit
+    from ..reproducers.mixtures import load_mixture_in_4bit
 
     torch.manual_seed(0)
-    base = loaded_in_4bit()
+    base = load_mixture_in_4bit()
     quantize_model(base)
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = get_peft_model(base, LoraConfig(r=2, target_modules=[], target_parameters=names[:1]))
@@ -62,26 +62,26 @@ PATCH = Patch(
             find="self.get_delta_weight(active_adapter)",
             replace="_patches_delta(self, active_adapter)",
             count=2,
-            names={"_patches_delta": lora_factors.delta},
+            names={"_patches_delta": lora_factors.delta_weight},
         ),
         Rewrite(
             f"{_LAYER}._activate_lora",
             find="self.num_experts > 1",
             replace="self.num_experts > 1 and not _patches_is_quantized(self)",
-            names={"_patches_is_quantized": lora_factors.is_quantized},
+            names={"_patches_is_quantized": lora_factors.adapts_quantized_experts},
             when="peft>=0.21",
         ),
         Rewrite(
             f"{_LAYER}.merge",
             find="active_adapter in self.lora_A.keys()",
             replace="active_adapter in self.lora_A.keys() and not _patches_merged(self, active_adapter, safe_merge)",
-            names={"_patches_merged": lora_factors.merged},
+            names={"_patches_merged": lora_factors.merge_adapter},
         ),
         Rewrite(
             f"{_LAYER}.unmerge",
             find="len(self.merged_adapters) > 0",
             replace="len(self.merged_adapters) > 0 and not _patches_unmerged(self)",
-            names={"_patches_unmerged": lora_factors.unmerged},
+            names={"_patches_unmerged": lora_factors.unmerge_adapters},
         ),
         Rewrite(
             "torch.nn.utils.parametrize:_maybe_set",

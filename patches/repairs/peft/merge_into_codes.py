@@ -26,7 +26,7 @@ from typing import Any
 
 from ...engine import Finding, Patch
 from ...engine.gate import satisfied
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
 
 
@@ -91,7 +91,7 @@ PATCH = Patch(
         *(dense_weight.refuse_merge(f"{layer}.merge", when) for layer, when in _PLAIN.items()),
         dense_weight.refuse_no_merge("merge"),
         dense_weight.refuse_no_merge("unmerge"),
-        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer
     ),
     defect=defect,
 )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def brought(layer: Module) -> AbstractContextManager[None]:
     """What is offloaded below ``layer`` on its device, if ``layer`` is one that peft may merge."""
     merges = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
-    return offloaded_modules.onloaded(layer) if merges else nullcontext()
+    return offloaded_modules.onload_to_change(layer) if merges else nullcontext()
 
 
 def taken_out(layer: Any) -> None:
@@ -109,7 +109,7 @@ PATCH = Patch(
                     return
                 offloaded_modules = []
             """,
-            names={"_patches_offloaded": offloaded_modules.offloaded, "_patches_brought": brought},
+            names={"_patches_offloaded": offloaded_modules.is_offloaded, "_patches_brought": brought},
         ),
         Rewrite("peft.tuners.tuners_utils:set_adapter", **_OUT, when="peft>=0.18"),
         Rewrite("peft.tuners.mixed.model:MixedModel.set_adapter", **_OUT),

@@ -21,7 +21,7 @@ import warnings
 from ...adapters import merge_edits
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 
 
 def defect() -> Finding:
@@ -79,8 +79,8 @@ PATCH = Patch(
         _product("Linear4bit.unmerge"),
         _config(8, "Linear8bitLt", "eightbit_kwargs"),
         _config(4, "Linear4bit", "fourbit_kwargs"),
-        *merge_edits.edits("oft.bnb", *merge_edits.IN_BNB, when="peft>=0.20"),
-        *KEEP_CODES_BEFORE_048,  # a merge moves the layer
+        *merge_edits.make_merge_edits("oft.bnb", *merge_edits.IN_BNB, when="peft>=0.20"),
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # a merge moves the layer
     ),
     defect=defect,
 )

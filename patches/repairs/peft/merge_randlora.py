@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 
 from ...engine import Finding, Patch, Rewrite
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 
 
 def defect() -> Finding:
@@ -55,7 +55,7 @@ PATCH = Patch(
             )
             for layer in ("Linear8bitLt", "Linear4bit")
         ),
-        *KEEP_CODES_BEFORE_048,  # a merge moves the layer
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # a merge moves the layer
     ),
     defect=defect,
 )

@@ -45,7 +45,7 @@ PATCH = Patch(
             "peft.utils.integrations:dequantize_bnb_weight",
             find=f"bnb.functional.int8_vectorwise_dequant(weight.data, state.SCB{moved})",
             replace=f"bnb.functional.int8_vectorwise_dequant(weight.data, _patches_current_scales(weight, state){moved})",
-            names={"_patches_current_scales": row_scales.current},
+            names={"_patches_current_scales": row_scales.current_scales},
             when=when,
         )
         for moved, when in (("", "peft<0.20"), (".to(weight.data.device)", "peft>=0.20"))

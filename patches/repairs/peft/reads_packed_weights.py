@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters import base_weight
 from ...engine import Finding, Patch, Rewrite
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
 
 if TYPE_CHECKING:
@@ -44,24 +44,24 @@ if TYPE_CHECKING:
 
 def _stood_for(module: Any, weight: Tensor) -> Tensor:
     """The dequantized weight of ``module``; ``weight``, what FRoD takes for it, if that is not quantized."""
-    dense = dense_weight.of(module)
+    dense = dense_weight.dequantize_weight(module)
     return weight if dense is module.weight else dense
 
 
 def _unpacked(layer: Any) -> Any:
     """``layer``, or, if its weight is packed, an ``nn.Linear`` with the dequantized weight."""
-    if not dense_weight.packed(layer):
+    if not dense_weight.describe_packing(layer):
         return layer
     from torch import nn
 
     linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(dense_weight.of(layer).data, requires_grad=False)
+    linear.weight = nn.Parameter(dense_weight.dequantize_weight(layer).data, requires_grad=False)
     return linear
 
 
 def _unless_trained(layer: Any) -> Any:
     remedy = "Name the norms of the model in target_modules"
-    return base_weight.unless_packed(
+    return base_weight.refuse_if_packed(
         layer, "LNTuningConfig(target_modules=...)", remedy, "trains the weight of its layer"
     )
 
@@ -84,7 +84,7 @@ def defect() -> Finding:
     return Finding(error > 0.05, f"LoHa before its first step: relative error of the output {error:.3f}")
 
 
-_NAMES = {"_patches_dense_weight": dense_weight.of, "_patches_shape_of": dense_weight.shape_of}
+_NAMES = {"_patches_dense_weight": dense_weight.dequantize_weight, "_patches_shape_of": dense_weight.dense_shape}
 _BASE = "self.get_base_layer().weight"
 _SHIRA = "peft>=0.17,<0.20"
 _OSF = "peft>=0.18,<0.19"
@@ -100,7 +100,7 @@ def _dtype(function: str, when: str, layer: str) -> Rewrite:
         f"peft.tuners.{function}",
         f"{layer}.weight.dtype",
         f"_patches_dtype_of({layer})",
-        names={"_patches_dtype_of": dense_weight.dtype_of},
+        names={"_patches_dtype_of": dense_weight.dense_dtype},
         when=when,
     )
 
@@ -169,7 +169,7 @@ PATCH = Patch(
             "peft.tuners.osf.layer:Linear.forward",
             "self._reconstruct_weight(active_adapter)",
             "_patches_for_input(self._reconstruct_weight(active_adapter), base_layer, x)",
-            names={"_patches_for_input": dense_weight.for_input},
+            names={"_patches_for_input": dense_weight.dense_for_input},
             when=_OSF,
         ),
         dense_weight.dequantize_in_forward("oft.layer:Linear.forward", "peft<0.16"),
@@ -212,14 +212,14 @@ PATCH = Patch(
             "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.forward_adapters",
             "self.get_merged_weights(active_adapters)",
             "_patches_for_input(self.get_merged_weights(active_adapters), self.base_layer, x)",
-            names={"_patches_for_input": dense_weight.for_input},
+            names={"_patches_for_input": dense_weight.dense_for_input},
             when="peft>=0.16",
         ),
         Rewrite(
             "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.merge",
             "merged = self.base_layer.weight.data",
             "merged = _patches_unless_codes(self.base_layer, self).weight.data",
-            names={"_patches_unless_codes": dense_weight.unless_codes},
+            names={"_patches_unless_codes": dense_weight.refuse_if_packed},
             when="peft>=0.16",
         ),
         Rewrite(
@@ -228,7 +228,7 @@ PATCH = Patch(
             replace="self.base_layer = _patches_unless_trained(base_layer)",
             names={"_patches_unless_trained": _unless_trained},
         ),
-        *KEEP_CODES_BEFORE_048,  # get_peft_model moves the layer
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer
     ),
     defect=defect,
 )

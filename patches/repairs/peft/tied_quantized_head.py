@@ -35,7 +35,7 @@ def _is_floats(target: Any) -> bool:
 def _to_merge(layer: Any, names: list[str]) -> list[str]:
     """``names``, the adapters to merge into the base of ``layer``; an error if that would write into an embedding."""
     if not layer._get_available_adapters().isdisjoint(names):
-        merge_snapshot.unless_never_quantized(layer.get_base_layer())
+        merge_snapshot.refuse_if_never_quantized(layer.get_base_layer())
     return names
 
 

@@ -22,11 +22,11 @@ from ...offload import offloaded_modules
 
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not offloaded_modules.offloaded(self):
+        if not offloaded_modules.is_offloaded(self):
             return original(self, *args, **kwargs)
-        with offloaded_modules.onloaded(self):
+        with offloaded_modules.onload_to_change(self):
             result = original(self, *args, **kwargs)
-        hold_base_weights.hold(self)
+        hold_base_weights.hold_base_weights(self)
         return result
 
     return update_layer

@@ -32,7 +32,7 @@ def trainable_copy(module: Module) -> Module:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     hooks = {name: part._hf_hook for name, part in module.named_modules() if hasattr(part, "_hf_hook")}
-    with offloaded_modules.visited(module):
+    with offloaded_modules.onload(module):
         copied = copy.deepcopy(module, {id(hook): hook for hook in hooks.values()})
     for name, hook in hooks.items():
         own = accelerate_hooks.hook_of(module.get_submodule(name), visited=True) or hook

@@ -31,7 +31,7 @@ def dtype_of_scales(base_layer: Any, vector: torch.Tensor) -> torch.dtype:
 
 def damage() -> tuple[str, ...]:
     """Adapters that were put on before the patch was applied."""
-    lost = len(live_objects.lasting(_with_lost_scales))
+    lost = len(live_objects.without_garbage(_with_lost_scales))
     said = f"{lost} UniLora layers have scales in an integer dtype: add the adapter again, and train it"
     return (said,) if lost else ()
 
@@ -39,7 +39,7 @@ def damage() -> tuple[str, ...]:
 def _with_lost_scales() -> list[Any]:
     from peft.tuners.unilora.layer import Linear
 
-    layers: list[Any] = live_objects.instances(Linear)
+    layers: list[Any] = live_objects.find_instances(Linear)
     return [a for a in layers if any(not scale.dtype.is_floating_point for scale in a.unilora_scales_A.values())]
 
 

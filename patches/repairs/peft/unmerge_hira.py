@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...adapters import merge_edits
 from ...engine import Finding, Patch
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ..reproducers import merged_adapters
 
 
@@ -23,6 +23,9 @@ PATCH = Patch(
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
-    edits=(*merge_edits.edits("hira.bnb", *merge_edits.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
+    edits=(
+        *merge_edits.make_merge_edits("hira.bnb", *merge_edits.IN_BNB),
+        *KEEP_PACKED_WEIGHT_BEFORE_048,
+    ),  # what is put back is moved
     defect=defect,
 )

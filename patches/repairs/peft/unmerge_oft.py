@@ -10,7 +10,7 @@ from __future__ import annotations
 from ...adapters import merge_edits
 from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ..reproducers import merged_adapters
 
 
@@ -31,6 +31,9 @@ PATCH = Patch(
     requires=("peft>=0.16,<0.21", "bitsandbytes>=0.46.1"),
     tested_up_to="0.20.0",
     seen_on=("2.13",),
-    edits=(*merge_edits.edits("oft.bnb", *merge_edits.IN_BNB), *KEEP_CODES_BEFORE_048),  # what is put back is moved
+    edits=(
+        *merge_edits.make_merge_edits("oft.bnb", *merge_edits.IN_BNB),
+        *KEEP_PACKED_WEIGHT_BEFORE_048,
+    ),  # what is put back is moved
     defect=defect,
 )

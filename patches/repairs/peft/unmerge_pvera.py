@@ -29,6 +29,6 @@ PATCH = Patch(
     requires=("peft>=0.19", "bitsandbytes>=0.48"),
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
-    edits=tuple(merge_edits.edits("pvera.bnb", *merge_edits.IN_BNB)),
+    edits=tuple(merge_edits.make_merge_edits("pvera.bnb", *merge_edits.IN_BNB)),
     defect=defect,
 )

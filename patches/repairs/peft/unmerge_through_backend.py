@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ...adapters import merge_edits
 from ...engine import Finding, Patch
-from ...quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ..reproducers import merged_adapters
 
 
@@ -26,12 +26,12 @@ PATCH = Patch(
     tested_up_to="0.21.2",
     seen_on=("2.13", "2.15"),
     edits=(
-        *merge_edits.edits("vera.layer", "Linear"),
-        *merge_edits.edits("oft.layer", "Linear", when="peft>=0.21"),
-        *merge_edits.edits("boft.layer", "Linear"),
-        *merge_edits.edits("miss.layer", "MissLinear"),
-        *merge_edits.edits("shira.layer", "Linear"),
-        *KEEP_CODES_BEFORE_048,  # what is put back is moved
+        *merge_edits.make_merge_edits("vera.layer", "Linear"),
+        *merge_edits.make_merge_edits("oft.layer", "Linear", when="peft>=0.21"),
+        *merge_edits.make_merge_edits("boft.layer", "Linear"),
+        *merge_edits.make_merge_edits("miss.layer", "MissLinear"),
+        *merge_edits.make_merge_edits("shira.layer", "Linear"),
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # what is put back is moved
     ),
     defect=defect,
 )

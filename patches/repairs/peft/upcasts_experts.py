@@ -24,11 +24,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ...experts.unquantized import left_in
-from ...process.byte_sizes import readable
+from ...experts.unquantized import find_unquantized_experts
+from ...process.byte_sizes import format_bytes
 from ...process.messages import LOGGER
 from ..reproducers.log_records import record_logs
-from ..reproducers.mixtures import loaded_in_4bit
+from ..reproducers.mixtures import load_mixture_in_4bit
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def defect() -> Finding:
     from peft import prepare_model_for_kbit_training
 
-    model = loaded_in_4bit()
+    model = load_mixture_in_4bit()
     before = sum(parameter.nbytes for parameter in model.parameters())
     with record_logs() as said:
         prepare_model_for_kbit_training(model)
@@ -54,7 +54,7 @@ _EACH_OF_TWO_DIMENSIONS = "for n, p in model.named_parameters(): if '.experts.' 
 
 def told(model: torch.nn.Module) -> Any:
     """``model.parameters()``; says first which of them are experts that will be twice as large."""
-    left = left_in(model) if _loaded_quantized(model) else None
+    left = find_unquantized_experts(model) if _loaded_quantized(model) else None
     grown = sum(tensor.nbytes for tensor in left.tensors.values() if tensor.element_size() == 2) if left else 0
     if left is not None and grown:
         LOGGER.warning(
@@ -62,7 +62,7 @@ def told(model: torch.nn.Module) -> Any:
             "To keep their dtype, cast them back afterwards (%s: p.data = p.data.to(torch.bfloat16)) and train under autocast "
             "(bf16=True). Without autocast, experts_implementation 'eager' and 'batched_mm' fail, and 'grouped_mm' computes "
             "in bfloat16.",
-            left, readable(grown), readable(2 * grown), _EACH if left.dimensions == 3 else _EACH_OF_TWO_DIMENSIONS,
+            left, format_bytes(grown), format_bytes(2 * grown), _EACH if left.dimensions == 3 else _EACH_OF_TWO_DIMENSIONS,
         )  # fmt: skip
     return model.parameters()
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+def count_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """Compile ``function``, call it, and count the graphs; 1 more if a part is in none of them.
 
     So 1 is one graph of the whole call. The graphs are what the backend gets, for Dynamo's own
@@ -44,13 +44,13 @@ def pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     return len(found) + (not whole)
 
 
-def in_pieces(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finding:
-    """The finding of :func:`pieces`: present unless the call is one graph."""
-    count = pieces(function, *args, **kwargs)
+def show_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finding:
+    """The finding of :func:`count_graphs`: present unless the call is one graph."""
+    count = count_graphs(function, *args, **kwargs)
     return Finding(count != 1, "torch.compile makes one graph" if count == 1 else f"torch.compile makes {count} parts")
 
 
-def refused(function: Callable[..., Any], *args: Any) -> Finding:
+def show_refused_graph(function: Callable[..., Any], *args: Any) -> Finding:
     """Present if ``fullgraph=True`` refuses, with why: for a call of which no part can run in eager here."""
     import torch
 
@@ -64,7 +64,7 @@ def refused(function: Callable[..., Any], *args: Any) -> Finding:
     return Finding(False, "1 graph")
 
 
-def dequantize_in_pieces(dequantize: Callable[..., torch.Tensor]) -> Finding:
+def show_dequantize_graphs(dequantize: Callable[..., torch.Tensor]) -> Finding:
     """Whether a product with a weight (64 x 64, bfloat16) that ``dequantize`` unpacks is one graph."""
     import torch
     from bitsandbytes.functional import quantize_4bit
@@ -78,4 +78,6 @@ def dequantize_in_pieces(dequantize: Callable[..., torch.Tensor]) -> Finding:
         return x @ dequantize(packed, state).t()
 
     x = torch.randn(2, 64, dtype=torch.bfloat16, device=device)
-    return in_pieces(call, x) if device == "cuda" else refused(call, x)  # without a GPU its C functions are not there
+    return (
+        show_graphs(call, x) if device == "cuda" else show_refused_graph(call, x)
+    )  # without a GPU its C functions are not there

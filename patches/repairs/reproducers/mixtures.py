@@ -30,13 +30,13 @@ def save_as_transformers_4(folder: str) -> torch.Tensor:
         vocab_size=16, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, **sizes
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    values = pack(Path(folder))
+    values = pack_checkpoint(Path(folder))
     name = "model.layers.0.mlp.experts.{}.{}_proj.weight"
     experts = [torch.cat([values[name.format(i, kind)] for kind in ("gate", "up")]) for i in range(4)]
     return torch.stack(experts)
 
 
-def pack(folder: Path, double: bool = False, config: dict[str, Any] = NF4) -> dict[str, torch.Tensor]:
+def pack_checkpoint(folder: Path, double: bool = False, config: dict[str, Any] = NF4) -> dict[str, torch.Tensor]:
     """Make a 4-bit checkpoint of one in floating point, matrix by matrix; what its packed weights stand for."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -45,15 +45,15 @@ def pack(folder: Path, double: bool = False, config: dict[str, Any] = NF4) -> di
         statistics = {f"{name}.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
         return {name: codes, **statistics}, dequantize_4bit(codes, state)
 
-    return repacked(folder, packed, {**config, "bnb_4bit_use_double_quant": double})
+    return repack_checkpoint(folder, packed, {**config, "bnb_4bit_use_double_quant": double})
 
 
-def repacked(
+def repack_checkpoint(
     folder: Path,
     packed: Callable[[str, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]],
     config: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """``pack`` with any quantization: ``packed`` gives the entries of a weight and what they stand for."""
+    """``pack_checkpoint`` with any quantization: ``packed`` gives the entries of a weight and what they stand for."""
     from safetensors.torch import load_file, save_file
 
     file, values = folder / "model.safetensors", {}
@@ -69,7 +69,7 @@ def repacked(
     return values
 
 
-def loaded_in_4bit() -> PreTrainedModel:
+def load_mixture_in_4bit() -> PreTrainedModel:
     """A tiny Qwen3-MoE in bfloat16, saved and loaded in 4 bits: what the reproducers begin with."""
     import tempfile
 

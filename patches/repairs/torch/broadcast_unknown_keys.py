@@ -20,7 +20,7 @@ Upstream: https://github.com/pytorch/pytorch/issues/149516
 
 from __future__ import annotations
 
-from ...distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS, WATCH_CODES
+from ...distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS, WATCH_PACKED_WEIGHTS
 from ...engine import Finding, Patch
 
 
@@ -61,6 +61,6 @@ PATCH = Patch(
     requires=("torch>=2.7", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",
     seen_on=("2.13", "2.15"),
-    edits=(SKIP_UNKNOWN_KEYS, *TAKE_STATISTICS, WATCH_CODES),
+    edits=(SKIP_UNKNOWN_KEYS, *TAKE_STATISTICS, WATCH_PACKED_WEIGHTS),
     defect=defect,
 )

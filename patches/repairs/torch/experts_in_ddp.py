@@ -25,13 +25,14 @@ def defect() -> Finding:
     import torch
     import torch.distributed as dist
 
-    from ...experts.quantize import How, packed
+    from ...experts.quantize import QuantizationConfig, quantize_and_pack
     from ...experts.tensor import as_parameter
 
     torch.manual_seed(0)
     module = torch.nn.Linear(4, 4)
     module.register_parameter(
-        "experts", as_parameter(packed(torch.randn(4, 32, 64), 2, How("nf4", False, torch.uint8)))
+        "experts",
+        as_parameter(quantize_and_pack(torch.randn(4, 32, 64), 2, QuantizationConfig("nf4", False, torch.uint8))),
     )
     with tempfile.NamedTemporaryFile() as file:
         store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
@@ -59,7 +60,7 @@ PATCH = Patch(
             "torch.distributed.utils:_sync_module_states",
             find=_SYNC.format("module_states"),
             replace=_SYNC.format("_patches_apart(module_states)"),
-            names={"_patches_apart": fsdp.apart},
+            names={"_patches_apart": fsdp.split_into_tensors},
         ),
     ),
     defect=defect,

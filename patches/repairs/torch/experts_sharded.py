@@ -35,13 +35,16 @@ def defect() -> Finding:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from ...experts.quantize import How, packed
+    from ...experts.quantize import QuantizationConfig, quantize_and_pack
     from ...experts.tensor import as_parameter
 
     if satisfied("torch<2.7"):
         raise CannotShow("experts in 4 bits are sharded in floating point on torch before 2.7, which is not repaired")
     torch.manual_seed(0)
-    module, experts = torch.nn.Module(), packed(torch.randn(4, 32, 64), 2, How("nf4", False, torch.uint8))
+    module, experts = (
+        torch.nn.Module(),
+        quantize_and_pack(torch.randn(4, 32, 64), 2, QuantizationConfig("nf4", False, torch.uint8)),
+    )
     module.register_parameter("experts", as_parameter(experts))
     with tempfile.NamedTemporaryFile() as file:
         store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
@@ -69,19 +72,19 @@ PATCH = Patch(
             f"{_PARAMETER}._init_sharded_param",
             find="param_data.new_zeros(padded_sharded_size)",
             replace="_patches_zeros(param_data, padded_sharded_size, shard_world_size)",
-            names={"_patches_zeros": fsdp.zeros},
+            names={"_patches_zeros": fsdp.new_zeros_of_parts},
         ),
         Rewrite(
             f"{_PARAMETER}._init_sharded_param",
             find="padded_sharded_param.view(-1)",
             replace="_patches_flat(padded_sharded_param)",
-            names={"_patches_flat": fsdp.flat},
+            names={"_patches_flat": fsdp.flatten_for_fsdp},
         ),
         Rewrite(
             f"{_PARAMETER}.reset_sharded_param",
             find="local_tensor.view(-1)",
             replace="_patches_flat(local_tensor)",
-            names={"_patches_flat": fsdp.flat},
+            names={"_patches_flat": fsdp.flatten_for_fsdp},
         ),
     ),
     defect=defect,

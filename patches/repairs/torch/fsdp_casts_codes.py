@@ -83,7 +83,7 @@ PATCH = Patch(
             "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_dtype_attrs",
             find=_CASTS_NOTHING,
             replace=f"({_CASTS_NOTHING} or _patches_holds_codes(self))",
-            names={"_patches_holds_codes": gathered_weights.holds_codes},
+            names={"_patches_holds_codes": gathered_weights.holds_packed_weight},
         ),
     ),
     defect=defect,

@@ -35,7 +35,7 @@ def as_bytes(metadata: tuple[Any, Any, torch.dtype], parameters: Sequence[Any]) 
 
     dtypes, sizes, common = metadata
     if common.is_floating_point and any(
-        not parameter.sharded_param.requires_grad and gathered_weights.holds_codes(parameter)
+        not parameter.sharded_param.requires_grad and gathered_weights.holds_packed_weight(parameter)
         for parameter in parameters
     ):
         common = torch.uint8

@@ -36,14 +36,14 @@ def preprocess(
     """``quantizer.preprocess_model``; afterwards the layers are what the checkpoint holds."""
     config = quantizer.quantization_config
     ours = quantizer.pre_quantized and config.quant_method == "bitsandbytes"
-    stored = checkpoint_keys.read(files, state) if ours and not config.llm_int8_has_fp16_weight else None
+    stored = checkpoint_keys.read_headers(files, state) if ours and not config.llm_int8_has_fp16_weight else None
     if stored is None:
         result: Callable[..., Any] = quantizer.preprocess_model
         return result
 
     def run(model: Any, **also: Any) -> Any:
         quantized = _quantized(model, stored, mapping)
-        plain = {path: model.get_submodule(path) for path in skip_list.linears(model)}
+        plain = {path: model.get_submodule(path) for path in skip_list.find_linear_layers(model)}
         stacked = _stacked(model, stored, mapping)
         result = quantizer.preprocess_model(model=model, **also)
         for path, module in plain.items():
@@ -59,13 +59,13 @@ def preprocess(
     return run
 
 
-def _quantized(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: dict[str, str] | None) -> set[str]:
+def _quantized(model: Any, stored: dict[str, checkpoint_keys.StoredTensor], mapping: dict[str, str] | None) -> set[str]:
     """Paths of the layers of ``model`` that are quantized in the checkpoint."""
     keys = list(stored)
-    weights = set(checkpoint_keys.quantized(keys))
-    paths = {path: model.get_submodule(path).weight for path in skip_list.linears(model)}
+    weights = set(checkpoint_keys.quantized_names(keys))
+    paths = {path: model.get_submodule(path).weight for path in skip_list.find_linear_layers(model)}
     candidates = weights | {key for key in keys if key.endswith(".weight")}
-    names = checkpoint_keys.in_model(model, keys, candidates, mapping)
+    names = checkpoint_keys.names_in_model(model, keys, candidates, mapping)
     found = set()
     for weight, name in names.items():
         path = name.rpartition(".")[0]
@@ -88,14 +88,16 @@ def _quantized(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: d
     return found
 
 
-def _stacked(model: Any, stored: dict[str, checkpoint_keys.Stored], mapping: dict[str, str] | None) -> dict[str, Any]:
+def _stacked(
+    model: Any, stored: dict[str, checkpoint_keys.StoredTensor], mapping: dict[str, str] | None
+) -> dict[str, Any]:
     """Experts in parameters of three dimensions, by path, that the checkpoint holds so; transformers divides some of them."""
     paths = {f"{path}.{name}": path for path, module in model.named_modules()
              for name, parameter in module._parameters.items() if parameter is not None and parameter.dim() == 3}  # fmt: skip
     ends = tuple({name.rpartition(".")[2] for name in paths})
     whole = {_OF_ONE_EXPERT.sub("", key) for key, tensor in stored.items() if len(tensor.shape) == 3 or _is_packed(key)}
     keys = sorted(key for key in whole if ends and key.endswith(ends))
-    names = checkpoint_keys.in_model(model, list(stored), keys, mapping) if keys else {}
+    names = checkpoint_keys.names_in_model(model, list(stored), keys, mapping) if keys else {}
     found = {paths[name] for name in names.values() if name in paths}
     return {path: model.get_submodule(path) for path in sorted(found)}
 

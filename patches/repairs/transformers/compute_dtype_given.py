@@ -27,7 +27,7 @@ _DEFAULTS = {explicit_arguments.COMPUTE: "torch.float32", explicit_arguments.THR
 
 def _names_given(config: Any) -> set[str]:
     """Which of both the user gave; those that are no default, if that was not noted."""
-    noted = explicit_arguments.names(config) or frozenset()
+    noted = explicit_arguments.explicit_names(config) or frozenset()
     return {name for name, default in _DEFAULTS.items() if name in noted or str(getattr(config, name)) != default}
 
 
@@ -39,9 +39,9 @@ def counted(config: Any, asked: Any) -> Any:
     if names:
         config = copy.copy(config)
         vars(config).update({name: getattr(asked, name) for name in names})
-        explicit_arguments.choose(config)
+        explicit_arguments.record_chosen_dtype(config)
     skip = asked.llm_int8_skip_modules
-    if skip and set(skip_list.checked(skip)) - set(config.llm_int8_skip_modules or ()):
+    if skip and set(skip_list.checked_skip_list(skip)) - set(config.llm_int8_skip_modules or ()):
         LOGGER.warning(
             "llm_int8_skip_modules=%r has no effect: this checkpoint is already quantized, and decides which layers are quantized. "
             "To have other layers in floating point, quantize the original model with that list.",
@@ -92,7 +92,7 @@ PATCH = Patch(
             replace="return _patches_counted(quantization_config, quantization_config_from_args)",
             names={"_patches_counted": counted},
         ),
-        explicit_arguments.NOTES,
+        explicit_arguments.RECORD_ARGUMENTS,
     ),
     defect=defect,
 )

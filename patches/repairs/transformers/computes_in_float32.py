@@ -53,7 +53,7 @@ def told(quantizer: Any, model: Module, replace: Any) -> Any:
 
 def _chosen(quantizer: Any) -> bool:
     """Whether the user chose the compute dtype, or it cannot be known."""
-    names = explicit_arguments.names(quantizer.quantization_config)
+    names = explicit_arguments.explicit_names(quantizer.quantization_config)
     if quantizer.pre_quantized:  # the configuration in a file has every argument
         return names is not None and explicit_arguments.CHOSEN in names
     return names is None or explicit_arguments.COMPUTE in names
@@ -91,7 +91,7 @@ PATCH = Patch(
             replace="_patches_told(self, model, replace_with_bnb_linear)",
             names={"_patches_told": told},
         ),
-        explicit_arguments.NOTES,
+        explicit_arguments.RECORD_ARGUMENTS,
     ),
     defect=defect,
 )

@@ -49,8 +49,8 @@ def defect() -> Finding:
 _MODULE = "transformers.integrations.bitsandbytes"
 _LINEAR = "torch.nn.Linear(module.in_features, module.out_features, bias=bias is not None)"
 _DEQUANTIZED = "dequantize_bnb_weight(module.weight, dtype, state)"
-_PLAIN = {"_patches_plain_layer": source_layers.plain}
-_STORED = {"_patches_as_stored": source_layers.as_stored}
+_PLAIN = {"_patches_plain_layer": source_layers.make_source_layer}
+_STORED = {"_patches_as_stored": source_layers.to_source_layout}
 
 PATCH = Patch(
     id="transformers-dequantize-conv1d",

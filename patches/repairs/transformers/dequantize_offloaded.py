@@ -56,12 +56,12 @@ def _plain(module: Any, dtype: torch.dtype | None) -> Module:
         state = getattr(module, "state", None)
         before_5 = satisfied("transformers<5")  # where it casts, too
         weight = dequantize_bnb_weight(module.weight, *((dtype, state) if before_5 else (state,)))
-        plain = source_layers.plain(module, module.bias)
-        weight = source_layers.as_stored(module, weight if dtype is None else weight.to(dtype))
+        plain = source_layers.make_source_layer(module, module.bias)
+        weight = source_layers.to_source_layout(module, weight if dtype is None else weight.to(dtype))
         plain.weight = torch.nn.Parameter(weight)
         plain.bias = module.bias
         plain.train(module.training)
-        weights_maps.write(part, "weight", plain.weight)
+        weights_maps.write_to_map(part, "weight", plain.weight)
     finally:
         visit.end()
     hook, original_devices = vars(module).pop("_hf_hook"), part.original_devices

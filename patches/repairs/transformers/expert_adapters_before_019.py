@@ -68,9 +68,9 @@ PATCH = Patch(
                     self, peft_config, adapter_name, adapter_state_dict, peft_model_id
                 )
             """,
-            names={"_patches_of_file": adapter_layout_before_019.of_file},
+            names={"_patches_of_file": adapter_layout_before_019.converted_state_dict},
         ),
-        adapter_layout_before_019.VERSION,
+        adapter_layout_before_019.RECORD_VERSION,
     ),
     defect=defect,
 )

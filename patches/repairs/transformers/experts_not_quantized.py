@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from ...config import quantizers
 from ...engine import Finding, Patch
-from ...experts.unquantized import left_in
-from ...process.byte_sizes import readable
+from ...experts.unquantized import find_unquantized_experts
+from ...process.byte_sizes import format_bytes
 from ...process.messages import LOGGER
 from ..reproducers.log_records import record_logs
-from ..reproducers.mixtures import loaded_in_4bit
+from ..reproducers.mixtures import load_mixture_in_4bit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 def defect() -> Finding:
     with record_logs() as said:
-        model = loaded_in_4bit()
-    left = left_in(model)
+        model = load_mixture_in_4bit()
+    left = find_unquantized_experts(model)
     if left is None:
         return Finding(False, "all experts are quantized")
     return Finding(not said, f"{left.share:.0%} of the parameters left in {left.dtypes}, {len(said)} warnings")
@@ -36,7 +36,7 @@ def defect() -> Finding:
 
 def tell(model: PreTrainedModel) -> None:
     """Say which experts of ``model`` were not quantized."""
-    left = left_in(model)
+    left = find_unquantized_experts(model)
     if left is None:
         return
     remedy = ""
@@ -47,7 +47,7 @@ def tell(model: PreTrainedModel) -> None:
     LOGGER.warning(
         "%.0f %% of the parameters of this %s are not quantized (%s of its %s), because bitsandbytes quantizes linear "
         "layers only, and the experts are %s-D parameters in %s (%s).%s",
-        100 * left.share, type(model).__name__, readable(left.bytes), readable(left.bytes_in_all), left.dimensions,
+        100 * left.share, type(model).__name__, format_bytes(left.bytes), format_bytes(left.bytes_in_all), left.dimensions,
         left.dtypes, left, remedy,
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ PATCH = Patch(
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     seen_on=("2.13", "2.15"),
-    edits=quantizers.in_both(
+    edits=quantizers.rewrite_both_quantizers(
         quantizers.AFTER_LOADING,
         find="return model",
         replace="""

@@ -21,7 +21,7 @@ from ...config import quantizers
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...loading import weights_stored_separately
-from ...quantized.quantized_experts import is_quantized
+from ...quantized.quantized_experts import is_quantized_experts
 
 
 def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str]) -> list[Any]:
@@ -30,13 +30,13 @@ def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str
         return mapping
     from ...experts import expert_converters, quantize_request
 
-    return expert_converters.converters(mapping, model, load_config, state, quantize_request.now())
+    return expert_converters.converters(mapping, model, load_config, state, quantize_request.is_requested())
 
 
 def element_size(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
     from ...experts import quantized_sizes
 
-    return quantized_sizes.of_element(quantizer, model, name, parameter)
+    return quantized_sizes.bytes_of_element(quantizer, model, name, parameter)
 
 
 def without_ties(remove: Callable[..., Any], state: dict[str, Any], model: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def without_ties(remove: Callable[..., Any], state: dict[str, Any], model: Any) 
 def reverted(revert: Callable[..., Any], model: Any, state: dict[str, Any]) -> dict[str, Any]:
     from ...experts import saving
 
-    return saving.reverted(revert, model, state)
+    return saving.revert_conversion(revert, model, state)
 
 
 def dequantized(model: Any, dtype: Any) -> Any:
@@ -58,7 +58,7 @@ def dequantized(model: Any, dtype: Any) -> Any:
     new: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if is_quantized(parameter):
+            if is_quantized_experts(parameter):
                 if id(parameter) not in new:
                     new[id(parameter)] = torch.nn.Parameter(parameter.dequantize().to(dtype or parameter.dtype))
                 module._parameters[name] = new[id(parameter)]
@@ -67,7 +67,7 @@ def dequantized(model: Any, dtype: Any) -> Any:
 
 def size(parameter: Any) -> int:
     """Bytes of a parameter: of quantized experts what they hold."""
-    if is_quantized(parameter):
+    if is_quantized_experts(parameter):
         return int(parameter.nbytes)
     return int(parameter.nelement() * parameter.element_size())
 
@@ -116,7 +116,7 @@ PATCH = Patch(
             replace="_patches_mapped(load_config.weight_mapping or [], model, load_config, state_dict)",
             names={"_patches_mapped": mapped},
         ),
-        weights_stored_separately.MAPPING,
+        weights_stored_separately.WITH_CHECKPOINT,
         Rewrite(
             "transformers.quantizers.base:HfQuantizer.param_element_size",
             find="param.element_size()",
@@ -142,7 +142,7 @@ PATCH = Patch(
             when="transformers>=5.14",
             names=_REVERTED,
         ),
-        *quantizers.in_both(
+        *quantizers.rewrite_both_quantizers(
             "_dequantize",
             find="return model",
             replace="return _patches_dequantized(model, dtype)",

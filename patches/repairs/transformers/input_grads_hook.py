@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ...adapters.input_grads import require_grads
 from ...engine import Finding, Patch, Rewrite
-from ..reproducers.graphs import in_pieces
+from ..reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def defect() -> Finding:
     model = Model(PretrainedConfig()).train()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable()
-    return in_pieces(model, torch.arange(4))
+    return show_graphs(model, torch.arange(4))
 
 
 PATCH = Patch(

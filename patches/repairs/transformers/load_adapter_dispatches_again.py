@@ -57,7 +57,7 @@ def defect() -> Finding:
             base.load_adapter(adapter)
         except SafetensorError as error:
             return Finding(True, f"SafetensorError: {error}")
-        return Finding(not offloaded_modules.offloaded(base), "the adapter is loaded")
+        return Finding(not offloaded_modules.is_offloaded(base), "the adapter is loaded")
 
 
 _LOAD = "transformers.integrations.peft:PeftAdapterMixin.load_adapter"
@@ -74,7 +74,7 @@ PATCH = Patch(
             _LOAD,
             find='getattr(self, "hf_device_map", None) is not None',
             replace='getattr(self, "hf_device_map", None) is not None and not _patches_offloaded(self)',
-            names={"_patches_offloaded": offloaded_modules.offloaded},
+            names={"_patches_offloaded": offloaded_modules.is_offloaded},
         ),
         Rewrite(
             _LOAD,

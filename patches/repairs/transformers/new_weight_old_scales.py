@@ -51,7 +51,7 @@ PATCH = Patch(
             "transformers.integrations.bitsandbytes:dequantize_bnb_weight",
             find="bnb.functional.int8_vectorwise_dequant(weight.data, state.SCB)",
             replace="bnb.functional.int8_vectorwise_dequant(weight.data, _patches_current_scales(weight, state))",
-            names={"_patches_current_scales": row_scales.current},
+            names={"_patches_current_scales": row_scales.current_scales},
         ),
     ),
     defect=defect,

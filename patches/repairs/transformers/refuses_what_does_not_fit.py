@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...config.quantizers import BEFORE_LOADING, in_both
+from ...config.quantizers import BEFORE_LOADING, rewrite_both_quantizers
 from ...engine import Finding, Patch, Rewrite
 from ...loading import (
     checkpoint_keys,
@@ -87,9 +87,13 @@ def _common(maps: str, inferring: str, files: str, hooks: str, when: str) -> tup
     dispatch = "_patches_dispatch(dispatch_model, model, device_map_kwargs)"
     return (
         _edit(maps, inferring, counted, when, counted=module_sizes.counted),
-        _edit(maps, "return device_map", planned, when, planned=device_maps.planned),
-        _edit(files, "checkpoint_files[0].endswith('.safetensors')", whole, when, whole=checkpoint_keys.whole),
-        _edit(hooks, "dispatch_model(model, **device_map_kwargs)", dispatch, when, dispatch=offload_v5.dispatch),
+        _edit(maps, "return device_map", planned, when, planned=device_maps.plan_device_map),
+        _edit(
+            files, "checkpoint_files[0].endswith('.safetensors')", whole, when, whole=checkpoint_keys.check_whole_files
+        ),
+        _edit(
+            hooks, "dispatch_model(model, **device_map_kwargs)", dispatch, when, dispatch=offload_v5.dispatch_offloaded
+        ),
     )
 
 
@@ -104,69 +108,73 @@ def _from_5() -> tuple[Rewrite, ...]:
     asked = "is_env_variable_true('HF_DEACTIVATE_ASYNC_LOAD')"
     ended = "if thread_pool is not None: thread_pool.shutdown(wait=False, cancel_futures=True)"
     return (
-        *in_both(
+        *rewrite_both_quantizers(
             "validate_environment",
             "values != {'cpu'} and ('cpu' in values or 'disk' in values)",
             "_patches_refused(self, values)",
-            {"_patches_refused": device_maps.refused},
+            {"_patches_refused": device_maps.is_refused},
             when,
         ),
         *_common(maps, "infer_auto_device_map", disk, hooks, when),
-        weights_stored_separately.MAPPING,
+        weights_stored_separately.WITH_CHECKPOINT,
         _edit(
             _LOADING,
             "get_device(device_map, renamed_key, valid_torch_device=True)",
             "_patches_device_of(get_device, device_map, renamed_key, model, hf_quantizer)",
             when,
-            device_of=offload_v5.device_of,
+            device_of=offload_v5.read_device,
         ),
         _edit(
             _LOADING,
             "load_config.disk_offload_folder",
             "_patches_folder(load_config, model, disk_offload_index)",
             when,
-            folder=offload_v5.folder,
+            folder=offload_v5.offload_folder,
         ),
         _edit(
             _LOADING,
             asked,
             f"_patches_one_at_a_time({asked}, device_map)",
             when,
-            one_at_a_time=offload_v5.one_at_a_time,
+            one_at_a_time=offload_v5.reads_one_at_a_time,
         ),
         _edit(
             _LOADING,
             "mapping.convert",
             "_patches_converting(mapping, device_map)",
             when,
-            converting=chunked_quantization.converting,
+            converting=chunked_quantization.convert_in_chunks,
         ),
-        _edit(_LOADING, on_disk, f"({on_disk} and not {left})", when, left=offload_v5.left),
+        _edit(_LOADING, on_disk, f"({on_disk} and not {left})", when, left=offload_v5.is_left_on_disk),
         _edit(
             _LOADING,
             "offload_and_maybe_resave_param",
             "_patches_resaved(offload_and_maybe_resave_param, device_map)",
             when,
-            resaved=offload_v5.resaved,
+            resaved=offload_v5.resave_or_explain,
         ),
         _edit(
-            _LOADING, "set_param_for_module", "_patches_put(set_param_for_module, device_map)", when, put=offload_v5.put
+            _LOADING,
+            "set_param_for_module",
+            "_patches_put(set_param_for_module, device_map)",
+            when,
+            put=offload_v5.set_and_offload,
         ),
         _edit(
             f"{_MODEL}:PreTrainedModel._adjust_tied_keys_with_tied_pointers",
             "self.state_dict()",
             "_patches_not_on_meta(self.state_dict())",
             "transformers==5.2.0",  # it takes all that is on meta, at the address 0, for one tied weight
-            not_on_meta=offload_v5.not_on_meta,
+            not_on_meta=offload_v5.without_meta_tensors,
         ),
         _edit(
             f"{_MODEL}:PreTrainedModel.from_pretrained",
             several,
             f"({several} or _patches_is_planned(device_map))",
             "transformers>=5,<5.13",  # it hangs no hooks on a model that is on the disk whole
-            is_planned=offload_v5.is_planned,
+            is_planned=offload_v5.needs_hooks,
         ),
-        _edit(_LOADING, ended, f"_patches_ended(device_map)\n{ended}", when, ended=offload_v5.ended),
+        _edit(_LOADING, ended, f"_patches_ended(device_map)\n{ended}", when, ended=offload_v5.end_loading),
     )
 
 
@@ -176,12 +184,14 @@ def _before_5() -> tuple[Rewrite, ...]:
     loads = f"{_MODEL}:PreTrainedModel.from_pretrained"
     placing_one = f"{_MODEL}:_load_state_dict_into_meta_model"
     refused = "'cpu' in device_map_without_lm_head.values() or 'disk' in device_map_without_lm_head.values()"
-    supports = {"_patches_supports": device_maps.supports}
+    supports = {"_patches_supports": device_maps.supports_offload}
     inside = "{k[len(_prefix):] if k.startswith(_prefix) else k: v for k, v in device_map.items()}"
     given = "device_map, model, param_name, param, hf_quantizer, disk_offload_index, _load_parameter_into_model"
     return (
-        *in_both("validate_environment", refused, f"not _patches_supports(self) and ({refused})", supports, when),
-        *in_both(
+        *rewrite_both_quantizers(
+            "validate_environment", refused, f"not _patches_supports(self) and ({refused})", supports, when
+        ),
+        *rewrite_both_quantizers(
             BEFORE_LOADING,
             "value in ['disk', 'cpu']",
             "value in ['disk', 'cpu'] and not _patches_supports(self)",
@@ -194,37 +204,43 @@ def _before_5() -> tuple[Rewrite, ...]:
             "check_tied_parameters_on_same_device",
             "_patches_checked(check_tied_parameters_on_same_device, device_map, hf_quantizer)",
             when,
-            checked=device_maps.checked,
+            checked=device_maps.skip_tied_check,
         ),
         _edit(
             loads,
             "cls._load_pretrained_model",
             "_patches_loading(cls._load_pretrained_model, device_map)",
             when,
-            loading=offload_v4.loading,
+            loading=offload_v4.load_files,
         ),
         _edit(
             loads,
             "safe_open(checkpoint_files[0], framework='pt')",
             "_patches_opened(checkpoint_files[0])",
             when,
-            opened=checkpoint_keys.opened,
+            opened=checkpoint_keys.open_safetensors,
         ),
         _edit(
             files,
             "expand_device_map(device_map, checkpoint_keys)",
             "_patches_expanded(expand_device_map, device_map, checkpoint_keys)",
             when,
-            expanded=offload_v4.expanded,
+            expanded=offload_v4.expand_device_map,
         ),
         _edit(
             files,
             "get_disk_only_shard_files(device_map, weight_map)",
             "_patches_skipped(get_disk_only_shard_files, device_map, weight_map)",
             when,
-            skipped=offload_v4.skipped,
+            skipped=offload_v4.files_to_skip,
         ),
-        _edit(files, inside, "_patches_within(device_map, _prefix)", "transformers<4.57", within=offload_v4.within),
+        _edit(
+            files,
+            inside,
+            "_patches_within(device_map, _prefix)",
+            "transformers<4.57",
+            within=offload_v4.device_map_within,
+        ),
         _edit(
             placing_one,
             "device_map[''] not in ('cpu', torch.device('cpu'))",
@@ -237,7 +253,7 @@ def _before_5() -> tuple[Rewrite, ...]:
                 "param_device == 'disk'",
                 f"_patches_placed({given}{of_the_quantizer}) or param_device == 'disk'",
                 release,
-                placed=offload_v4.placed,
+                placed=offload_v4.place_tensor,
             )
             for of_the_quantizer, release in (
                 (", state_dict, unexpected_keys", "transformers<4.57"),
@@ -271,7 +287,7 @@ PATCH = Patch(
             f"{_MODEL}:PreTrainedModel.resize_token_embeddings",
             find="self._resize_token_embeddings",
             replace="_patches_resizing(self)",
-            names={"_patches_resizing": resize_embeddings.resizing},
+            names={"_patches_resizing": resize_embeddings.resize_unless_offloaded},
         ),
     ),
     defect=defect,

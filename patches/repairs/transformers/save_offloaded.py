@@ -48,12 +48,12 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
         prefix = f"{name}." if name else ""
         if accelerate_hooks.hook_of(module) is None or not any(each.startswith(prefix) for each in wanted):
             continue
-        with offloaded_modules.visited(module):
+        with offloaded_modules.onload(module):
             brought = module.state_dict(prefix=prefix)
             # Scales that are away are in no state dict once the layer has run.
             new = {name: tensor for name, tensor in brought.items() if name in away or name not in state}
             state.update((name, tensor.to("cpu")) for name, tensor in new.items())
-    tied = retie.restore(model)  # after all modules were visited, which gives each a parameter of its own
+    tied = retie.restore_ties(model)  # after all modules were visited, which gives each a parameter of its own
     state.update((name, state[source]) for name, source in tied.items() if name in state and not state[source].is_meta)
     if renamed and modules:
         modules.clear()

@@ -36,7 +36,7 @@ def to_skip(quantizer: Any, model: Module) -> list[str] | None:
     asked: list[str] | None = quantizer.quantization_config.llm_int8_skip_modules
     if asked is None or quantizer.pre_quantized:
         return asked
-    names, paths = skip_list.checked(asked), skip_list.linears(model)
+    names, paths = skip_list.checked_skip_list(asked), skip_list.find_linear_layers(model)
     _tell_unknown(names, model, paths)
     skip: list[str] = []
     for name in names:
@@ -50,13 +50,13 @@ def to_skip(quantizer: Any, model: Module) -> list[str] | None:
 
 def _said(name: str, paths: list[str]) -> list[str]:
     """``name`` as the installed transformers has to be told: with the paths that it would not find, or they alone."""
-    meant = [path for path in paths if skip_list.root(path, name)]
-    taken = [path for path in paths if skip_list.skips(name, path)]
+    meant = [path for path in paths if skip_list.path_up_to(path, name)]
+    taken = [path for path in paths if skip_list.skips_layer(name, path)]
     if any(_next_number(name, path) for path in taken):
         return [path for path in paths if path in meant or path in taken and not _next_number(name, path)]
-    roots = {skip_list.root(path, name) for path in meant if path not in taken}
+    roots = {skip_list.path_up_to(path, name) for path in meant if path not in taken}
     # A root may take a neighbour with it: then each layer is named.
-    if any(skip_list.skips(root, path) for root in roots for path in paths if path not in meant):
+    if any(skip_list.skips_layer(root, path) for root in roots for path in paths if path not in meant):
         roots = set(meant)
     return [name, *sorted(roots)]
 
@@ -72,7 +72,9 @@ def _tell_unknown(names: list[str], model: Module, paths: list[str]) -> None:
     modules += [path for path, parameter in model.named_parameters() if parameter.dim() == 3]  # experts
     parts = {".".join(path.split(".")[at:]) for path in modules for at in range(path.count(".") + 1)}
     for name in names:
-        if any(skip_list.root(path, name) for path in modules) or any(skip_list.skips(name, path) for path in paths):
+        if any(skip_list.path_up_to(path, name) for path in modules) or any(
+            skip_list.skips_layer(name, path) for path in paths
+        ):
             continue
         near = difflib.get_close_matches(name, sorted(parts), n=3, cutoff=0.5)
         LOGGER.warning(
@@ -99,7 +101,7 @@ def defect() -> Finding:
         with tempfile.TemporaryDirectory() as folder:
             save(folder)
             model = kind.from_pretrained(folder, quantization_config=how, device_map="cpu")
-        layers = [m for path, m in model.named_modules() if skip_list.root(path, name)]
+        layers = [m for path, m in model.named_modules() if skip_list.path_up_to(path, name)]
         quantized[name] = sum(type(m).__name__ == "Linear4bit" for m in layers)
     figure = ", ".join(f"{count} layers quantized for {name!r}" for name, count in quantized.items())
     return Finding(any(quantized.values()), figure)
@@ -115,7 +117,7 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     seen_on=("2.13",),
-    edits=quantizers.in_both(
+    edits=quantizers.rewrite_both_quantizers(
         quantizers.BEFORE_LOADING,
         find="self.quantization_config.llm_int8_skip_modules",
         replace="_patches_to_skip(self, model)",

@@ -28,8 +28,8 @@ def and_tied(quantizer: Any, model: Module, kept: Iterable[str] | None) -> Itera
     names = quantizer.quantization_config.llm_int8_skip_modules
     if names is None:
         return kept
-    tied = sorted(_tied(model).intersection(skip_list.linears(model)))
-    new = [path for path in tied if not any(skip_list.skips(name, path) for name in names)]
+    tied = sorted(_tied(model).intersection(skip_list.find_linear_layers(model)))
+    new = [path for path in tied if not any(skip_list.skips_layer(name, path) for name in names)]
     if not new:
         return kept
     if not quantizer.pre_quantized:
@@ -78,7 +78,7 @@ def defect() -> Finding:
 
 
 def _edits(kept: str, when: str) -> tuple[Rewrite, ...]:
-    return quantizers.in_both(
+    return quantizers.rewrite_both_quantizers(
         quantizers.BEFORE_LOADING,
         find=kept,
         replace=f"_patches_and_tied(self, model, {kept})",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def moved(model: Module, device: torch.device) -> Module:
     """``model`` on ``device``, or as it is if hooks bring what is not there."""
-    return model if offloaded_modules.trains(model) else model.to(device)
+    return model if offloaded_modules.is_trainable_offloaded(model) else model.to(device)
 
 
 def defect() -> Finding:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
-from ..reproducers.graphs import in_pieces
+from ..reproducers.graphs import show_graphs
 
 ONCE = ("warning_once", "info_once")
 _CALL = "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method"
@@ -52,7 +52,7 @@ def defect() -> Finding:
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        return in_pieces(forward, torch.zeros(2))
+        return show_graphs(forward, torch.zeros(2))
     finally:
         transformers_logging.set_verbosity(before)
 

@@ -94,7 +94,7 @@ def listed_and_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
 
     def run(*args: Any, **kwargs: Any) -> list[str]:
         names = get(*args, **kwargs)
-        more = [path for path in read if not any(skip_list.skips(name, path) for name in names)]
+        more = [path for path in read if not any(skip_list.skips_layer(name, path) for name in names)]
         if more:
             # A list replaces the default, which is in ``names`` if there was none.
             skip_list.set_list(quantizer, [*sorted(names), *more])
@@ -105,7 +105,7 @@ def listed_and_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
 
 def _read(model: Module, packed: str) -> Iterator[str]:
     """Paths of the linear layers of ``model`` whose weight, stored as ``packed``, its code cannot read."""
-    layers = set(skip_list.linears(model))
+    layers = set(skip_list.find_linear_layers(model))
     for path, module in model.named_modules():
         kind: Any = type(module)
         for name in READ.get(kind.__name__, ()):
@@ -191,7 +191,7 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     seen_on=("2.13",),
-    edits=quantizers.in_both(
+    edits=quantizers.rewrite_both_quantizers(
         quantizers.BEFORE_LOADING,
         find="self.get_modules_to_not_convert",
         replace="_patches_listed_and_read(self, model)",

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import Finding, Patch, Rewrite
-from ..reproducers.graphs import in_pieces
+from ..reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def defect() -> Finding:
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))  # what SFTTrainer asks for
     ids = torch.arange(8)[None]
-    return in_pieces(lambda ids: model(ids, labels=ids, fused_lm_head=True).loss, ids)
+    return show_graphs(lambda ids: model(ids, labels=ids, fused_lm_head=True).loss, ids)
 
 
 def tile(buffer: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

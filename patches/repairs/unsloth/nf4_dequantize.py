@@ -14,8 +14,8 @@ Upstream: https://github.com/unslothai/unsloth
 from __future__ import annotations
 
 from ...engine import CannotShow, Finding, Patch, Rewrite
-from ...quantized.four_bit.ctypes_dequantize import traced
-from ..reproducers.graphs import dequantize_in_pieces
+from ...quantized.four_bit.ctypes_dequantize import dequantize_if_traced
+from ..reproducers.graphs import show_dequantize_graphs
 
 
 def defect() -> Finding:
@@ -23,7 +23,7 @@ def defect() -> Finding:
         from unsloth.kernels.utils import fast_dequantize
     except (ImportError, NotImplementedError) as error:
         raise CannotShow(f"unsloth cannot be imported here: {str(error).splitlines()[0]}") from error
-    return dequantize_in_pieces(fast_dequantize)
+    return show_dequantize_graphs(fast_dequantize)
 
 
 FIND = "if quant_state is None:\n    return W"
@@ -46,14 +46,14 @@ PATCH = Patch(
             "unsloth.kernels.utils:fast_dequantize",
             find=FIND,
             replace=REPLACE,
-            names={"_patches_traced": traced},
+            names={"_patches_traced": dequantize_if_traced},
             when="unsloth<2026.9.13",
         ),
         Rewrite(  # what `fast_dequantize` calls there, once it has looked for formats of unsloth's own
             "unsloth.kernels.utils:_fast_dequantize_bnb",
             find=FIND,
             replace=REPLACE,
-            names={"_patches_traced": traced},
+            names={"_patches_traced": dequantize_if_traced},
             when="unsloth>=2026.9.13",
         ),
     ),

@@ -18,17 +18,17 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from patches.experts.quantize import How, packed
+from patches.experts.quantize import QuantizationConfig, quantize_and_pack
 from patches.experts.tensor import as_parameter
 
 from .subject import four_bits, nested_scales
 
 EXPERTS, ROWS, COLUMNS = 4, 32, 64
 KINDS = {
-    "nf4": How("nf4", False, torch.uint8),
-    "nf4-nested": How("nf4", True, torch.uint8),
-    "fp4-stored-bf16": How("fp4", False, torch.bfloat16),
-    "int8": How("int8", False, torch.int8, 6.0),
+    "nf4": QuantizationConfig("nf4", False, torch.uint8),
+    "nf4-nested": QuantizationConfig("nf4", True, torch.uint8),
+    "fp4-stored-bf16": QuantizationConfig("fp4", False, torch.bfloat16),
+    "int8": QuantizationConfig("int8", False, torch.int8, 6.0),
 }
 
 
@@ -61,7 +61,7 @@ def plain(kind: str) -> Pair:
 @functools.cache
 def _made(kind: str, seed: int) -> Any:
     weight = torch.randn(EXPERTS, ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) / 8
-    return packed(weight, 2, KINDS[kind])
+    return quantize_and_pack(weight, 2, KINDS[kind])
 
 
 def _packed(kind: str, seed: int) -> Any:

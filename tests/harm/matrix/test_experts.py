@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", minversion="2.10", reason="functional.group
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from patches.engine import gate  # noqa: E402
-from patches.experts.packed_experts import Packed  # noqa: E402
+from patches.experts.packed_experts import PackedExperts  # noqa: E402
 from tests.harm.matrix import experts  # noqa: E402
 from tests.harm.matrix.judge_experts import worse  # noqa: E402
 
@@ -44,8 +44,8 @@ def test_the_product(kind, change):
 
 
 def test_wrong_numbers_are_seen(monkeypatch):
-    right = Packed.dequantize
-    monkeypatch.setattr(Packed, "dequantize", lambda self, *args: 1.1 * right(self, *args))
+    right = PackedExperts.dequantize
+    monkeypatch.setattr(PackedExperts, "dequantize", lambda self, *args: 1.1 * right(self, *args))
     found = worse("nf4", "nothing", {"forward": experts.READERS["forward"]})
     assert found == {"forward": "off by 1.0e-01"}
 
@@ -54,6 +54,6 @@ def test_unclear_errors_are_seen(monkeypatch):
     def fails(self, *args):
         raise AttributeError("code")
 
-    monkeypatch.setattr(Packed, "dequantize", fails)
+    monkeypatch.setattr(PackedExperts, "dequantize", fails)
     found = worse("nf4", "nothing", {"forward": experts.READERS["forward"]})
     assert found == {"forward": "unclear error: AttributeError('code')"}

@@ -63,13 +63,13 @@ def without_edits(module: str, ending: str) -> Callable[[], None]:
 TAKEN_OUT = {
     "A1: the weight keeps scales of its own after a forward": (
         both(
-            behaves("patches.quantized.int8.scale_ownership:settled", """
+            behaves("patches.quantized.int8.scale_ownership:record_first_forward", """
 def old(layer):
     weight = layer._parameters.get("weight")
     if weight is not None and layer.state.CB is not None:
         vars(weight)["SCB"] = layer.state.SCB
 """),
-            behaves("patches.quantized.int8.scale_ownership:agree", """
+            behaves("patches.quantized.int8.scale_ownership:check_weight_matches_state", """
 def old(layer):
     return None
 """),
@@ -78,14 +78,14 @@ def old(layer):
          "int8: trained + rows_permuted + loaded"],
     ),
     "A2: any codes are read with the scales of the layer": (
-        behaves("patches.quantized.int8.plain_weights:scale", """
+        behaves("patches.quantized.int8.plain_weights:find_scale_of_plain", """
 def old(layer, codes):
-    return scale_ownership.pair(layer)[1]
+    return scale_ownership.original_weight_and_scales(layer)[1]
 """),
         ["int8: ran + call_with_detached + forward", "int8: ran + weight_plain_codes + forward"],
     ),
     "A2: codes as floating point numbers are taken for weights": (
-        behaves("patches.quantized.int8.plain_weights:refuse_codes", """
+        behaves("patches.quantized.int8.plain_weights:refuse_packed_values", """
 def old(layer, weight):
     return None
 """),
@@ -146,7 +146,7 @@ def old(model):
         ["float: cold + prompt_tuning", "nf4: ran + prompt_tuning"],
     ),
     "contents decide: what was dequantized in place is moved as codes": (
-        behaves("patches.quantized.weights.dequantized_in_place:to_move", """
+        behaves("patches.quantized.weights.dequantized_in_place:parameter_to_move", """
 def old(module, name):
     return getattr(module, name)
 """),

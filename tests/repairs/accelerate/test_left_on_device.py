@@ -78,7 +78,7 @@ def test_tied_weights_that_were_brought_are_forgotten(device, tmp_path):
     where = {str(i): "disk" for i in range(3)}
     offloaded = accelerate.dispatch_model(tied, where, main_device=device, offload_dir=tmp_path, force_hooks=True)
     assert torch.equal(step(offloaded, x), expected)
-    maps = [hook.tied_params_map for hook in accelerate_hooks.on(offloaded[0]) if hook.offload]
+    maps = [hook.tied_params_map for hook in accelerate_hooks.hooks_on(offloaded[0]) if hook.offload]
     assert maps and all(maps)
     assert not any(copies for known in maps for copies in known.values())
     assert all_away(offloaded)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import patches
-from patches.repairs.reproducers.graphs import pieces
+from patches.repairs.reproducers.graphs import count_graphs
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("llamafactory", reason="LLaMA-Factory is not installed, nor the TRL and the datasets it needs")
@@ -71,7 +71,7 @@ def test_one_graph_of_the_same_bits(model):
 
 def test_in_pieces_without_the_patch():
     model = llama()
-    assert pieces(lambda ids: model(input_ids=ids).logits, IDS) > 1
+    assert count_graphs(lambda ids: model(input_ids=ids).logits, IDS) > 1
 
 
 def test_only_layers_that_train_are_checkpointed():

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.reproducers.graphs import pieces
+from patches.repairs.reproducers.graphs import count_graphs
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -41,11 +41,11 @@ def step(call, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_one_graph_of_the_same_step(kind, device):
     model, x = model_of(kind, device), torch.randn(2, 3, 64, device=device)
-    assert pieces(model, x) > 1 or kind == "plain" and satisfied("torch<2.13")
+    assert count_graphs(model, x) > 1 or kind == "plain" and satisfied("torch<2.13")
     expected = step(model, model, x)
     with patches.applied(DEQUANTIZE):
         assert all(map(torch.equal, step(model, model, x), expected)), "eager changed"
-        assert pieces(model, x) == 1
+        assert count_graphs(model, x) == 1
         got = step(torch.compile(model, fullgraph=True, backend="aot_eager"), model, x)
     assert len(got) == len(expected) and all(map(torch.equal, got, expected))
 

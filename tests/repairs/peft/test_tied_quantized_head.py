@@ -94,7 +94,7 @@ def test_it_is_the_adapter_on_the_floating_point_layer_and_is_not_merged(name, b
 def test_without_the_check_a_merge_writes_into_the_embedding(bits, monkeypatch):
     """A9 of the matrix: what the error of ``is_refused`` is for."""
     monkeypatch.setattr(tied_quantized_head._to_merge, "__code__", (lambda layer, names: names).__code__)
-    monkeypatch.setattr(merge_snapshot.unless_never_quantized, "__code__", (lambda layer: layer).__code__)
+    monkeypatch.setattr(merge_snapshot.refuse_if_never_quantized, "__code__", (lambda layer: layer).__code__)
     model = adapted("lora", bits)
     before = model.get_base_model().embedding.weight.clone()
     model.merge_adapter()

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 import patches
-from patches.repairs.reproducers.mixtures import loaded_in_4bit
+from patches.repairs.reproducers.mixtures import load_mixture_in_4bit
 from patches.repairs.reproducers.log_records import record_logs
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -23,7 +23,7 @@ def experts(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def test_said_once_with_the_figure():
-    expected, model = peft.prepare_model_for_kbit_training(loaded_in_4bit()), loaded_in_4bit()
+    expected, model = peft.prepare_model_for_kbit_training(load_mixture_in_4bit()), load_mixture_in_4bit()
     before = sum(parameter.nbytes for parameter in experts(model))
     with patches.applied(ID), record_logs() as said:
         peft.prepare_model_for_kbit_training(model)
@@ -39,10 +39,10 @@ def test_said_once_with_the_figure():
 def test_silent_where_nothing_grows():
     from transformers import AutoModelForCausalLM
 
-    cast = loaded_in_4bit()
+    cast = load_mixture_in_4bit()
     for parameter in experts(cast):
         parameter.data = parameter.data.float()
-    plain = AutoModelForCausalLM.from_config(loaded_in_4bit().config)  # not quantized: all of it is made float32
+    plain = AutoModelForCausalLM.from_config(load_mixture_in_4bit().config)  # not quantized: all of it is made float32
     with patches.applied(ID), record_logs() as said:
         peft.prepare_model_for_kbit_training(cast)
         peft.prepare_model_for_kbit_training(plain)
@@ -52,7 +52,7 @@ def test_silent_where_nothing_grows():
 def step(implementation: str, kept: bool, autocast: bool) -> float:
     """The loss of a step, and a backward."""
     torch.manual_seed(0)
-    model = loaded_in_4bit()
+    model = load_mixture_in_4bit()
     model.set_experts_implementation(implementation)
     peft.prepare_model_for_kbit_training(model)
     if kept:  # what the message says

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import patches
 from patches.engine.gate import satisfied
 from patches.optimizers import state_bits
-from patches.distributed.checkpoint_plans import lacking
+from patches.distributed.checkpoint_plans import ranks_lacking_state
 
 ID = "torch-checkpoint-other-forms"
 STEPS = pytest.mark.skipif(
@@ -196,10 +196,10 @@ def test_packed_bits_are_not_cast_into_another_storage(tmp_path):
 
 def test_which_ranks_lack_the_plugin():
     whole = {"0.weight", "0.weight.absmax", "0.weight.quant_state.bitsandbytes__nf4", "0.bias"}
-    assert lacking([whole, whole]) == []
-    assert lacking([whole, {"0.weight", "0.bias"}, whole]) == [1]
-    assert lacking([whole, {"1.weight"}]) == [], "a rank that has nothing of the layer, as with pipelines"
-    assert lacking([{"0.weight"}, {"0.weight"}]) == []
+    assert ranks_lacking_state([whole, whole]) == []
+    assert ranks_lacking_state([whole, {"0.weight", "0.bias"}, whole]) == [1]
+    assert ranks_lacking_state([whole, {"1.weight"}]) == [], "a rank that has nothing of the layer, as with pipelines"
+    assert ranks_lacking_state([{"0.weight"}, {"0.weight"}]) == []
 
 
 def test_the_first_rank_looks_at_all_plans(tmp_path):

@@ -13,15 +13,15 @@ WORKER = """
     import json, sys, torch, torch.distributed as dist
     import bitsandbytes
     from patches.experts import dense_operations
-    from patches.experts.quantize import How, packed
+    from patches.experts.quantize import QuantizationConfig, quantize_and_pack
     from patches.experts.tensor import as_parameter
 
     class Model(torch.nn.Module):
         def __init__(self, seed):
             super().__init__()
             torch.manual_seed(seed)
-            how = How("int8", False, torch.int8, 6.0) if sys.argv[2] == "int8" else How("nf4", True, torch.uint8)
-            self.experts = as_parameter(packed(torch.randn(4, 32, 64), 2, how))
+            how = QuantizationConfig("int8", False, torch.int8, 6.0) if sys.argv[2] == "int8" else QuantizationConfig("nf4", True, torch.uint8)
+            self.experts = as_parameter(quantize_and_pack(torch.randn(4, 32, 64), 2, how))
             self.layer = torch.nn.Linear(64, 64)
 
         def forward(self, x):

@@ -16,12 +16,12 @@ WORKER = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from patches.experts import dense_operations
-    from patches.experts.quantize import How, packed
+    from patches.experts.quantize import QuantizationConfig, quantize_and_pack
     from patches.experts.tensor import QuantizedExperts, as_parameter
 
     out, mode = sys.argv[1:]
-    hows = {"double": How("nf4", True, torch.uint8), "int8": How("int8", False, torch.int8, 6.0)}
-    how = hows.get(mode, How("nf4", False, torch.uint8))
+    hows = {"double": QuantizationConfig("nf4", True, torch.uint8), "int8": QuantizationConfig("int8", False, torch.int8, 6.0)}
+    how = hows.get(mode, QuantizationConfig("nf4", False, torch.uint8))
 
     def model(experts=4):
         torch.manual_seed(0)
@@ -34,9 +34,9 @@ WORKER = """
         for layer in made.model.layers:
             for name, count in (("gate_up_proj", 2), ("down_proj", 1)):
                 weight = torch.randn(getattr(layer.mlp.experts, name).shape) / 8
-                parameter = as_parameter(packed(weight, count, how))
+                parameter = as_parameter(quantize_and_pack(weight, count, how))
                 if mode == "transposed":
-                    parameter = as_parameter(packed(weight.mT.contiguous(), 1, how), swapped=True)
+                    parameter = as_parameter(quantize_and_pack(weight.mT.contiguous(), 1, how), swapped=True)
                 setattr(layer.mlp.experts, name, parameter)
             layer.mlp.gate.weight.requires_grad_(True)
         if mode != "lora":
@@ -126,7 +126,7 @@ STATES = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     from patches.experts import dense_operations
-    from patches.experts.quantize import How, packed
+    from patches.experts.quantize import QuantizationConfig, quantize_and_pack
     from patches.experts.tensor import as_parameter
 
     out, mode = sys.argv[1:]
@@ -135,7 +135,7 @@ STATES = """
     def made(seed=0):
         torch.manual_seed(seed)
         module = torch.nn.Module()
-        experts = packed(torch.randn(4, 32, 64), 1 if swapped else 2, How("nf4", True, torch.uint8))
+        experts = quantize_and_pack(torch.randn(4, 32, 64), 1 if swapped else 2, QuantizationConfig("nf4", True, torch.uint8))
         module.w = as_parameter(experts, swapped=swapped)
         return module
 

@@ -67,7 +67,7 @@ def test_all_but_the_first_is_asked_for_before_it_is_read(plain, events, tmp_pat
 
 
 def test_a_backward_has_an_order_of_its_own(plain, events, monkeypatch, tmp_path):
-    monkeypatch.setattr(prefetch, "window", lambda: 6000)  # two linear layers
+    monkeypatch.setattr(prefetch, "prefetch_window", lambda: 6000)  # two linear layers
     model = load(plain, offload_folder=tmp_path)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train().enable_input_require_grads()
@@ -99,7 +99,7 @@ def test_of_a_checkpoint_only_the_bytes_of_the_tensor(plain, events):
 
 @pytest.mark.parametrize("held", [4096, 2048 + 100])
 def test_no_more_than_the_window(held, plain, events, monkeypatch, tmp_path):
-    monkeypatch.setattr(prefetch, "window", lambda: held)
+    monkeypatch.setattr(prefetch, "prefetch_window", lambda: held)
     model = load(plain, offload_folder=tmp_path)
     for _ in range(2):
         logits(model)

@@ -155,11 +155,11 @@ def test_a_folder_of_a_process_that_lives_is_left_alone(off):
     process = subprocess.Popen([sys.executable, "-c", HOLDS, str(off)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     path, child = process.stdout.readline().decode().split()
     try:
-        stale_offload_folders.sweep(str(off))
+        stale_offload_folders.remove_stale_folders(str(off))
         assert os.path.isdir(path)
         process.stdin.close()
         process.wait(60)
-        stale_offload_folders.sweep(str(off))
+        stale_offload_folders.remove_stale_folders(str(off))
         assert os.path.isdir(path), "the forked process may read it"
     finally:
         os.kill(int(child), signal.SIGKILL)
@@ -167,15 +167,15 @@ def test_a_folder_of_a_process_that_lives_is_left_alone(off):
         process.wait()
     late = time.monotonic() + 60
     while os.path.isdir(path) and time.monotonic() < late:  # the system ends it
-        stale_offload_folders.sweep(str(off))
+        stale_offload_folders.remove_stale_folders(str(off))
     assert not os.path.isdir(path)
 
 
 def test_a_folder_of_another_machine_is_left_alone(off):
     """Its locks may not be seen here."""
     mine = weight_files.Folder(str(off))
-    there = Path(off / f"{stale_offload_folders.PREFIX}there")
+    there = Path(off / f"{stale_offload_folders.FOLDER_PREFIX}there")
     there.mkdir()
     (there / "in-use").write_bytes(b"another boot")
-    stale_offload_folders.sweep(str(off))
+    stale_offload_folders.remove_stale_folders(str(off))
     assert there.is_dir() and os.path.isdir(mine.path)

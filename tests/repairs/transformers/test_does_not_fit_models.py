@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from patches.loading import module_sizes
-from patches.loading.device_maps import planned
+from patches.loading.device_maps import plan_device_map
 from patches.process import malloc_trim
 from patches.repairs.reproducers import tiny_models
 from tests.repairs.patched_once import unpatched  # noqa: F401
@@ -135,7 +135,7 @@ def test_a_module_with_a_parameter_of_its_own_goes_to_the_farthest_place_that_a_
     block.scale, block.inner = torch.nn.Parameter(torch.ones(4)), torch.nn.Linear(4, 4)
     model = torch.nn.Sequential(block, torch.nn.Linear(4, 4))
     quantizer = AutoHfQuantizer.from_config(transformers.BitsAndBytesConfig(**HOW["nf4"]))
-    assert planned(model, given, quantizer)["0"] == place
+    assert plan_device_map(model, given, quantizer)["0"] == place
 
 
 LAYERS = [module_sizes.Unit(f"layers.{i}", torch.nn.Linear(1, 1, bias=False), 10, 1, True) for i in range(6)]
@@ -243,7 +243,7 @@ def test_generation_and_a_trainer(kind, tmp_path):
 def test_freed_memory_is_returned_where_the_cpu_quantizes(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(malloc_trim.ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=asked.append))
-    monkeypatch.setattr(malloc_trim, "MUCH", 0)
+    monkeypatch.setattr(malloc_trim, "BYTES_TO_TRIM", 0)
     tied().save_pretrained(tmp_path / "plain")
     how = transformers.BitsAndBytesConfig(**HOW["nf4"])
     places = {"": "cpu", "model.layers.1": "disk"}
@@ -251,7 +251,7 @@ def test_freed_memory_is_returned_where_the_cpu_quantizes(monkeypatch, tmp_path)
         tmp_path / "plain", quantization_config=how, device_map=places, offload_folder=tmp_path / "off"
     )
     assert asked == [0] * 14, "once for each of the layers that it quantized"
-    malloc_trim.quantized(torch.empty(8, device="meta"))
+    malloc_trim.trim_after_quantizing(torch.empty(8, device="meta"))
     assert len(asked) == 14, "what an accelerator quantized was never in this memory"
 
 

@@ -102,8 +102,8 @@ def test_what_it_advises_can_be_done(tmp_path, caplog):
 
 
 def test_a_model_whose_experts_are_quantized_is_not_warned_about(tmp_path):
-    from patches.experts.unquantized import left_in
+    from patches.experts.unquantized import find_unquantized_experts
 
     model = load(save(tmp_path, "qwen3"), **NF4)
-    assert left_in(model) is not None
-    assert left_in(patches.quantize_experts(model)) is None
+    assert find_unquantized_experts(model) is not None
+    assert find_unquantized_experts(patches.quantize_experts(model)) is None

@@ -51,14 +51,14 @@ def _note_scales(layer: Any, old: Any) -> None:
     if row_scales.has_scales(weight):
         vars(layer).pop(_SCALES, None)
     elif row_scales.is_int8(old) and row_scales.has_scales(old) and _shards(old, weight):
-        setattr(layer, _SCALES, row_scales.of(old))
+        setattr(layer, _SCALES, row_scales.get_scales(old))
 
 
 def scales(layer: Any) -> Tensor | None:
     """The row scales of an ``Embedding8bit``: those of its weight, or of the weight that FSDP2 took."""
     weight = layer.weight
     if row_scales.has_scales(weight):
-        return row_scales.of(weight)
+        return row_scales.get_scales(weight)
     kept: Tensor | None = vars(layer).get(_SCALES)
     return None if kept is None else kept.to(weight.device)
 

@@ -65,19 +65,19 @@ def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> Quan
     weight = layer._parameters.get("weight")  # not `layer.weight`, which takes 0.6 us
     if weight is None:
         weight = layer.weight
-    state = quant_states.of(weight)
+    state = quant_states.get_quant_state(weight)
     if quant_states.is_for_cpu_kernel(state):
         from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
         weight.data, state = _convert_weight_packed_for_cpu_inverse(weight.data, state)
-        quant_states.give(state, weight)
+        quant_states.set_quant_state(state, weight)
         return state
     # Layers that were pickled by an older release have no such attribute.
     if layer.training and layer.__dict__.get("support_avx512bf16_for_cpu", False) and state is not None:
         # Looked up, not imported: each training forward comes by, and most programs never pack a weight.
         packed_weights = None if is_compiling() else sys.modules.get(_PACKED_WEIGHTS)
         if packed_weights is not None and packed_weights.alive and state.absmax.is_cpu:
-            packed_weights.release(weight)
+            packed_weights.free_packed_copy(weight)
     return state
 
 
@@ -96,7 +96,7 @@ def product_for(layer: Linear4bit, x: torch.Tensor, state: QuantState | None) ->
         return None
     shape = state.shape
     # Upstream raises for such weights here: what it would compute instead takes wrong scales.
-    if block_scales.misread(shape, state.blocksize):
+    if block_scales.is_misread(shape, state.blocksize):
         return product_by_blocks
     bias_learns = layer.bias is not None and layer.bias.requires_grad and torch.is_grad_enabled()
     if shape[0] % _TILE or shape[1] % state.blocksize or bias_learns:
@@ -116,7 +116,7 @@ def product_by_blocks(
     """``bitsandbytes.matmul_4bit`` with the scales of each block its own, in operators that all of torch knows."""
     state = quant_state
     statistics, nested_blocksize = block_scales.statistics_of(state)
-    return block_scales.linear(
+    return block_scales.linear_4bit(
         x, weight, statistics, bias, state.shape, state.blocksize, nested_blocksize, state.quant_type
     )
 
@@ -169,7 +169,7 @@ def damage() -> tuple[str, ...]:
 
     if not has_avx512bf16():
         return ()
-    states = (quant_states.of(layer.weight) for layer in live_objects.instances(Linear4bit))
+    states = (quant_states.get_quant_state(layer.weight) for layer in live_objects.find_instances(Linear4bit))
     packed = [state for state in states if quant_states.is_for_cpu_kernel(state)]
     if not packed:
         return ()

@@ -51,7 +51,7 @@ _OPERATOR = "torch.ops.bitsandbytes.dequantize_4bit.default"
 def _call(function: str, width: str, blocksize: str, when: str = "") -> Rewrite:
     """Ask where a row may be no multiple of a block: the question in place costs a tenth of what a call does."""
     ours = f"(_patches_dequantize if {width} % {blocksize} else {_OPERATOR})"
-    return Rewrite(function, _OPERATOR, ours, names={"_patches_dequantize": block_scales.dequantize}, when=when)
+    return Rewrite(function, _OPERATOR, ours, names={"_patches_dequantize": block_scales.dequantize_blocks}, when=when)
 
 
 PATCH = Patch(

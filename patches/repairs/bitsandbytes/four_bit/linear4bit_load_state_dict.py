@@ -40,10 +40,10 @@ from typing import TYPE_CHECKING, Any
 from ....engine import Finding, Patch, Rewrite, SetAttribute
 from ....process import call_stack
 from ....quantized.four_bit import partial_loads, quant_states
-from ....quantized.four_bit.quant_state_dict import Incomplete, bytes_of_codes
-from ....quantized.own_packed_weights import are_own
+from ....quantized.four_bit.quant_state_dict import IncompleteState, bytes_of_packed_weight
+from ....quantized.own_packed_weights import is_own_packed_weight
 from ....quantized.weights import dequantized_in_place
-from ....quantized.weights.parameter_copies import like
+from ....quantized.weights.parameter_copies import make_like
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[
         except ValueError as error:
             if lacking := _lacking(self, group):
                 partial_loads.note_own(self, group, assign)
-            elif isinstance(error, Incomplete) and partial_loads.collect(self, group, assign):
+            elif isinstance(error, IncompleteState) and partial_loads.collect_part(self, group, assign):
                 lacking = error.keys
             else:
                 error_msgs.append(f"The 4-bit weight {weight!r} was not loaded and not changed: {error}")
@@ -114,23 +114,25 @@ def _is_quantized_group(layer: Linear4bit, group: Tensors) -> bool:
 
 
 def _is_packed(layer: Linear4bit, tensor: torch.Tensor) -> bool:
-    return tensor.shape[1:] == (1,) and tensor.nbytes == bytes_of_codes(layer)
+    return tensor.shape[1:] == (1,) and tensor.nbytes == bytes_of_packed_weight(layer)
 
 
 def _stands_alone(layer: Linear4bit, group: Tensors, assign: bool) -> bool:
     """Whether ``group`` is codes alone that ``nn.Module`` may load, for their statistics are there then."""
     if set(group) != {""} or not quant_states.is_packed(layer.weight):
         return False
-    return are_own(group[""], layer.weight) or (assign and _carried(group[""]) is not None)
+    return is_own_packed_weight(group[""], layer.weight) or (assign and _carried(group[""]) is not None)
 
 
 def _lacking(layer: Linear4bit, group: Tensors) -> set[str]:
     """What ``group`` lacks, if all that is in it is what ``layer`` has: to load it changes nothing. Else empty."""
-    state = quant_states.of(layer.weight)
+    state = quant_states.get_quant_state(layer.weight)
     if state is None or not quant_states.is_packed(layer.weight):
         return set()
     own = {"": layer.weight, **state.as_dict(packed=True)}
-    same = all(key in own and own[key].shape == new.shape and are_own(new, own[key]) for key, new in group.items())
+    same = all(
+        key in own and own[key].shape == new.shape and is_own_packed_weight(new, own[key]) for key, new in group.items()
+    )
     return own.keys() - group.keys() if same else set()
 
 
@@ -140,9 +142,9 @@ def _keep_statistics(layer: Linear4bit, old: Params4bit) -> None:
         return
     state = _carried(layer.weight)
     if state is None:
-        layer.weight = like(old, layer.weight.data)
+        layer.weight = make_like(old, layer.weight.data)
     else:
-        quant_states.give(state, layer)
+        quant_states.set_quant_state(state, layer)
 
 
 def _with_what_it_carries(group: Tensors) -> Tensors:
@@ -156,28 +158,30 @@ def _with_what_it_carries(group: Tensors) -> Tensors:
 def _carried(codes: torch.Tensor) -> QuantState | None:
     from bitsandbytes.nn import Params4bit
 
-    return quant_states.of(codes) if isinstance(codes, Params4bit) and quant_states.is_packed(codes) else None
+    return (
+        quant_states.get_quant_state(codes) if isinstance(codes, Params4bit) and quant_states.is_packed(codes) else None
+    )
 
 
 def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
     """Make ``codes`` and ``state`` those of the layer, on the parameter object that it has."""
     weight = layer.weight
     if weight.device.type == "meta":  # a parameter cannot leave it
-        weight = layer.weight = like(weight, codes)
+        weight = layer.weight = make_like(weight, codes)
     weight.requires_grad = False
     weight.data = codes
-    quant_states.give(state, weight, layer)
+    quant_states.set_quant_state(state, weight, layer)
     weight.blocksize = state.blocksize
     weight.compress_statistics = state.nested
     weight.quant_type = state.quant_type
     weight.quant_storage = layer.quant_storage = codes.dtype
-    quant_states.mark(weight)
-    partial_loads.forget(layer)
+    quant_states.mark_quantized(weight)
+    partial_loads.forget_parts(layer)
 
 
 def _statistics(weight: Params4bit) -> Tensors:
     """What is saved of the quantization state of ``weight``: nothing if a program has dequantized it in place."""
-    state = quant_states.of(weight)
+    state = quant_states.get_quant_state(weight)
     return {} if state is None or dequantized_in_place.holds_floats(weight) else state.as_dict(packed=True)
 
 
@@ -214,7 +218,7 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",
             find="assert module.weight.shape[1] == 1",
             replace="_patches_refuse_parts(module)\nassert module.weight.shape[1] == 1",
-            names={"_patches_refuse_parts": partial_loads.refuse},
+            names={"_patches_refuse_parts": partial_loads.refuse_missing_parts},
         ),
     ),
     defect=defect,

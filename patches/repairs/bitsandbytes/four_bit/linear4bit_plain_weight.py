@@ -43,7 +43,7 @@ def plain_linear(layer: Linear4bit, x: Tensor) -> Tensor:
     """``layer(x)`` as ``nn.Linear`` computes it, in the dtype of ``x``."""
     import torch
 
-    meta_weights.refuse(x, layer.weight, torch._C.DisableTorchFunctionSubclass)
+    meta_weights.refuse_meta_weight(x, layer.weight, torch._C.DisableTorchFunctionSubclass)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     return torch.nn.functional.linear(x, layer.weight.to(x.dtype), bias)
 
@@ -93,11 +93,12 @@ PATCH = Patch(
             names={
                 "_patches_was_never_quantized": dequantized_in_place.was_never_quantized,
                 "_patches_plain_linear": plain_linear,
-                "_patches_refuse_foreign": foreign_weights.refuse,
+                "_patches_refuse_foreign": foreign_weights.refuse_foreign_weight,
             },
         ),
         SetAttribute(
-            "bitsandbytes.nn.modules:Linear4bit.__setattr__", make=make_setattr("Linear4bit", foreign_weights.replaced)
+            "bitsandbytes.nn.modules:Linear4bit.__setattr__",
+            make=make_setattr("Linear4bit", foreign_weights.record_replaced_weight),
         ),
     ),
     defect=defect,

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 from ....distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS
 from ....engine import CannotShow, Finding, Patch, SetAttribute
 from ....quantized.four_bit import foreign_weights, quant_states
-from ....quantized.four_bit.quant_state_dict import bytes_of_codes, read
+from ....quantized.four_bit.quant_state_dict import bytes_of_packed_weight, read_quantized_weight
 from ....quantized.four_bit.quant_state_names import NESTED, OWN, packed_key
-from ....quantized.own_packed_weights import are_own
+from ....quantized.own_packed_weights import is_own_packed_weight
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,8 @@ def saving(original: Callable[..., None]) -> Callable[..., None]:
     """``Linear4bit._save_to_state_dict`` that also finds the state of a sharded weight."""
 
     def _save_to_state_dict(self: Linear4bit, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        state = quant_states.of(self)
-        foreign_weights.refuse(self)
+        state = quant_states.get_quant_state(self)
+        foreign_weights.refuse_foreign_weight(self)
         if state is not None and _is_sharded(self):
             _lend(state, self.weight)
             original(self, destination, prefix, keep_vars)
@@ -88,14 +88,14 @@ def loading(original: Callable[..., None] | None) -> Callable[..., None]:
         known = len(error_msgs)
         load({k: v for k, v in state_dict.items() if not k.startswith(weight + ".")}, prefix, *rest)
         if len(error_msgs) == known:
-            quant_states.give(state, self)
+            quant_states.set_quant_state(state, self)
 
     return _load_from_state_dict
 
 
 def _is_sharded(layer: Linear4bit) -> bool:
     """Whether FSDP2 has taken the weight of a quantized layer and left its state behind on the layer."""
-    return quant_states.of(layer) is not None and _is_sharded_tensor(layer.weight)
+    return quant_states.get_quant_state(layer) is not None and _is_sharded_tensor(layer.weight)
 
 
 def _is_sharded_tensor(tensor: Any) -> bool:
@@ -105,7 +105,7 @@ def _is_sharded_tensor(tensor: Any) -> bool:
 
 def _lend(state: QuantState, weight: Any) -> None:
     """Make the names of the state dict attributes of ``weight``."""
-    quant_states.give(state, weight)
+    quant_states.set_quant_state(state, weight)
     for names, source in ((OWN, state), (NESTED, state.state2)):
         for name, attribute in names.items():
             setattr(weight, name, getattr(source, attribute, None))
@@ -115,7 +115,7 @@ def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.T
     """The state that ``codes`` are to be read with. Raises ``ValueError`` if it cannot be known."""
     import torch
 
-    own = quant_states.of(layer)
+    own = quant_states.get_quant_state(layer)
     if saved:
         if not any(key.startswith("quant_state.") for key in saved):
             raise ValueError("the state dict lacks 'weight.quant_state.bitsandbytes__...'")
@@ -123,9 +123,11 @@ def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.T
             raise ValueError(
                 f"its packed weights have dtype {codes.dtype}, the layer's quant_storage is {layer.weight.dtype}"
             )
-        stand_in = torch.empty(1, dtype=torch.uint8).expand(bytes_of_codes(layer))  # the codes are loaded by torch
-        return read(layer, {"": stand_in, **saved}, assign=False)[1]
-    if own is None or not are_own(codes, layer.weight):
+        stand_in = torch.empty(1, dtype=torch.uint8).expand(
+            bytes_of_packed_weight(layer)
+        )  # the codes are loaded by torch
+        return read_quantized_weight(layer, {"": stand_in, **saved}, assign=False)[1]
+    if own is None or not is_own_packed_weight(codes, layer.weight):
         raise ValueError(
             "the state dict has packed weights without their quantization state ('weight.absmax' ...), and they differ from "
             "the packed weights of this layer. A sharded model was saved without bnb-patches: load it into a model that was "

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
 _ID = "bitsandbytes-matmul4bit-saved-tensors"
-_ELSEWHERE = saved_for_backward.Elsewhere(_ID)
+_ELSEWHERE = saved_for_backward.SavedElsewhere(_ID)
 
 
 class _Kept(NamedTuple):
@@ -89,7 +89,7 @@ def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
 def save(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
     """Save it with autograd, where hooks see it, but for what was made in inference mode."""
     operands = _operands(weight, state)
-    if saved_for_backward.savable(*operands):
+    if saved_for_backward.is_savable(*operands):
         ctx.save_for_backward(*operands)
         ctx.tensors, ctx._patches_noted = _ELSEWHERE, None
     else:
@@ -134,7 +134,7 @@ def _recall_others(ctx: Any, noted: tuple[Any, ...] | None) -> Any:
     else:
         operands, versions = noted[: len(noted) // 2], noted[len(noted) // 2 :]
         if None not in versions and versions != saved_for_backward.versions_of(operands):
-            saved_for_backward.refuse(operands, versions)
+            saved_for_backward.raise_version_error(operands, versions)
     return _Kept((None, operands[0]), _state(operands, ctx.state))
 
 
@@ -176,7 +176,7 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:Linear4bit.forward",
             "inp_dtype = x.dtype",
             "inp_dtype = x.dtype\nif '_hf_hook' in self.__dict__:\n    _patches_notice(self)",
-            names={"_patches_notice": saved_for_backward.notice},
+            names={"_patches_notice": saved_for_backward.record_onloaded_weight},
         ),
         Rewrite(
             f"{_FUNCTION}.forward",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
 from ....quantized.four_bit import quant_states
-from ....quantized.four_bit.quant_state_dict import Quantized, read_for, refuse_cast
+from ....quantized.four_bit.quant_state_dict import QuantizedWeight, read_for_weight, refuse_cast
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +63,12 @@ def load(
     original = f"{prefix}parametrizations.{parameter}.original"
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     try:
-        state = _read(parameter, quant_states.of(parametrization), held, {"": codes, **saved}, assign)
+        state = _read(parameter, quant_states.get_quant_state(parametrization), held, {"": codes, **saved}, assign)
     except ValueError as error:
         error_msgs.append(f"The 4-bit parameter {key!r} was not loaded and not changed: {error}")
         state_dict[original] = held.detach()
     else:
-        quant_states.give(state, parametrization)
+        quant_states.set_quant_state(state, parametrization)
         state_dict[original] = codes
 
 
@@ -96,11 +96,11 @@ def _read(parameter: str, old: Any, held: torch.Tensor, group: dict[str, torch.T
     if (codes.shape, codes.dtype) != (held.shape, held.dtype):
         found, expected = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (codes, held))
         raise ValueError(f"its packed weights are {found}, expected {expected}")
-    weight = Quantized(parameter, tuple(old.shape), old.quant_type, held.device)
+    weight = QuantizedWeight(parameter, tuple(old.shape), old.quant_type, held.device)
     refuse_cast(repr(parameter), codes)
     # torch loads the codes themselves, sharded ones as well; here their number and device are enough.
     stand_in = torch.empty(1, dtype=torch.uint8, device=codes.device).expand(weight.nbytes)
-    _, state = read_for(weight, {**group, "": stand_in}, assign)
+    _, state = read_for_weight(weight, {**group, "": stand_in}, assign)
     state.dtype = old.dtype
     return state
 

@@ -35,7 +35,7 @@ def proxy(name: str, attribute: str, nested: bool) -> property:
     def get(self: Any) -> Any:
         if name in self.__dict__:
             return self.__dict__[name]
-        state: Any = quant_states.of(self)
+        state: Any = quant_states.get_quant_state(self)
         if state is not None and nested:
             state = state.state2
         if state is None:

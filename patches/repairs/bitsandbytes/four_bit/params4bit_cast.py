@@ -43,8 +43,8 @@ def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
 
 def damage() -> tuple[str, ...]:
     """Weights whose bits were cast before the patch was applied: in another dtype than they were packed in."""
-    weights = live_objects.lasting(_cast_weights)  # a weight and its layer refer to each other
-    states = map(quant_states.of, weights)
+    weights = live_objects.without_garbage(_cast_weights)  # a weight and its layer refer to each other
+    states = map(quant_states.get_quant_state, weights)
     return tuple(
         f"a 4-bit weight of shape {tuple(state.shape)} was packed as {weight.quant_storage} "
         f"and cast to {weight.dtype}, which destroyed its values: load the model again"
@@ -55,7 +55,7 @@ def damage() -> tuple[str, ...]:
 
 def _cast_weights() -> list[Params4bit]:
     """Quantized weights of layers (not the casts that a user made of one) in another dtype than they were packed in."""
-    states = [(w, quant_states.of(w)) for w in _weights() if quant_states.is_marked(w)]
+    states = [(w, quant_states.get_quant_state(w)) for w in _weights() if quant_states.is_marked(w)]
     # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
     plain = [w for w, state in states if state is not None and not quant_states.is_for_cpu_kernel(state)]
     return [w for w in plain if w.dtype != w.quant_storage]
@@ -64,7 +64,7 @@ def _cast_weights() -> list[Params4bit]:
 def _weights() -> Iterator[Any]:
     from bitsandbytes.nn import Embedding4bit, Linear4bit
 
-    layers = [layer for kind in (Linear4bit, Embedding4bit) for layer in live_objects.instances(kind)]
+    layers = [layer for kind in (Linear4bit, Embedding4bit) for layer in live_objects.find_instances(kind)]
     held = (vars(layer).get("_parameters", {}).get("weight") for layer in layers)
     return iter({id(weight): weight for weight in held if weight is not None}.values())
 

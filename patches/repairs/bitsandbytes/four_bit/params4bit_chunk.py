@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
 from ....quantized.four_bit import quant_states
-from ....quantized.weights.parameter_copies import like, make_cut
+from ....quantized.weights.parameter_copies import make_cut, make_like
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -61,7 +61,7 @@ def _pieces(whole: Params4bit, parts: tuple[Tensor, ...], dim: int = 0) -> tuple
     if whole.requires_grad and torch.is_grad_enabled():
         return parts
     if not quant_states.is_marked(whole):
-        return tuple(like(whole, part, module=None) for part in parts)
+        return tuple(make_like(whole, part, module=None) for part in parts)
     if not _is_column_of_codes(whole):
         return parts
     made, stop = [], 0
@@ -74,7 +74,7 @@ def _pieces(whole: Params4bit, parts: tuple[Tensor, ...], dim: int = 0) -> tuple
 
 def _is_column_of_codes(weight: Params4bit) -> bool:
     """Whether ``weight`` is packed as bitsandbytes saves it, and its statistics are where it is."""
-    state = quant_states.of(weight)
+    state = quant_states.get_quant_state(weight)
     if state is None or state.shape is None or quant_states.is_for_cpu_kernel(state):
         return False
     whole = weight.dim() == 2 and weight.shape[1] == 1 and weight.nbytes == -(-prod(state.shape) // 2) > 0
@@ -85,7 +85,7 @@ def _state_of(whole: Params4bit, start: int, stop: int) -> QuantState | None:
     """The state of the entries from ``start`` to ``stop`` of the column; None if they are no whole blocks."""
     import torch
 
-    state: Any = quant_states.of(whole)
+    state: Any = quant_states.get_quant_state(whole)
     size, values = prod(state.shape), 2 * whole.element_size()
     first, last = start * values, min(stop * values, size)
     # One entry alone looks like a transposed column to dequantize_4bit.
@@ -114,7 +114,7 @@ def _cut(state: QuantState, first: int, last: int) -> None:
 
 
 def _piece(whole: Params4bit, codes: Tensor, state: QuantState) -> Params4bit:
-    return like(whole, codes, quant_state=state, compress_statistics=state.nested, module=None)
+    return make_like(whole, codes, quant_state=state, compress_statistics=state.nested, module=None)
 
 
 def defect() -> Finding:

@@ -40,7 +40,7 @@ def _moves_with(device: torch.device | None, state: QuantState) -> bool:
 
 def _holds_codes(weight: Params4bit) -> bool:
     """Whether ``weight`` need not be quantized any more. Raises if it holds what it cannot be."""
-    state, quantized = quant_states.of(weight), quant_states.is_marked(weight)
+    state, quantized = quant_states.get_quant_state(weight), quant_states.is_marked(weight)
     if not quantized or state is None or state.shape is None:
         return quantized
     size = quant_states.packed_bytes(state.shape)
@@ -61,7 +61,7 @@ def damage() -> tuple[str, ...]:
     """Weights whose statistics went to meta before the patch was applied."""
     from bitsandbytes.nn import Params4bit
 
-    states = map(quant_states.of, live_objects.instances(Params4bit))
+    states = map(quant_states.get_quant_state, live_objects.find_instances(Params4bit))
     lost = {id(state): state for state in states if state is not None and state.absmax.is_meta}
     return tuple(
         f"the quantization state of a 4-bit weight of shape {tuple(state.shape)} is on the meta device and lost: "

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
 from ....quantized.four_bit import quant_states
-from ....quantized.weights.parameter_copies import is_read_by_default, make_setstate, with_class
+from ....quantized.weights.parameter_copies import is_read_by_default, make_setstate, reduce_with_class
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
@@ -31,8 +31,8 @@ def _make_reduce_ex(original: None) -> Callable[[Params4bit, int], tuple[Any, ..
 
     def __reduce_ex__(self: Params4bit, protocol: int) -> tuple[Any, ...]:
         reduced = super(Params4bit, self).__reduce_ex__(protocol)
-        plain = quant_states.of(self) is None and self.module is None
-        return reduced if plain and is_read_by_default(protocol) else with_class(reduced, self)
+        plain = quant_states.get_quant_state(self) is None and self.module is None
+        return reduced if plain and is_read_by_default(protocol) else reduce_with_class(reduced, self)
 
     return __reduce_ex__
 

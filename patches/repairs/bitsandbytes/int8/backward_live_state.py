@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ID = "bitsandbytes-int8-backward-live-state"
-_ELSEWHERE: Any = saved_for_backward.Elsewhere(_ID)
+_ELSEWHERE: Any = saved_for_backward.SavedElsewhere(_ID)
 
 
 class _Weight(NamedTuple):
@@ -72,7 +72,7 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
         return
     ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, _NO_TENSORS, _NO_TENSOR_STATES, None
     if needs[0]:
-        CB, SCB = row_scales.of_product(state)
+        CB, SCB = row_scales.pair_of_product(state)
         try:
             ctx._patches_noted = CB, SCB, B, CB._version, SCB._version, B._version
         except RuntimeError:  # made in inference mode: there torch does not count
@@ -84,10 +84,10 @@ def _save(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
 
     A trace always does: it keeps nothing by reference.
     """
-    CB, SCB = row_scales.of_product(state) if ctx.needs_input_grad[0] else (None, None)
+    CB, SCB = row_scales.pair_of_product(state) if ctx.needs_input_grad[0] else (None, None)
     if not ctx.needs_input_grad[1]:
         CAt = subA = SCAt = idx = A = None
-    if saved_for_backward.savable(CB, SCB, CAt, subA, SCAt, idx, A):
+    if saved_for_backward.is_savable(CB, SCB, CAt, subA, SCAt, idx, A):
         ctx.save_for_backward(_codes(B, CB), SCB, CAt, subA, SCAt, idx, A)
         ctx.state = ctx.tensors = ctx.tensor_states = ctx.A = _ELSEWHERE
         ctx.threshold, ctx._patches_noted = state.threshold, None
@@ -116,12 +116,12 @@ def _recall(ctx: Any) -> Any:
         return ctx if noted == () else _saved(ctx)  # () of a forward without the patch
     CB, SCB, B, version, scales_version, weight_version = noted
     if version is not None and (CB._version != version or SCB._version != scales_version):
-        saved_for_backward.refuse((CB, SCB), (version, scales_version))
+        saved_for_backward.raise_version_error((CB, SCB), (version, scales_version))
     # Written to through the weight, if that is the same memory by now.
     if version is not None and B._version != weight_version and B.data_ptr() == CB.data_ptr():
-        saved_for_backward.refuse((B,), (weight_version,))
+        saved_for_backward.raise_version_error((B,), (weight_version,))
     state = ctx.state
-    now = row_scales.of_product(state)
+    now = row_scales.pair_of_product(state)
     if now[0] is CB and now[1] is SCB:
         return ctx
     return _Kept(_Weight(CB, SCB, state.threshold))

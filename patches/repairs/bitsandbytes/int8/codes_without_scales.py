@@ -24,7 +24,7 @@ from ....process import call_stack
 from ....process.tensor_bits import have_same_bits
 from ....quantized.int8 import row_scales, scale_ownership
 from ....quantized.int8.weight_moves import SCALE_OR_ERROR
-from ....quantized.own_packed_weights import are_own
+from ....quantized.own_packed_weights import is_own_packed_weight
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear8bitLt
@@ -47,7 +47,7 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
                 known = vars(layer.state).pop(_SCALES_CAME, False)
                 load(state_dict, prefix, local_metadata, strict, *lists)
                 if not known:
-                    scale_ownership.own_codes_and(None, layer)
+                    scale_ownership.own_packed_weight_and(None, layer)
                     setattr(layer.state, _CODES_CAME, True)
                 return
             lists[-1].append(
@@ -94,10 +94,10 @@ def _make_place(layer: Linear8bitLt, scales: Tensor, alone: bool) -> None:
 
     kept = vars(layer.state)
     kept.pop(_SCALES_CAME, None)
-    if kept.pop(_CODES_CAME, False) and row_scales.known(layer) is None:
+    if kept.pop(_CODES_CAME, False) and row_scales.known_scales(layer) is None:
         empty = torch.empty(layer.weight.shape[0], device=layer.weight.device, dtype=torch.float32)
-        scale_ownership.own_codes_and(empty, layer)
-    elif alone and (own := row_scales.known(layer)) is not None and not have_same_bits(own, scales.to(own)):
+        scale_ownership.own_packed_weight_and(empty, layer)
+    elif alone and (own := row_scales.known_scales(layer)) is not None and not have_same_bits(own, scales.to(own)):
         setattr(layer.state, _SCALES_CAME, True)
 
 
@@ -108,10 +108,12 @@ def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> 
 
     if weight.dtype != torch.int8 or layer.state.has_fp16_weights:
         return True
-    if layer.weight.dtype == torch.int8 and are_own(weight, layer.weight):
+    if layer.weight.dtype == torch.int8 and is_own_packed_weight(weight, layer.weight):
         return True
     assign = local_metadata.get("assign_to_params_buffers", False)
-    carries = isinstance(weight, Int8Params) and row_scales.is_unsettled(weight) and row_scales.of(weight) is not None
+    carries = (
+        isinstance(weight, Int8Params) and row_scales.is_unsettled(weight) and row_scales.get_scales(weight) is not None
+    )
     return bool(assign and carries)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
 from ....quantized.int8 import row_scales
-from ...reproducers.graphs import in_pieces
+from ...reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +38,9 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     # The weight first: with `int8-requantized-codes` it shows the scales of the state, so that an eager forward in
     # between, which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
     # operation that the graph holds too, where torch.export would make a constant of what it read.
-    scale = row_scales.of(weight)
+    scale = row_scales.get_scales(weight)
     if scale is None:
-        codes, scale = row_scales.of_product(settled)
+        codes, scale = row_scales.pair_of_product(settled)
     else:
         codes = weight.detach()
     if codes is None or scale is None or codes.device != x.device or scale.device != x.device:
@@ -57,7 +57,7 @@ def defect() -> Finding:
 
     torch.manual_seed(0)
     layer = bnb.nn.Linear8bitLt(16, 16, bias=False, has_fp16_weights=False).to("cpu")
-    return in_pieces(lambda x: checkpoint(layer, x.sin(), use_reentrant=False), torch.randn(2, 16))
+    return show_graphs(lambda x: checkpoint(layer, x.sin(), use_reentrant=False), torch.randn(2, 16))
 
 
 PATCH = Patch(

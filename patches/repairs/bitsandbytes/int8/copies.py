@@ -27,8 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
 from ....quantized.int8 import row_scales
-from ....quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
-from ....quantized.weights.parameter_copies import is_read_by_default, like, make_cut, make_setstate, with_class
+from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
+from ....quantized.weights.parameter_copies import (
+    is_read_by_default,
+    make_cut,
+    make_like,
+    make_setstate,
+    reduce_with_class,
+)
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Int8Params
@@ -40,7 +46,11 @@ def _make_reduce_ex(original: None) -> Callable[[Int8Params, int], tuple[Any, ..
 
     def __reduce_ex__(self: Int8Params, protocol: int) -> tuple[Any, ...]:
         reduced = super(Int8Params, self).__reduce_ex__(protocol)
-        return reduced if is_read_by_default(protocol) else with_class(reduced, self, SCB=row_scales.of(self))
+        return (
+            reduced
+            if is_read_by_default(protocol)
+            else reduce_with_class(reduced, self, SCB=row_scales.get_scales(self))
+        )
 
     return __reduce_ex__
 
@@ -49,7 +59,9 @@ def _make_copy(original: None) -> Callable[[Int8Params], Int8Params]:
     from bitsandbytes.nn.modules import Int8Params
 
     def __copy__(self: Int8Params) -> Int8Params:
-        rebuild, arguments, *_ = with_class(super(Int8Params, self).__reduce_ex__(4), self, SCB=row_scales.of(self))
+        rebuild, arguments, *_ = reduce_with_class(
+            super(Int8Params, self).__reduce_ex__(4), self, SCB=row_scales.get_scales(self)
+        )
         return rebuild(*arguments)
 
     return __copy__
@@ -59,12 +71,12 @@ def _pieces(whole: Int8Params, parts: tuple[Tensor, ...], dim: int) -> tuple[Ten
     """``parts``, what torch made of ``whole``, with the scales of their rows."""
     import torch
 
-    scale = row_scales.of(whole)
+    scale = row_scales.get_scales(whole)
     if scale is None or whole.dtype != torch.int8 or dim not in (0, -whole.dim()):
         return parts
     scales: tuple[Tensor, ...] = scale.split([len(part) for part in parts])
     marked = row_scales.is_unsettled(whole)
-    return tuple(like(whole, part, CB=part if marked else None, SCB=scale) for part, scale in zip(parts, scales))
+    return tuple(make_like(whole, part, CB=part if marked else None, SCB=scale) for part, scale in zip(parts, scales))
 
 
 def defect() -> Finding:
@@ -121,7 +133,7 @@ PATCH = Patch(
             )
             for layer in ("Linear8bitLt", "Embedding8bit")
         ),
-        *KEEP_CODES_BEFORE_048,  # what comes back is moved
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # what comes back is moved
     ),
     defect=defect,
 )

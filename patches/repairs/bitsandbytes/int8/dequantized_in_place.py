@@ -51,7 +51,7 @@ PATCH = Patch(
                     return plain.to(*args, **kwargs)
                 device, dtype, non_blocking, {rest} = torch._C._nn._parse_to(*args, **kwargs)
             """,
-            names={"_patches_plain": dequantized_in_place.plain},
+            names={"_patches_plain": dequantized_in_place.to_plain_parameter},
             when=when,
         )
         for rest, when in (("convert_to_format", "bitsandbytes<0.49"), ("_", "bitsandbytes>=0.49"))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
 from ....quantized.int8 import row_scales, scale_ownership
-from ....quantized.int8.weight_moves import KEEP_CODES_BEFORE_048
+from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +35,11 @@ def _scale_to_fill(layer: Any) -> Tensor | None:
     if weight.dtype == torch.int8 and assigned:  # the DTensor of FSDP2 is no such thing, and stays
         empty = torch.empty(weight.shape[0], device=weight.device, dtype=torch.float32)  # whatever the default is
         layer.weight = Int8Params(weight.data, False, False, weight.data, empty)
-        scale_ownership.start_over(layer)
+        scale_ownership.clear_state(layer)
     if layer.weight.dtype != torch.int8:
         return None  # a new weight: what the state has is of another one
-    scale_ownership.loaded(layer)
-    return row_scales.saved(layer)
+    scale_ownership.on_state_dict_loaded(layer)
+    return row_scales.scales_to_save(layer)
 
 
 def defect() -> Finding:
@@ -76,7 +76,7 @@ PATCH = Patch(
         Rewrite(_TARGET, "self.weight.SCB", _CALL, count=3, names=_NAMES, when="bitsandbytes<0.50"),
         Rewrite(_TARGET, 'getattr(self.weight, "SCB", None)', _CALL, names=_NAMES, when="bitsandbytes>=0.50"),
         Rewrite(_TARGET, "self.weight.SCB", _CALL, when="bitsandbytes>=0.50"),
-        *KEEP_CODES_BEFORE_048,  # what was assigned is moved
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # what was assigned is moved
     ),
     defect=defect,
 )

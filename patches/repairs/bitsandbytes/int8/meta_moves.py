@@ -31,7 +31,7 @@ def _settle(layer: Any, old: dict[str, Any], address: int) -> None:
 
     before, weight = old.get("weight"), layer._parameters.get("weight")
     if isinstance(before, Int8Params) and row_scales.is_int8(before) and row_scales.is_int8(weight):
-        weight_moves.follow(layer, weight, address)
+        weight_moves.follow_move(layer, weight, address)
 
 
 def defect() -> Finding:
@@ -69,7 +69,7 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state",
             "self.weight.CB = None",
             "_patches_bring(self)\nself.weight.CB = None",
-            names={"_patches_bring": weight_moves.bring},
+            names={"_patches_bring": weight_moves.follow_data},
         ),
         meta_weights.INT8,
     ),

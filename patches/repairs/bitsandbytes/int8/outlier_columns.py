@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ....engine import Finding, Patch, Rewrite
 from ....process import tracing
 from ....quantized.int8 import row_scales
-from ...reproducers.graphs import in_pieces
+from ...reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -51,11 +51,11 @@ def traced_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any)
 def _operator(A: torch.Tensor, bias: Any, state: Any) -> torch.Tensor:
     from ....operators import int8_linear
 
-    return int8_linear.OPERATOR(A, *row_scales.of_product(state), bias, float(state.threshold))
+    return int8_linear.OPERATOR(A, *row_scales.pair_of_product(state), bias, float(state.threshold))
 
 
 def _fits(A: torch.Tensor, state: Any) -> bool:
-    codes, scale = row_scales.of_product(state)
+    codes, scale = row_scales.pair_of_product(state)
     if state.has_fp16_weights or codes is None or scale is None:
         return False
     return state.threshold > 0.0 and A.dim() in (2, 3)
@@ -71,7 +71,7 @@ def defect() -> Finding:
     x[:, 3] *= 20
     layer(x)  # so that what is left is the columns, not the state that the first call settles
     # Not fullgraph=True: that alone turns capture_dynamic_output_shape_ops on in newer torch.
-    return in_pieces(layer, x)
+    return show_graphs(layer, x)
 
 
 _TARGET = "bitsandbytes.autograd._functions:matmul"

@@ -32,19 +32,19 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     import torch
 
     weight, bias = layer.weight, layer.bias
-    meta_weights.refuse(x, weight, torch._C.DisableTorchFunctionSubclass)
+    meta_weights.refuse_meta_weight(x, weight, torch._C.DisableTorchFunctionSubclass)
     if bias is not None:
         bias = bias.to(x.dtype)
     if weight.is_floating_point() and not layer.state.has_fp16_weights:
-        plain_weights.refuse_codes(layer, weight)
+        plain_weights.refuse_packed_values(layer, weight)
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-    own = () if weight.is_floating_point() else (weight.detach(), plain_weights.scale(layer, weight))
+    own = () if weight.is_floating_point() else (weight.detach(), plain_weights.find_scale_of_plain(layer, weight))
     product: Tensor = bnb.matmul(x, weight, bias=bias, state=row_scales.make_state(layer, *own))
     return product
 
 
 def _note(layer: Any, old: dict[str, Any], address: int) -> None:
-    plain_weights.note(layer)
+    plain_weights.record_quantized_to(layer)
 
 
 def defect() -> Finding:
@@ -94,7 +94,7 @@ PATCH = Patch(
             names={"_patches_plain_forward": _plain_forward},
         ),
         scale_ownership.SCALES_OF_THE_LAYER,
-        SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr("Linear8bitLt", plain_weights.replaced)),
+        SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr("Linear8bitLt", plain_weights.keep_replaced_weight)),
         SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_note)),
     ),
     defect=defect,

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from ....engine import CannotShow, Finding, Patch
 from ....quantized.int8 import row_scales
-from ....quantized.int8.weight_moves import KEEP_CODES
+from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT
 
 
 def _damage() -> tuple[str, ...]:
     """Layers whose codes were quantized a second time: every scale is 127 exactly."""
     found = []
-    for layer in row_scales.layers():
-        _, scale = row_scales.of_product(layer.state)
+    for layer in row_scales.live_layers():
+        _, scale = row_scales.pair_of_product(layer.state)
         if not layer.state.has_fp16_weights and not row_scales.is_lost(scale) and bool((scale == 127).all()):
             found.append(
                 f"{row_scales.name_of(layer)}: its packed INT8 weights were quantized a second time; load weight and SCB again"
@@ -64,7 +64,7 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     seen_on=("2.8", "2.13", "2.14", "2.15"),
-    edits=KEEP_CODES,
+    edits=KEEP_PACKED_WEIGHT,
     defect=defect,
     damage=_damage,
 )

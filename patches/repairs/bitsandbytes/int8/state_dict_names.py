@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _scale(layer: Any) -> Tensor:
     """The row scales as ``state_dict`` saves them; absent for a layer that is not quantized."""
-    scale = row_scales.saved(layer)
+    scale = row_scales.scales_to_save(layer)
     if scale is None:
         raise AttributeError(f"{type(layer).__name__!r} object has no attribute 'SCB': it is not quantized")
     return scale

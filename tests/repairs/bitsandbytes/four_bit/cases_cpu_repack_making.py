@@ -39,8 +39,8 @@ def test_few_rows_are_packed_and_many_are_not(bias, nested, made):
 
 def test_large_weights_may_have_more_rows():
     rows = torch.empty(packed_copies._FEW_FOR_LARGE, 4096)
-    assert packed_copies.few_rows(rows, (4096, 4096)) and not packed_copies.few_rows(rows, (4095, 4096))
-    assert not packed_copies.few_rows(rows.new_empty(len(rows) + 1, 4096), (4096, 4096))
+    assert packed_copies.has_few_rows(rows, (4096, 4096)) and not packed_copies.has_few_rows(rows, (4095, 4096))
+    assert not packed_copies.has_few_rows(rows.new_empty(len(rows) + 1, 4096), (4096, 4096))
 
 
 def test_what_a_copy_holds():
@@ -77,7 +77,7 @@ def test_a_run_that_trains_in_between(shape, made):
 
 def test_training_asks_nothing_of_weights_on_other_devices(monkeypatch):
     layer, asked = make().train(), []
-    monkeypatch.setattr(packed_copies, "release", asked.append)
+    monkeypatch.setattr(packed_copies, "free_packed_copy", asked.append)
     canonical_state(layer, torch.compiler.is_compiling)
     assert len(asked) == 1
     layer.weight.quant_state.to("meta")

@@ -68,7 +68,7 @@ def test_every_block_gets_its_own_scale(dtype, kind, blocksize, nested):
     wrong = 0
     for shape, each, before, after in zip(MISREAD + HEALTHY, quantized, unpatched, patched):
         assert after.shape == before.shape and after.is_contiguous() and after.dtype is dtype
-        if block_scales.misread(shape, blocksize):
+        if block_scales.is_misread(shape, blocksize):
             assert torch.equal(after, true(*each))
             wrong += not torch.equal(before, after)
         else:

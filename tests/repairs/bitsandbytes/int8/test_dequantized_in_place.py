@@ -83,7 +83,7 @@ def test_new_weights_for_layers_that_have_not_run_need_no_walk_over_all_objects(
         layers = torch.nn.Sequential(*(quantized(False)[0] for _ in range(3)))
         for layer in layers:
             layer.weight.data = torch.randn(48, 64)
-        monkeypatch.setattr(live_objects, "holders", lambda *_, **__: pytest.fail("walked over all objects"))
+        monkeypatch.setattr(live_objects, "find_holders", lambda *_, **__: pytest.fail("walked over all objects"))
         layers.to("cpu")
         assert {layer.weight.dtype for layer in layers} == {torch.int8}
 
@@ -91,7 +91,7 @@ def test_new_weights_for_layers_that_have_not_run_need_no_walk_over_all_objects(
 def test_new_weights_for_modules_of_a_user_need_no_walk_over_all_objects(monkeypatch):
     modules = torch.nn.ModuleList([ReadsCodes(torch.randn(48, 64)) for _ in range(3)]).to("cpu")
     with patches.applied(ID):
-        monkeypatch.setattr(live_objects, "holders", lambda *_, **__: pytest.fail("walked over all objects"))
+        monkeypatch.setattr(live_objects, "find_holders", lambda *_, **__: pytest.fail("walked over all objects"))
         for module in modules:
             module.weight.data = torch.randn(48, 64)
         assert all(module.weight.dtype == torch.int8 for module in modules.to("cpu"))

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import patches
 from patches.engine.gate import satisfied
-from patches.repairs.reproducers.graphs import pieces
+from patches.repairs.reproducers.graphs import count_graphs
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -70,7 +70,7 @@ def test_one_graph_of_the_same_bits(as_on_a_gpu, device, dtype, bias, outliers):
     assert (layer.state.idx.numel() > 0) is outliers
     with patches.applied(ID):
         assert all(map(torch.equal, step(layer, layer, x), expected)), "eager changed"
-        assert pieces(layer, x) == 1
+        assert count_graphs(layer, x) == 1
         # Inductor sums a bias gradient in float32 before it rounds, quantized or not.
         for backend in ("aot_eager",) if bias or dtype is torch.float16 else ("aot_eager", "inductor"):
             torch.compiler.reset()
@@ -83,9 +83,9 @@ def test_eval_takes_the_operator_on_every_device(device):
     layer, x = layer_of(torch.bfloat16, True, device).eval(), input_of(torch.bfloat16, device)
     with torch.no_grad():
         expected = layer(x)
-        assert pieces(layer, x) > 1
+        assert count_graphs(layer, x) > 1
         with patches.applied(ID):
-            assert pieces(layer, x) == 1
+            assert count_graphs(layer, x) == 1
             compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
             assert torch.equal(compiled(x), expected)
             # Other data has other outlier columns, or none, in the same graph.
