@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from . import second_name, symptoms
 from .engine import gate, imports
-from .engine.patch import unknown
+from .engine.ids import unknown
 from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Result, Status
 
@@ -41,13 +41,21 @@ class Settings:
     """``PATCHES_DISABLE``: ids and groups (as ``python -m patches list`` shows them), by commas, that are left alone."""
 
     @classmethod
-    def read(cls, known: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
+    def read(
+        cls,
+        known: Iterable[str],
+        environ: Mapping[str, str] | None = None,
+        find: Callable[[str], str | None] = lambda _: None,
+    ) -> Settings:
+        """Read the variables; ``find`` gives the present id for one that a patch had before."""
         environ = os.environ if environ is None else environ
         known = list(known)
         disabled = {name.strip() for name in environ.get("PATCHES_DISABLE", "").split(",")} - {""}
         for name in sorted(disabled - set(known)):
             if own := _group(name, known):
                 disabled |= own
+            elif present := find(name):
+                disabled.add(present)
             else:
                 _log(logging.WARNING, "PATCHES_DISABLE: %s", unknown(name, known, "patch or group"))
         return cls(
@@ -62,7 +70,7 @@ def start() -> None:
     """Apply every patch that fits, now or when its package is imported."""
     from .registry import REGISTRY
 
-    settings = Settings.read(REGISTRY.patches)
+    settings = Settings.read(REGISTRY.patches, find=REGISTRY.ids.find)
     if whose := second_name.describe_replaced_package():
         REGISTRY.note(whose)
         _log(logging.WARNING, "%s", whose)

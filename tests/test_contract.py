@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -40,8 +41,8 @@ def test_declared_well(patch: Patch):
     assert patch.summary and not patch.summary.endswith(".") and "\n" not in patch.summary
     assert all(link.startswith("https://") for link in patch.links)
     assert patch.edits and patch.seen_on and patch.tested_up_to
-    module = inspect.getmodule(patch.defect)
-    assert module is not None and module.PATCH is patch and inspect.getdoc(module)
+    module = sys.modules[patch.module]
+    assert module.PATCH is patch and inspect.getdoc(module)
     for edit in patch.edits:
         if isinstance(edit, Rewrite):
             check(edit)
@@ -51,7 +52,7 @@ def test_declared_well(patch: Patch):
 def test_ids_are_in_the_names_of_their_files():
     """Whoever reads an id in a log finds the file: package and file name, or package, folder and file name."""
     for patch in ALL:
-        package, *folder, file = inspect.getmodule(patch.defect).__name__.split(".")[2:]
+        package, *folder, file = patch.module.split(".")[2:]
         named = {"-".join(parts).replace("_", "-") for parts in ((package, file), (package, *folder, file))}
         assert patch.id in named, (patch.id, named)
 

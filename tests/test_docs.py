@@ -64,7 +64,7 @@ def test_a_page_has_the_summary_the_story_the_diff_of_this_release_and_the_repro
 
     with patches.applied(ID):
         report = patches.report().to_dict()
-    text = page.page(PATCH, KNOWN, FIGURES[ID], reports.seen(ID, [report]))
+    text = page.page(PATCH, KNOWN, FIGURES, reports.seen(ID, [report]))
     assert f"**C{PATCH.summary[1:]}.**" in text
     assert "Between two forwards accelerate keeps the weights of an offloaded layer on meta." in text
     assert f"### On bitsandbytes {gate.installed('bitsandbytes')}\n" in text and bitsandbytes.__version__ in text
@@ -74,7 +74,7 @@ def test_a_page_has_the_summary_the_story_the_diff_of_this_release_and_the_repro
 
 
 def test_without_the_packages_a_page_says_why_it_has_no_diff():
-    assert f"python -m patches diff {ID}` shows it" in page.page(PATCH, KNOWN, None, [])
+    assert f"python -m patches diff {ID}` shows it" in page.page(PATCH, KNOWN, {}, [])
 
 
 def report(version: str, bnb: str, *diffs: str) -> dict:
@@ -111,12 +111,13 @@ def test_every_public_name_and_every_command_has_its_place():
 
 
 def test_figures_are_of_patches_that_there_are():
-    assert FIGURES.keys() <= REGISTRY.patches.keys()
+    known = {figures.name(patch.id, part.name) for patch in REGISTRY.patches.values() for part in patch.parts}
+    assert FIGURES.keys() <= known
     assert all(figure.keys() == {"on", "unpatched", "patched", "reproducer"} for figure in FIGURES.values())
 
 
 def test_a_figure_of_another_reproducer_is_not_shown(tmp_path, monkeypatch):
-    figure = {"on": {}, "unpatched": "a", "patched": "b", "reproducer": figures.digest(PATCH)}
+    figure = {"on": {}, "unpatched": "a", "patched": "b", "reproducer": figures.digest(PATCH.parts[0])}
     old = {**figure, "reproducer": "another"}
     monkeypatch.setattr(figures, "FILE", tmp_path / "figures.json")
     figures.FILE.write_text(json.dumps({ID: figure, "peft-dora-cache": old, "gone": figure}), "utf-8")

@@ -19,7 +19,9 @@ ID = "bitsandbytes-int8-copies"
 
 
 def row(status: Status, *said: bool | None) -> dict:
-    judged = _judged(REGISTRY.patches[ID], Verdict(status, "why", {}), {p: (s, "figure") for p, s in zip(PHASES, said)})
+    judged = _judged(
+        REGISTRY.patches[ID].parts[0], Verdict(status, "why", {}), {p: (s, "figure") for p, s in zip(PHASES, said)}
+    )
     return vars(judged)
 
 

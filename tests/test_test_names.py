@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
@@ -23,7 +22,7 @@ TOGETHER = {
 
 def names() -> dict[str, str]:
     """By the path that the tests of a patch have without ``.py``, below ``tests/repairs``: its id."""
-    paths = {patch.id: inspect.getmodule(patch.defect).__name__.split(".")[2:] for patch in REGISTRY.patches.values()}
+    paths = {patch.id: patch.module.split(".")[2:] for patch in REGISTRY.patches.values()}
     return {"/".join([*folder, f"test_{file}"]): patch_id for patch_id, (*folder, file) in paths.items()}
 
 

@@ -7,7 +7,6 @@ runs, so all of them are run. Exits with 1 if there is work for a maintainer.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -95,7 +94,7 @@ def forgotten(row: Row) -> str:
     if row["findings"].get("unpatched", (None,))[0] is not False:
         return ""
     patch = REGISTRY.patches[row["id"]]
-    file = inspect.getsourcefile(patch.defect)
+    file = sys.modules[patch.module].__file__
     return " " + FORGOTTEN.format(package=patch.package, version=gate.installed(patch.package), file=file)
 
 

@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from patches.engine.report import Status
 
     declared = {patch.id: patch for patch in catalog.patches()}
-    files = {id: Path(sys.modules[patch.defect.__module__].__file__ or "") for id, patch in declared.items()}
+    files = {id: Path(sys.modules[patch.module].__file__ or "") for id, patch in declared.items()}
     if unknown := sorted(set(options.ids) - files.keys()):
         print(f"unknown patches: {', '.join(unknown)}; python -m patches list has their ids", file=sys.stderr)
         return 2

@@ -34,7 +34,7 @@ def matching(text: str, patches: dict[str, Patch]) -> list[str]:
 
 def story(patch: Patch) -> str:
     """The docstring of the file of ``patch``, also where Python keeps none (``-OO``); empty without sources."""
-    module = str(patch.defect.__module__)
+    module = patch.module
     spec = importlib.util.find_spec(module)
     loader: Any = None if spec is None else spec.loader
     source = loader.get_source(module) if hasattr(loader, "get_source") else None

@@ -4,6 +4,6 @@ A patch file imports what it declares from here.
 """
 
 from .edits import DeleteAttribute, Rewrite, SetAttribute
-from .patch import CannotShow, Finding, Patch
+from .patch import CannotShow, Finding, Part, Patch
 
-__all__ = ["CannotShow", "DeleteAttribute", "Finding", "Patch", "Rewrite", "SetAttribute"]
+__all__ = ["CannotShow", "DeleteAttribute", "Finding", "Part", "Patch", "Rewrite", "SetAttribute"]

@@ -14,7 +14,7 @@ from weakref import ref
 from packaging.version import InvalidVersion, Version
 
 from . import imports, requirement
-from .patch import Patch
+from .patch import Part, Patch
 from .report import Status
 
 T = TypeVar("T")
@@ -112,9 +112,9 @@ def _read_version(package: str) -> str:
     return line[1] if line else found.version
 
 
-def packages(patch: Patch) -> list[str]:
+def packages(patch: Patch | Part) -> list[str]:
     """The distributions that ``patch`` requires."""
-    return [requirement.parse(text).name for text in patch.requires]
+    return list(dict.fromkeys(requirement.parse(text).name for part in patch.parts for text in part.requires))
 
 
 floors: dict[str, str] = {}
@@ -144,12 +144,17 @@ def satisfied(requirements: str) -> bool:
 _TO_TRY = "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
 
 
-def check(patch: Patch, *, untested: bool = False) -> Verdict:
-    """Say whether ``patch`` is for what is installed.
+def check(patch: Patch | Part, *, untested: bool = False) -> Verdict:
+    """Say whether ``patch`` is for what is installed: of several parts, whether one is.
 
     With ``untested``, a release newer than any that the patch was tested on is no obstacle: the
     exact match of the source still decides.
     """
+    verdicts = [_check(part, untested) for part in patch.parts]
+    return next((each for each in verdicts if each.status is Status.AVAILABLE), verdicts[0])
+
+
+def _check(patch: Part, untested: bool) -> Verdict:
     versions = {name: installed(name) for name in packages(patch)}
     for name, found in versions.items():
         if found is None:

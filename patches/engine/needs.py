@@ -7,20 +7,23 @@ import importlib
 from . import gate
 from .edits import Edit, module_of
 from .imports import imported
-from .patch import Patch
+from .patch import Part, Patch
 
 
-def edits(patch: Patch) -> list[Edit]:
-    """The edits of ``patch`` for the installed releases."""
-    return [edit for edit in patch.edits if not edit.when or gate.satisfied(edit.when)]
+def edits(patch: Patch | Part) -> list[Edit]:
+    """The edits of ``patch`` for the installed releases; of several parts, of those that these are for."""
+    parts = (
+        patch.parts if len(patch.parts) == 1 else [p for p in patch.parts if gate.satisfied(" and ".join(p.requires))]
+    )
+    return [edit for part in parts for edit in part.edits if not edit.when or gate.satisfied(edit.when)]
 
 
-def modules(patch: Patch) -> set[str]:
-    """What ``patch`` edits, and the package that it repairs: an edit may be in torch, and the defect is not."""
-    return {gate.module_name(patch.package), *map(module_of, edits(patch))}
+def modules(patch: Patch | Part) -> set[str]:
+    """What ``patch`` edits, and the packages that it repairs: an edit may be in torch, and the defect is not."""
+    return {*(gate.module_name(part.package) for part in patch.parts), *map(module_of, edits(patch))}
 
 
-def import_targets(*patches: Patch) -> list[str]:
+def import_targets(*patches: Patch | Part) -> list[str]:
     """Import what ``patches`` edit here; what cannot be imported stays missing. Says which did not fit, and why.
 
     That a package or module is absent is not said: the report says so. Any other error is: a package that was built
@@ -53,23 +56,23 @@ def _brief(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def missing(patch: Patch) -> set[str]:
+def missing(patch: Part) -> set[str]:
     """Modules that ``patch`` edits, or whose package it repairs, and that are not imported whole."""
     return {name for name in modules(patch) if not imported(name)}
 
 
-def packages(patch: Patch) -> set[str]:
+def packages(patch: Patch | Part) -> set[str]:
     """Top-level modules on which it depends whether ``patch`` goes in."""
-    edited = (module_of(edit).partition(".")[0] for edit in patch.edits)
+    edited = (module_of(edit).partition(".")[0] for part in patch.parts for edit in part.edits)
     return {*map(gate.module_name, gate.packages(patch)), *edited}
 
 
-def is_to_come(patch: Patch) -> bool:
+def is_to_come(patch: Part) -> bool:
     """Whether the package that ``patch`` repairs is not imported yet: nothing else about it matters until then."""
     return not imported(gate.module_name(patch.package))
 
 
-def awaited(patch: Patch) -> set[str]:
+def awaited(patch: Part) -> set[str]:
     """Modules whose import can still change what becomes of ``patch``."""
     if is_to_come(patch):
         return {gate.module_name(patch.package)}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import requirement
 
@@ -45,8 +44,46 @@ class Feature(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Part:
+    """One place where the defect of a patch shows: gated, applied and verified by itself.
+
+    The fields are those of :class:`Patch`. ``name`` says in few words which place it is; it is empty where there is one.
+    """
+
+    name: str
+    requires: tuple[str, ...]
+    tested_up_to: str
+    edits: tuple[Edit, ...]
+    defect: Callable[[], Finding]
+    damage: Callable[[], tuple[str, ...]] | None = None
+    key: str = ""
+    """The id of the patch and the name; the patch fills it in."""
+
+    @property
+    def package(self) -> str:
+        """Name of the distribution that is repaired, the first of ``requires``."""
+        return requirement.parse(self.requires[0]).name
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Itself: functions that take a patch take a part as well."""
+        return (self,)
+
+    def damaged(self) -> tuple[str, ...]:
+        """What :attr:`damage` says, or that it failed, which must not keep a patch out. Empty without one."""
+        try:
+            return () if self.damage is None else tuple(self.damage())
+        except Exception as error:
+            return (f"looking for what was damaged before failed: {type(error).__name__}: {error}",)
+
+
+def _no_defect() -> Finding:
+    raise CannotShow("the parts of the patch have a reproducer each")
+
+
+@dataclass(frozen=True)
 class Patch:
-    """One defect of one package: who has it, what repairs it, and how to see it.
+    """One defect: who has it, what repairs it, and how to see it.
 
     Parameters
     ----------
@@ -67,6 +104,11 @@ class Patch:
     defect:
         Runs the smallest organic case, offline, on a CPU, in about a second, and says whether
         the defect is there. Raises :class:`CannotShow` where the host cannot run it.
+    parts:
+        Where one cause shows in several places, in other libraries or in modules that are imported on their own: a
+        :class:`Part` for each, in the place of the four fields before.
+    former_ids:
+        Ids that earlier releases had for this patch, or for patches that are one now. Each is accepted where an id is.
     seen_on:
         The series of torch on which it was shown by hand or in CI. One that a stack of the table has
         is named only if ``make stacks`` has shown it there.
@@ -78,28 +120,34 @@ class Patch:
     id: str
     summary: str
     links: tuple[str, ...]
-    requires: tuple[str, ...]
-    tested_up_to: str
-    edits: tuple[Edit, ...]
-    defect: Callable[[], Finding]
+    requires: tuple[str, ...] = ()
+    tested_up_to: str = ""
+    edits: tuple[Edit, ...] = ()
+    defect: Callable[[], Finding] = _no_defect
+    parts: tuple[Part, ...] = ()
+    former_ids: tuple[str, ...] = ()
     seen_on: tuple[str, ...] = ()
     damage: Callable[[], tuple[str, ...]] | None = None
 
+    def __post_init__(self) -> None:
+        """Give each part its key, and the patch the requirements and edits of its parts."""
+        if self.parts:
+            parts = tuple(replace(part, key=f"{self.id}: {part.name}") for part in self.parts)
+            first = parts[0]
+            found = (first.requires, first.tested_up_to, tuple(edit for part in parts for edit in part.edits))
+            vars(self).update(zip(("requires", "tested_up_to", "edits"), found))
+        else:
+            own = Part("", self.requires, self.tested_up_to, self.edits, self.defect, self.damage, self.id)
+            parts = (own,)
+        vars(self)["parts"] = parts
+
     @property
     def package(self) -> str:
-        """Name of the distribution that is repaired, the first of ``requires``."""
-        return requirement.parse(self.requires[0]).name
+        """Name of the distribution that is repaired, the first of ``requires``; of several parts that of the first."""
+        return self.parts[0].package
 
-    def damaged(self) -> tuple[str, ...]:
-        """What :attr:`damage` says, or that it failed, which must not keep a patch out. Empty without one."""
-        try:
-            return () if self.damage is None else tuple(self.damage())
-        except Exception as error:
-            return (f"looking for what was damaged before failed: {type(error).__name__}: {error}",)
-
-
-def unknown(patch_id: str, known: Iterable[str], kind: str = "patch") -> str:
-    """The message for an id, or other name of a ``kind``, that does not exist."""
-    near = difflib.get_close_matches(str(patch_id), list(known), n=3, cutoff=0.4)
-    hint = f"the nearest: {', '.join(near)}" if near else "`python -m patches list` shows all"
-    return f"no {kind} is named {patch_id!r}; {hint}"
+    @property
+    def module(self) -> str:
+        """Name of the module that declares the patch."""
+        run: Any = self.parts[0].defect
+        return str(getattr(run, "func", run).__module__)

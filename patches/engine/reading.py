@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from . import frames, gate, needs
 from .edits import Edit
 from .locate import Conflict
-from .patch import Feature, Patch
+from .patch import Feature, Part, Patch
 from .plan import in_use
 from .report import Change, Result, Status
 from .slots import NameSlot, Slot, slots_of
@@ -18,32 +18,69 @@ from .state import Installed, State
 _AGAIN = "was reloaded after the patch was applied; call apply() again"
 
 
+_FIRST = (
+    Status.CONFLICT, Status.FAILED, Status.SHADOWED, Status.UNTESTED, Status.APPLIED, Status.AVAILABLE, Status.DISABLED,
+    Status.REVERTED, Status.PENDING, Status.NOT_AFFECTED, Status.NOT_INSTALLED,
+)  # fmt: skip
+"""Of several parts the state of the first of these is that of the patch."""
+
+
 def result(state: State, patch: Patch, *, disabled: bool) -> Result:
     """What became of ``patch``, and why."""
-    verdict = gate.check(patch)
-    outcome = state.outcomes.get(patch.id)
-    active = state.active.get(patch.id, ())
+    found = [part_result(state, patch, part, disabled=disabled) for part in patch.parts]
+    if len(found) == 1:
+        return found[0]
+    status = min((each.status for each in found), key=_FIRST.index)
+    reasons = {
+        each.reason: part.name for part, each in zip(patch.parts, found) if each.status is status and each.reason
+    }
+    return Result(
+        patch.id,
+        patch.summary,
+        status,
+        "; ".join(f"{name}: {reason}" if len(reasons) > 1 else reason for reason, name in reasons.items()),
+        {name: version for each in found for name, version in each.versions.items()},
+        tuple(change for each in found for change in each.changes),
+        tuple(dict.fromkeys(note for each in found for note in each.notes)),
+        patch.links,
+        patch.former_ids,
+    )
+
+
+def part_results(state: State, patches: Mapping[str, Patch], keys: Collection[str]) -> tuple[Result, ...]:
+    """What became of the parts ``keys``, which are not disabled or were put in by name."""
+    chosen = [(patch, part) for patch in patches.values() for part in patch.parts if part.key in keys]
+    return tuple(part_result(state, patch, part, disabled=False) for patch, part in chosen)
+
+
+def part_result(state: State, patch: Patch, part: Part, *, disabled: bool) -> Result:
+    """What became of ``part`` of ``patch``, and why."""
+    verdict = gate.check(part)
+    outcome = state.outcomes.get(part.key)
+    active = state.active.get(part.key, ())
     status, reason = verdict.status, verdict.reason
     notes: tuple[str, ...] = ()
     active = [known for known in active if known.slot.alive]
     if active:
-        status, reason = _of_active(needs.edits(patch), active)
+        status, reason = _of_active(needs.edits(part), active)
         if outcome is not None:
             reason, notes = reason or outcome.reason, outcome.notes
     elif disabled:
         status, reason = Status.DISABLED, "PATCHES_DISABLE names it or its group"
     elif outcome is not None and outcome.status is not Status.APPLIED:
         status, reason = outcome.status, outcome.reason
-    elif status is Status.AVAILABLE and (missing := needs.missing(patch)):
+    elif status is Status.AVAILABLE and (missing := needs.missing(part)):
         status = Status.PENDING
         follows = (
-            "the patch is applied after its import" if patch.id in state.waiting else "call apply() after its import"
+            "the patch is applied after its import" if part.key in state.waiting else "call apply() after its import"
         )
         reason = f"{', '.join(sorted(missing))} is not imported yet; {follows}"
     elif status is Status.AVAILABLE and outcome is not None:
         reason = f"what it changes {_AGAIN}"
-    changes = _changes(active, patch.id)
-    return Result(patch.id, patch.summary, status, reason, verdict.versions, changes, notes, patch.links)
+    changes = _changes(active, part.key)
+    return Result(
+        patch.id, patch.summary, status, reason, verdict.versions, changes, notes, patch.links, patch.former_ids
+    )
 
 
 def features(state: State, known: Iterable[Feature]) -> Iterator[Result]:

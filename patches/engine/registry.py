@@ -12,7 +12,8 @@ from weakref import ref
 from . import gate, holders, imports, needs, reading
 from .build import Builder
 from .edits import Edit
-from .patch import Feature, Patch, unknown
+from .ids import Ids
+from .patch import Feature, Patch
 from .plan import Draft, outcome_of
 from .report import Report, Status
 from .state import Duty, Installed, Outcome, State
@@ -40,11 +41,8 @@ class Registry:
         """``forget_compiled`` is called after each change, outside of it: compilers forget what they made of the old
         code; returns what the report is to say, None if that must wait. ``survey`` is entered around ``damage()``,
         also within itself, and before what it may ask about is changed."""
-        self.patches: dict[str, Patch] = {}
-        for patch in patches:
-            if patch.id in self.patches:
-                raise ValueError(f"two patches are named {patch.id}")
-            self.patches[patch.id] = patch
+        self.ids = Ids(patches, self.note)
+        self.patches = self.ids.present
         self.disabled: frozenset[str] = frozenset()
         self.on_change: Callable[[Report], None] | None = None
         """Called with the patches that an import, or :meth:`follow_imports`, has just brought to an end state."""
@@ -53,9 +51,11 @@ class Registry:
         self._store: Store[State] = Store(State())
         self._features: dict[str, Feature] = {}
         self._builder = builder or Builder()
-        self._prepared: Mapping[Hashable, Installed] = {}
+        self._built_ahead: Mapping[Hashable, Installed] = {}
+        """What :meth:`prepare` has built, until it is put in: the builder itself keeps nothing alive."""
         self._hooked: set[str] = set()
-        self._order = {patch_id: i for i, patch_id in enumerate(self.patches)}
+        self._parts = {part.key: part for patch in self.patches.values() for part in patch.parts}
+        self._order = {key: i for i, key in enumerate(self._parts)}
 
     edits = staticmethod(needs.edits)
     import_targets = staticmethod(needs.import_targets)
@@ -68,10 +68,10 @@ class Registry:
         Idempotent. Each patch is applied whole or not at all; interrupted, the call has done nothing or all. An id that
         is unknown is a ``KeyError``; with ``strict`` a conflict or failure is a ``PatchError``, after all were tried.
         """
-        chosen = self._chosen(ids)
+        chosen = self._keys(ids)
         active = self._store.read().active
-        with self._survey() if any(p.damage and p.id not in active for p in chosen) else nullcontext():
-            self._put_in([patch.id for patch in chosen], untested)
+        with self._survey() if any(self._parts[key].damage and key not in active for key in chosen) else nullcontext():
+            self._put_in(chosen, untested)
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):
             raise PatchError("; ".join(f"{r.id}: {r.status}: {r.reason}" for r in bad))
@@ -83,13 +83,13 @@ class Registry:
         What another program has changed since stays, and the patch is reported as ``SHADOWED``. Without ids the call also
         reverts what features have changed (``compile_options``). An unknown id is a ``KeyError``, and changes nothing.
         """
-        chosen = [patch.id for patch in self._chosen(ids)]
+        chosen = self._keys(ids)
         self._change(partial(self._plan_revert, chosen, () if ids else tuple(self._features)))
         return self.report(*ids)
 
     def report(self, *ids: str) -> Report:
         """The state of the named patches, or of all, read from what is installed now. An unknown id is a ``KeyError``."""
-        chosen = self._chosen(ids)
+        chosen = self.ids.choose(ids)
         self._sweep()
         state = self._store.read()
         results = gate.in_one_look(
@@ -107,7 +107,8 @@ class Registry:
         Raises ``PatchError`` on entry, unless ``strict`` is false, if one cannot be applied.
         """
         state = self._store.read()
-        fresh = [p.id for p in self._chosen(ids) if p.id not in state.active and p.id not in state.waiting]
+        known = {*state.active, *state.waiting}
+        fresh = [p.id for p in self.ids.choose(ids) if not any(part.key in known for part in p.parts)]
         try:
             yield self.apply(*ids, strict=strict, untested=untested)
         finally:
@@ -121,8 +122,8 @@ class Registry:
         """Work out what :meth:`apply` would change now, for whoever applies next; change nothing."""
         draft = Draft(self._store.read, self._order, self._builder, {})
         with contextlib.suppress(Stale):  # whoever was faster needs no help
-            self._plan_apply(dict.fromkeys(self.patches, False), frozenset(), draft)
-            self._prepared = draft.slots
+            self._plan_apply(dict.fromkeys(self._parts, False), frozenset(), draft)
+            self._built_ahead = draft.slots
         self._builder.compiler.keep()
 
     # -- features: edits that are in while someone uses them -----------------------------------
@@ -142,8 +143,12 @@ class Registry:
 
     def follow_imports(self, *, untested: bool = False) -> None:
         """Apply all patches as :meth:`apply` does; ``on_change`` is told what became of those that need not wait."""
-        self._put_in(self.patches, untested)
-        self._tell(self.patches)
+        self._put_in(self._parts, untested)
+        self._tell(self._parts)
+
+    def _keys(self, ids: tuple[str, ...]) -> list[str]:
+        """The parts of the patches that ``ids`` mean, or of all."""
+        return [part.key for patch in self.ids.choose(ids) for part in patch.parts]
 
     # -- planning ------------------------------------------------------------------------------
 
@@ -151,27 +156,27 @@ class Registry:
         """Plan to put in each patch that fits here; the others of ``chosen`` wait for what is not imported."""
         ready: dict[str, list[Edit]] = {}
         active = draft.before.active.keys()
-        for patch_id, untested in chosen.items():
-            patch = self.patches[patch_id]
-            if patch_id not in active:
-                draft.outcomes.pop(patch_id, None)
-            if patch_id in self.disabled:
+        for key, untested in chosen.items():
+            part = self._parts[key]
+            if key not in active:
+                draft.outcomes.pop(key, None)
+            if key.partition(": ")[0] in self.disabled:
                 continue
-            draft.waiting.pop(patch_id, None)
-            fits = not needs.is_to_come(patch) and gate.check(patch, untested=untested).status is Status.AVAILABLE
-            if fits and not needs.missing(patch):
-                ready[patch_id] = needs.edits(patch)
-            elif needs.awaited(patch):
-                draft.waiting[patch_id] = untested
+            draft.waiting.pop(key, None)
+            fits = not needs.is_to_come(part) and gate.check(part, untested=untested).status is Status.AVAILABLE
+            if fits and not needs.missing(part):
+                ready[key] = needs.edits(part)
+            elif needs.awaited(part):
+                draft.waiting[key] = untested
         changed, failed = draft.put_in(ready)
-        for patch_id in failed.keys() - active:
-            draft.conclude(patch_id, outcome_of(failed[patch_id]))
-        for patch_id in changed:
-            patch = self.patches[patch_id]
-            draft.conclude(patch_id, Outcome(Status.APPLIED))
+        for key in failed.keys() - active:
+            draft.conclude(key, outcome_of(failed[key]))
+        for key in changed:
+            part = self._parts[key]
+            draft.conclude(key, Outcome(Status.APPLIED))
             draft.owe(Duty("compiled"))
-            if patch.damage is not None and patch.package not in fresh:
-                draft.owe(Duty("damage", patch_id))
+            if part.damage is not None and part.package not in fresh:
+                draft.owe(Duty("damage", key))
 
     def _plan_revert(self, ids: Iterable[str], features: Iterable[str], draft: Draft) -> None:
         owners = {*ids, *features}
@@ -191,7 +196,7 @@ class Registry:
     def _put_in(self, ids: Collection[str], untested: bool) -> None:
         self._change(partial(self._plan_apply, dict.fromkeys(ids, untested), frozenset()))
         self._await_imports()
-        if len(ids) == len(self.patches):  # what a few make is made for a trial
+        if len(ids) == len(self._parts):  # what a few make is made for a trial
             self._builder.compiler.keep()
 
     def _change(self, plan: Callable[[Draft], None]) -> None:
@@ -213,7 +218,7 @@ class Registry:
                 for feature in self._features.values():
                     holders.drop_dead(feature, draft)
                 self._store.commit(draft.before, draft.state(), draft.steps())
-                self._prepared = {}
+                self._built_ahead = {}
                 return
             except Stale:
                 continue
@@ -228,7 +233,7 @@ class Registry:
         looks = [duty for duty in self._store.read().duties if duty.kind == "damage"]
         if looks:
             with self._survey():
-                found = {duty: self.patches[duty.owner].damaged() for duty in looks}
+                found = {duty: self._parts[duty.owner].damaged() for duty in looks}
             self._record(partial(Draft.fulfil_damage, found=found))
         if Duty("compiled") in self._store.read().duties:
             self._record(partial(Draft.fulfil_compiled, said=self._forgotten()))
@@ -262,19 +267,19 @@ class Registry:
     def _await_imports(self) -> None:
         """Be called when a module arrives that a waiting patch is waiting for."""
         waiting = self._store.read().waiting
-        awaited = {patch_id: needs.awaited(self.patches[patch_id]) for patch_id in waiting}
+        awaited = {key: needs.awaited(self._parts[key]) for key in waiting}
         for name in set().union(*awaited.values()) - self._hooked:
             imports.after_import(name, partial(self._arrived, name))
             self._hooked.add(name)
         # What arrived after the plan was made, and before anybody was asked to tell.
-        if late := {patch_id: waiting[patch_id] for patch_id, names in awaited.items() if not names}:
+        if late := {key: waiting[key] for key, names in awaited.items() if not names}:
             self._change(partial(self._plan_apply, late, frozenset()))
 
     def _arrived(self, name: str) -> None:
         """An awaited module is imported. Nothing of ours raises into that import."""
         try:
             package, waiting = name.partition(".")[0], self._store.read().waiting
-            ready = {i: untested for i, untested in waiting.items() if package in needs.packages(self.patches[i])}
+            ready = {key: untested for key, untested in waiting.items() if package in needs.packages(self._parts[key])}
             if ready:
                 self._change(partial(self._plan_apply, ready, frozenset({package})))
             self._await_imports()
@@ -285,16 +290,11 @@ class Registry:
                 text = f"after the import of {name}: {type(error).__name__}: {error}"
                 self._record(lambda draft: draft.note(text))
 
-    def _tell(self, ids: Iterable[str]) -> None:
-        """Tell ``on_change`` what became of those of ``ids`` that wait for nothing."""
-        waiting = self._store.read().waiting
-        if self.on_change is not None and (settled := [patch_id for patch_id in ids if patch_id not in waiting]):
-            self.on_change(self.report(*settled))
-
-    def _chosen(self, ids: tuple[str, ...]) -> list[Patch]:
-        for patch_id in ids:
-            if not isinstance(patch_id, str):
-                raise TypeError(f"expected ids of patches as strings, one per argument, got {patch_id!r}")
-            if patch_id not in self.patches:
-                raise KeyError(unknown(patch_id, self.patches))
-        return [patch for patch in self.patches.values() if not ids or patch.id in ids]
+    def _tell(self, keys: Iterable[str]) -> None:
+        """Tell ``on_change`` what became of those parts of ``keys`` that wait for nothing."""
+        state = self._store.read()
+        settled = [key for key in keys if key not in state.waiting]
+        if self.on_change is not None and settled:
+            self.on_change(
+                Report(gate.in_one_look(lambda: reading.part_results(state, self.patches, settled)), state.notes)
+            )

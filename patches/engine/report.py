@@ -79,6 +79,8 @@ class Result:
     """Objects that the defect had damaged before the patch was applied, one sentence each."""
     links: tuple[str, ...] = ()
     """Upstream issues and pull requests."""
+    former_ids: tuple[str, ...] = ()
+    """Ids that earlier releases had for the patch."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by their names; ``changes`` as dictionaries with ``target`` and ``diff``."""
@@ -91,6 +93,7 @@ class Result:
             "changes": [{"target": c.target, "diff": c.diff} for c in self.changes],
             "notes": list(self.notes),
             "links": list(self.links),
+            "former_ids": list(self.former_ids),
         }
 
 
@@ -98,7 +101,7 @@ class Result:
 class Report:
     """The state of the patches. ``str(report)`` is a table, and iterating gives the results.
 
-    ``report["an-id"]`` is the result of one patch; a ``KeyError`` if the report has none of that id.
+    ``report["an-id"]`` is the result of one patch, also by a former id; a ``KeyError`` if the report has none of that id.
     """
 
     results: tuple[Result, ...]
@@ -110,7 +113,7 @@ class Report:
 
     def __getitem__(self, patch_id: str) -> Result:
         for result in self.results:
-            if result.id == patch_id:
+            if patch_id in (result.id, *result.former_ids):
                 return result
         raise KeyError(patch_id)
 

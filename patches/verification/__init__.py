@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..engine import gate, needs, table
-from ..engine.patch import CannotShow, Finding, Patch
+from ..engine.patch import CannotShow, Finding, Part
 from ..engine.report import Status
 from .processes import ask_processes
 from .worker import Answer
@@ -34,8 +34,9 @@ _MEDDLESOME = {"unsloth"}
 
 @dataclass(frozen=True)
 class Row:
-    """One patch: what its reproducer said in each phase, and whether that is as it must be.
+    """One reproducer of a patch: what it said in each phase, and whether that is as it must be.
 
+    ``part`` names it where the patch has several, and is empty where it has one.
     ``verdict`` is ``"ok"``, ``"wrong"``, ``"cannot show"`` or ``"skipped"``; ``findings`` holds
     ``(present, figure)`` for each phase that ran, ``present`` being ``None`` where it raised.
     """
@@ -44,6 +45,12 @@ class Row:
     verdict: str
     reason: str
     findings: dict[str, Answer]
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """The id, and the part if there are several."""
+        return f"{self.id}: {self.part}" if self.part else self.id
 
     @property
     def loud(self) -> bool:
@@ -53,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`patches.verify` found: one row for each patch. ``str()`` is a table."""
+    """What :func:`patches.verify` found: one row for each reproducer. ``str()`` is a table."""
 
     rows: tuple[Row, ...]
 
@@ -71,14 +78,14 @@ class Verification:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        rows = [table.Row((row.verdict, row.id), _details(row), row.loud) for row in self._sorted()]
+        rows = [table.Row((row.verdict, row.name), _details(row), row.loud) for row in self._sorted()]
         return table.text(rows, self._total())
 
     def _repr_html_(self) -> str:
         rows = []
         for row in self._sorted():
             phases = [_cell(row.findings.get(phase)) for phase in PHASES]
-            rows.append(table.Row((row.verdict, row.id, *phases), (row.reason,), row.loud))
+            rows.append(table.Row((row.verdict, row.name, *phases), (row.reason,), row.loud))
         return table.as_html(("verdict", "patch", *PHASES, "why"), rows, self._total())
 
     def _sorted(self) -> list[Row]:
@@ -95,22 +102,23 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be 1 or more, not {jobs}")
     chosen = [REGISTRY.patches[result.id] for result in REGISTRY.report(*ids)]
-    verdicts = {patch.id: gate.check(patch) for patch in chosen}
-    tasks = [(p.id, phase) for p in chosen for phase in _phases(verdicts[p.id].status)]
-    findings: dict[str, dict[str, Answer]] = {patch.id: {} for patch in chosen}
-    preload = _preload([(p, verdicts[p.id]) for p in chosen])
+    parts = {(patch.id, part.name): part for patch in chosen for part in patch.parts}
+    verdicts = {key: gate.check(part) for key, part in parts.items()}
+    tasks = [(*key, phase) for key in parts for phase in _phases(verdicts[key].status)]
+    findings: dict[tuple[str, str], dict[str, Answer]] = {key: {} for key in parts}
+    preload = _preload([(part, verdicts[key]) for key, part in parts.items()])
     answers = ask_processes(
         f"{__name__}:run_reproducer", tasks, preload, f"{__name__}:prepare_process", jobs or min(4, _processors())
     )
     with contextlib.closing(answers), _bar(len(tasks), progress) as advance:
         for index, finding in answers:
-            patch_id, phase = tasks[index]
-            findings[patch_id][phase] = finding
+            patch_id, name, phase = tasks[index]
+            findings[patch_id, name][phase] = finding
             advance()
-    return Verification(tuple(_judged(p, verdicts[p.id], findings[p.id]) for p in chosen))
+    return Verification(tuple(_judged(parts[key], verdicts[key], findings[key]) for key in parts))
 
 
-def _preload(chosen: Sequence[tuple[Patch, gate.Verdict]]) -> list[str]:
+def _preload(chosen: Sequence[tuple[Part, gate.Verdict]]) -> list[str]:
     """What more than one process needs: the packages, and the modules that are edited where there is a defect."""
     packages = {name for _, verdict in chosen for name in verdict.versions} - _MEDDLESOME
     fitting = (patch for patch, verdict in chosen if verdict.status is Status.AVAILABLE)
@@ -127,13 +135,13 @@ def prepare_process() -> None:
     REGISTRY.prepare()
 
 
-def run_reproducer(patch_id: str, phase: str) -> Answer:
-    """What the reproducer of a patch says in this process, which must be a fresh one."""
+def run_reproducer(patch_id: str, name: str, phase: str) -> Answer:
+    """Run the reproducer of the part ``name`` of a patch in this process, which must be a fresh one; return what it says."""
     from ..registry import REGISTRY
 
-    patch = REGISTRY.patches[patch_id]
+    part = next(part for part in REGISTRY.patches[patch_id].parts if part.name == name)
     if phase != "unpatched":
-        REGISTRY.import_targets(patch)
+        REGISTRY.import_targets(part)
         REGISTRY.apply(*([patch_id] if phase == "patched" else []))
         result = REGISTRY.report(patch_id)[patch_id]
         if result.status is not Status.APPLIED:
@@ -141,7 +149,7 @@ def run_reproducer(patch_id: str, phase: str) -> Answer:
     if phase == "reverted":
         REGISTRY.revert()
     try:
-        finding: Finding = patch.defect()
+        finding: Finding = part.defect()
     except CannotShow as reason:
         return None, f"{_CANNOT}{reason}"
     return bool(finding.present), str(finding.figure)
@@ -174,29 +182,31 @@ def _phases(status: Status) -> Sequence[str]:
     return PHASES[:1] if status in (Status.NOT_AFFECTED, Status.UNTESTED) else ()
 
 
-def _judged(patch: Patch, verdict: gate.Verdict, found: dict[str, Answer]) -> Row:
+def _judged(part: Part, verdict: gate.Verdict, found: dict[str, Answer]) -> Row:
+    def row(verdict: str, reason: str, found: dict[str, Answer]) -> Row:
+        return Row(part.key.partition(": ")[0], verdict, reason, found, part.name)
+
     found = {phase: found[phase] for phase in PHASES if phase in found}
     said = [present for present, _ in found.values()]
     if not found:
-        return Row(patch.id, "skipped", verdict.reason, found)
+        return row("skipped", verdict.reason, found)
     if found["unpatched"][1].startswith(_CANNOT):
-        return Row(patch.id, "cannot show", found["unpatched"][1].removeprefix(_CANNOT), {})
+        return row("cannot show", found["unpatched"][1].removeprefix(_CANNOT), {})
     if verdict.status is Status.UNTESTED:
-        return Row(patch.id, "skipped", verdict.reason, found)
+        return row("skipped", verdict.reason, found)
     if verdict.status is Status.NOT_AFFECTED and said == [None]:  # an older release may lack what it calls
-        return Row(patch.id, "cannot show", f"{verdict.reason}; {_NOT_THERE}: {found['unpatched'][1]}", found)
-    if verdict.status is Status.NOT_AFFECTED and said == [True] and gate.satisfied(patch.requires[0]):
-        return Row(
-            patch.id,
+        return row("cannot show", f"{verdict.reason}; {_NOT_THERE}: {found['unpatched'][1]}", found)
+    if verdict.status is Status.NOT_AFFECTED and said == [True] and gate.satisfied(part.requires[0]):
+        return row(
             "skipped",
             f"{verdict.reason}; this release has the defect, and the patch does not repair it here",
             found,
         )
     expected = _expected(found)
     if said == list(expected):
-        return Row(patch.id, "ok", "" if verdict.status is Status.AVAILABLE else verdict.reason, found)
+        return row("ok", "" if verdict.status is Status.AVAILABLE else verdict.reason, found)
     wrong = [f"{phase}: {found[phase][1]}" for phase, e in zip(found, expected) if found[phase][0] is not e]
-    return Row(patch.id, "wrong", "; ".join(wrong), found)
+    return row("wrong", "; ".join(wrong), found)
 
 
 _WORDS = {True: "present", False: "absent", None: "ERROR"}

@@ -114,7 +114,7 @@ def _is_out_of_range(path: Path) -> bool:
     from patches.engine.report import Status
 
     module = "patches." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    mine = [patch for patch in REGISTRY.patches.values() if patch.defect.__module__ == module]
+    mine = [patch for patch in REGISTRY.patches.values() if patch.module.removeprefix("bnb_") == module]
     return bool(mine) and all(gate.check(patch).status is Status.NOT_AFFECTED for patch in mine)
 
 

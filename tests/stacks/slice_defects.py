@@ -17,7 +17,7 @@ import patches
 from patches import REGISTRY
 from patches.engine import gate, needs
 from patches.engine.edits import Edit, module_of
-from patches.engine.patch import Patch
+from patches.engine.patch import Part
 from patches.engine.report import Status
 from patches import verification
 from patches.verification import processes, worker
@@ -42,14 +42,13 @@ def is_other(edit: Edit) -> bool:
     return package in OF_A_STACK and releases.source(edit, folder_of(package)) != releases.source(edit, NEWEST)
 
 
-def is_chosen(patch: Patch) -> bool:
-    return gate.check(patch).status in (Status.AVAILABLE, Status.NOT_AFFECTED) and any(
-        map(is_other, needs.edits(patch))
-    )
+def is_chosen(part: Part) -> bool:
+    return gate.check(part).status in (Status.AVAILABLE, Status.NOT_AFFECTED) and any(map(is_other, needs.edits(part)))
 
 
-CHOSEN = [patch.id for patch in REGISTRY.patches.values() if is_chosen(patch)]
-FITS = ("", "every patch fits")
+ALL = {(patch.id, part.name): part for patch in REGISTRY.patches.values() for part in patch.parts}
+CHOSEN = {key: part for key, part in ALL.items() if is_chosen(part)}
+FITS = ("", "", "every patch fits")
 """Asked beside the reproducers, in a fork of the same server: to import a stack is what takes the time."""
 
 
@@ -57,10 +56,10 @@ ELSEWHERE = {"transformers-refuses-what-does-not-fit": "accelerate>=1.1"}
 """What a repair needs of another package than its own; where it is older the defect stays, as docs/releases.md says."""
 
 
-def answer(patch_id: str, phase: str) -> worker.Answer:
+def answer(patch_id: str, part: str, phase: str) -> worker.Answer:
     """In a process of its own: what the reproducer says, or which patches do not fit this stack."""
-    if (patch_id, phase) != FITS:
-        return verification.run_reproducer(patch_id, phase)
+    if (patch_id, part, phase) != FITS:
+        return verification.run_reproducer(patch_id, part, phase)
     for patch in REGISTRY.patches.values():
         REGISTRY.import_targets(patch)
     patches.apply()
@@ -69,10 +68,10 @@ def answer(patch_id: str, phase: str) -> worker.Answer:
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[tuple[str, str], worker.Answer]:
+def said() -> dict[tuple[str, str, str], worker.Answer]:
     """What each reproducer says in each of the two phases, and whether every patch fits."""
-    available = [name for name in CHOSEN if gate.check(REGISTRY.patches[name]).status is Status.AVAILABLE]
-    tasks = [FITS, *((name, "unpatched") for name in CHOSEN), *((name, "all") for name in available)]
+    available = [key for key, part in CHOSEN.items() if gate.check(part).status is Status.AVAILABLE]
+    tasks = [FITS, *((*key, "unpatched") for key in CHOSEN), *((*key, "all") for key in available)]
     preload = ["torch", *map(gate.module_name, (*OF_A_STACK, "bitsandbytes"))]
     answers = processes.ask_processes(
         f"{__name__}:answer", tasks, preload, f"{verification.__name__}:prepare_process", jobs=2
@@ -84,17 +83,17 @@ def test_every_patch_fits(said):
     assert said[FITS] == (False, "{}")
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_it_is_there_as_installed_and_absent_with_the_plugin(name, said):
-    unpatched, figure = said[name, "unpatched"]
-    if unpatched is None and ("cannot show" in figure or (name, "all") not in said):
+@pytest.mark.parametrize("name, part", CHOSEN)
+def test_it_is_there_as_installed_and_absent_with_the_plugin(name, part, said):
+    unpatched, figure = said[name, part, "unpatched"]
+    if unpatched is None and ("cannot show" in figure or (name, part, "all") not in said):
         pytest.skip(f"this stack has no program for it: {figure}")
-    if (name, "all") not in said:
-        reason = gate.check(REGISTRY.patches[name]).reason
-        needed = ELSEWHERE.get(name, REGISTRY.patches[name].requires[0])
+    if (name, part, "all") not in said:
+        reason = gate.check(CHOSEN[name, part]).reason
+        needed = ELSEWHERE.get(name, CHOSEN[name, part].requires[0])
         assert not unpatched or not gate.satisfied(needed), f"{reason}, but: {figure}"
         return
-    assert [unpatched, said[name, "all"][0]] == [True, False], json.dumps([figure, said[name, "all"][1]])
+    assert [unpatched, said[name, part, "all"][0]] == [True, False], json.dumps([figure, said[name, part, "all"][1]])
 
 
 def test_a_stack_changes_something():

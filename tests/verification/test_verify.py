@@ -44,19 +44,19 @@ def said(*answers: bool | None, figure: str = "figure") -> dict:
 )
 def test_judged(verdict, answers, expected):
     requires = ("packaging<1",) if verdict is PAST else ("packaging",)
-    row = _judged(patch("a", requires=requires), verdict, said(*answers))
+    row = _judged(patch("a", requires=requires).parts[0], verdict, said(*answers))
     assert row.verdict == expected
     if expected == "wrong":
         assert "figure" in row.reason and Verification((row,)).ok is False
 
 
 def test_a_defect_that_another_package_keeps_us_from_repairing_is_said_to_be_there():
-    row = _judged(patch("a", requires=("packaging", "torch>=99")), PAST, said(True))
+    row = _judged(patch("a", requires=("packaging", "torch>=99")).parts[0], PAST, said(True))
     assert row.verdict == "skipped" and "this release has the defect" in row.reason
 
 
 def test_a_host_that_cannot_show_it_is_no_failure_and_no_success():
-    row = _judged(patch("a"), FITS, said(None, figure="cannot show: no AVX512-BF16 here"))
+    row = _judged(patch("a").parts[0], FITS, said(None, figure="cannot show: no AVX512-BF16 here"))
     assert (row.verdict, row.reason) == ("cannot show", "no AVX512-BF16 here")
     assert "1 cannot show" in str(Verification((row,)))
 

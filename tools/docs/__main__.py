@@ -22,7 +22,7 @@ def files(found: Sequence[reports.Report] = ()) -> dict[Path, str]:
     known = symptoms.read_symptoms()
     measured = figures.read()
     pages = {
-        PAGES / f"{patch.id}.md": page.page(patch, known, measured.get(patch.id), reports.seen(patch.id, found))
+        PAGES / f"{patch.id}.md": page.page(patch, known, measured, reports.seen(patch.id, found))
         for patch in REGISTRY.patches.values()
     }
     return {

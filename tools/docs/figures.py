@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from patches import REGISTRY, Patch
-from patches.engine import gate
+from patches import REGISTRY
+from patches.engine import Part, gate
 
 from . import DOCS, ROOT
 
@@ -31,14 +31,21 @@ def read() -> dict[str, Figure]:
     if not FILE.exists():
         return {}
     figures = json.loads(FILE.read_text("utf-8"))
-    now = {patch.id: digest(patch) for patch in REGISTRY.patches.values()}
-    return {patch_id: figure for patch_id, figure in figures.items() if figure["reproducer"] == now.get(patch_id)}
+    now = {name(p.id, part.name): digest(part) for p in REGISTRY.patches.values() for part in p.parts}
+    return {each: figure for each, figure in figures.items() if figure["reproducer"] == now.get(each)}
 
 
-def digest(patch: Patch) -> str:
-    """Of its reproducer as a program: how the source is laid out does not count."""
-    program = ast.unparse(ast.parse(inspect.getsource(patch.defect)))
-    return hashlib.sha256(program.encode()).hexdigest()[:16]
+def name(patch_id: str, part: str) -> str:
+    """What a reproducer is called in the file."""
+    return f"{patch_id}/{part}" if part else patch_id
+
+
+def digest(part: Part) -> str:
+    """Return a digest of a reproducer as a program: how the source is laid out does not count."""
+    run: Any = part.defect
+    program = ast.unparse(ast.parse(inspect.getsource(getattr(run, "func", run))))
+    arguments = repr((run.args, run.keywords)) if hasattr(run, "func") else ""
+    return hashlib.sha256((program + arguments).encode()).hexdigest()[:16]
 
 
 def measure(ids: Sequence[str]) -> dict[str, Figure]:
@@ -47,19 +54,21 @@ def measure(ids: Sequence[str]) -> dict[str, Figure]:
     env = {**os.environ, "PATCHES_AUTOLOAD": "0"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT, check=False)  # 1: one is wrong
     rows = [row for row in json.loads(done.stdout)["rows"] if row["verdict"] == "ok" and "patched" in row["findings"]]
-    return {row["id"]: _figure(REGISTRY.patches[row["id"]], row["findings"]) for row in rows}
+    parts = {(patch.id, part.name): part for patch in REGISTRY.patches.values() for part in patch.parts}
+    return {name(row["id"], row["part"]): _figure(parts[row["id"], row["part"]], row["findings"]) for row in rows}
 
 
-def _figure(patch: Patch, findings: Mapping[str, Any]) -> Figure:
-    names = dict.fromkeys(["torch", *gate.packages(patch)])
+def _figure(part: Part, findings: Mapping[str, Any]) -> Figure:
+    names = dict.fromkeys(["torch", *gate.packages(part)])
     versions = {name: str(gate.installed(name)).partition("+")[0] for name in names}
     said = {phase: findings[phase][1] for phase in ("unpatched", "patched")}
-    return {"on": versions, **said, "reproducer": digest(patch)}
+    return {"on": versions, **said, "reproducer": digest(part)}
 
 
 def main() -> None:
     known = read()
-    if missing := [i for i in REGISTRY.patches if i not in known]:
+    parts = ((patch.id, name(patch.id, part.name)) for patch in REGISTRY.patches.values() for part in patch.parts)
+    if missing := list(dict.fromkeys(patch_id for patch_id, each in parts if each not in known)):
         known |= measure(missing)
     FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n", "utf-8")
 

@@ -11,7 +11,7 @@ from patches import Patch
 from patches.command_line import explain
 from patches.engine import needs
 
-from . import prose
+from . import figures, prose
 from .figures import Figure
 from .reports import Seen
 from .stacks import shown_on
@@ -32,21 +32,27 @@ REPRODUCER = (
 )
 
 
-def page(patch: Patch, symptoms: Symptoms, figure: Figure | None, changes: Iterable[Seen]) -> str:
+def page(patch: Patch, symptoms: Symptoms, measured: Mapping[str, Figure], changes: Iterable[Seen]) -> str:
     """A page in Markdown, under the headings of ``python -m patches explain``."""
     first, rest = prose.story(patch)
     upstream = ", ".join(map(link, patch.links))
     why, cost = explain.told(rest)
     parts = (
-        [*_says(patch, symptoms), *_measured(patch, figure)],
+        [*_says(patch, symptoms), *_measured(patch, measured)],
         [first, *why, f"Upstream: {upstream}. File: `{prose.file(patch)}`."],
         [*_changed(patch, list(changes))],
         cost or [f"{explain.NO_COST} [](../speed.md)."],
-        [_facts(patch), REPRODUCER.format(id=patch.id), _block("python", inspect.getsource(patch.defect))],
+        [_facts(patch), REPRODUCER.format(id=patch.id), *_programs(patch)],
     )
     title = f"# {patch.id}\n\n**{_escaped(explain.sentence(patch.summary))}**"
     sections = (f"## {heading}\n\n" + "\n\n".join(part) for heading, part in zip(explain.HEADINGS, parts))
     return "\n\n".join([title, *sections]) + "\n"
+
+
+def _programs(patch: Patch) -> list[str]:
+    """The source of each reproducer, once where several parts have the same."""
+    functions = dict.fromkeys(getattr(part.defect, "func", part.defect) for part in patch.parts)
+    return [_block("python", inspect.getsource(function)) for function in functions]
 
 
 def index(patches: Mapping[str, Patch], symptoms: Symptoms) -> str:
@@ -95,12 +101,17 @@ def _says(patch: Patch, symptoms: Symptoms) -> Iterator[str]:
         yield f"People search for: {', '.join(dict.fromkeys(words))}."
 
 
-def _measured(patch: Patch, figure: Figure | None) -> Iterator[str]:
-    if figure is None:
-        return
-    on = ", ".join(f"{name} {version}" for name, version in figure["on"].items())
-    rows = [f"| {word} | {_cell(figure[phase])} |" for word, phase in (("without", "unpatched"), ("with", "patched"))]
-    yield "\n".join([f"The reproducer, run by `verify` on {on}:\n", "| the patch | it says |", "|---|---|", *rows])
+def _measured(patch: Patch, measured: Mapping[str, Figure]) -> Iterator[str]:
+    for part in patch.parts:
+        figure = measured.get(figures.name(patch.id, part.name))
+        if figure is None:
+            continue
+        on = ", ".join(f"{name} {version}" for name, version in figure["on"].items())
+        which = f"The reproducer of {part.name}" if part.name else "The reproducer"
+        rows = [
+            f"| {word} | {_cell(figure[phase])} |" for word, phase in (("without", "unpatched"), ("with", "patched"))
+        ]
+        yield "\n".join([f"{which}, run by `verify` on {on}:\n", "| the patch | it says |", "|---|---|", *rows])
 
 
 def _changed(patch: Patch, changes: list[Seen]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Mapping
 
 from patches import REGISTRY, Patch
@@ -16,17 +17,13 @@ _NUMBER = re.compile(r"(?:\b\w+ )?#(\d+)\b")
 
 def story(patch: Patch) -> tuple[str, str]:
     """The first line of the docstring of its file, and the rest; names of other patches are links to their pages."""
-    module = inspect.getmodule(patch.defect)
-    assert module is not None
-    first, _, rest = (inspect.getdoc(module) or "").partition("\n\n")
+    first, _, rest = (inspect.getdoc(sys.modules[patch.module]) or "").partition("\n\n")
     return _markdown(first, patch), _markdown(rest, patch)
 
 
 def file(patch: Patch) -> str:
     """The path of its file from the root of the repository."""
-    module = inspect.getmodule(patch.defect)
-    assert module is not None
-    return module.__name__.removeprefix("bnb_").replace(".", "/") + ".py"  # it lies below `patches`
+    return patch.module.removeprefix("bnb_").replace(".", "/") + ".py"  # it lies below `patches`
 
 
 def _markdown(text: str, patch: Patch) -> str:
