@@ -5,7 +5,7 @@ One process, wall-clock time. A Llama of 1.1 billion parameters is made from a c
 rest on the CPU or the disk. Then LoRA on all linear layers, non-reentrant checkpointing, AdamW. ``same`` compares the losses
 of the steps and the trained adapters with those of the whole model, bit for bit; that a second whole model is the same is
 asked first. ``16 bits`` is the unquantized model, with as many decoder layers away by accelerate's own offload. ``not
-ahead`` is with ``PATCHES_READ_AHEAD=0``. The models take turns: a ratio is the median over rounds of two steps that ran in
+ahead`` is with ``PATCHES_PREFETCH=0``. The models take turns: a ratio is the median over rounds of two steps that ran in
 one round. The files of the disk are in the page cache.
 """
 
@@ -201,9 +201,9 @@ def _trained(folder: Path, way: Way, known: dict[str, Any], said: dict[str, Any]
     import torch
 
     before = device.bytes_held(DEVICE)
-    os.environ.pop("PATCHES_READ_AHEAD", None)
+    os.environ.pop("PATCHES_PREFETCH", None)
     if not way.ahead:
-        os.environ["PATCHES_READ_AHEAD"] = "0"
+        os.environ["PATCHES_PREFETCH"] = "0"
     began = time.perf_counter()
     model = _loaded(folder, way, known)
     said["load_s"] = time.perf_counter() - began

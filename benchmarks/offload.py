@@ -4,7 +4,7 @@ One process, one thread, wall-clock time; the models take turns, and ``of 16 bit
 ran one after the other. The 16 bits are accelerate's own offload. "cold": the pages that a layer was read from are
 dropped when it has computed (``posix_fadvise``), as in memory that does not hold the model. ``limit`` is what bringing the
 bytes takes, at the bandwidth of reading the same files, or of copying to the device, measured in the same round. ``ahead``
-is the forward beside the same one with ``PATCHES_READ_AHEAD=0``. ``loading`` is beside loading whole. The CPU is a place to
+is the forward beside the same one with ``PATCHES_PREFETCH=0``. ``loading`` is beside loading whole. The CPU is a place to
 wait only for an accelerator, so without one these rows are left out. Three minutes.
 """
 
@@ -119,9 +119,9 @@ def _compared(folder: Path, device: str, place: str, rounds: int) -> list[dict[s
     where, _, state = place.partition(", ")
     models = {kind: _load(folder, kind, device, where) for kind in KINDS}
     if where == "disk":
-        os.environ["PATCHES_READ_AHEAD"] = "0"
+        os.environ["PATCHES_PREFETCH"] = "0"
         models |= {kind + PLAIN: _load(folder, kind, device, where) for kind in KINDS[1:]}
-        del os.environ["PATCHES_READ_AHEAD"]
+        del os.environ["PATCHES_PREFETCH"]
     if state == "cold":
         for model in models.values():
             _drop(_regions(model))

@@ -114,8 +114,9 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
 
 def _tell(report: Report, settings: Settings) -> None:
     if done := report.with_status(Status.APPLIED):
-        _log(logging.DEBUG, "applied: %s", ", ".join(result.id for result in done))
-        _repaired.extend(done)
+        _log(logging.DEBUG, "applied: %s", ", ".join(dict.fromkeys(result.id for result in done)))
+        _repaired.extend(result for result in done if result.id not in _counted)
+        _counted.update(result.id for result in done)
         imports.after_outermost(_tell_how_many)
     for result in report.with_status(Status.CONFLICT, Status.FAILED):
         level = logging.ERROR if settings.strict else logging.WARNING
@@ -126,6 +127,8 @@ def _tell(report: Report, settings: Settings) -> None:
 
 _repaired: list[Result] = []
 """What was applied and no INFO line has counted yet."""
+_counted: set[str] = set()
+"""The ids of patches that a line has counted, or will: their other parts may follow."""
 _lines: list[str] = []
 """The INFO lines of this process."""
 _MOST = 3
@@ -135,8 +138,11 @@ _WIDTH = 200
 def _tell_how_many() -> None:
     """One line when the import that a program has asked for is over; what comes after the last line is at DEBUG."""
     counted: dict[str, int] = {}
+    fresh: dict[str, Result] = {}
     while _repaired:
         result = _repaired.pop(0)
+        fresh[result.id] = result
+    for result in fresh.values():
         package, version = next(iter(result.versions.items()))
         label = f"{package} {str(version).partition('+')[0]}"
         counted[label] = counted.get(label, 0) + 1

@@ -23,7 +23,7 @@ from tests.verification.test_processes import PROC, gone_within, marked
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 SHELL = pytest.mark.skipif(os.name != "posix", reason="there is no POSIX shell to close streams with")
-PEFT = "peft-input-grads-hook"
+PEFT = "transformers-input-grads-hook"
 LIGHT = "accelerate-left-on-device"  # needs neither transformers nor peft, whose imports take seconds
 
 

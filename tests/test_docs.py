@@ -16,7 +16,7 @@ from patches.engine import gate
 from tools.docs import DOCS, ROOT, figures, page, prose, reports, symptoms
 from tools.docs.__main__ import PAGES, files
 
-ID = "bitsandbytes-params4bit-meta-copies"
+ID = "bitsandbytes-int8-input-dimensions"
 PATCH = REGISTRY.patches[ID]
 KNOWN = symptoms.read_symptoms()
 FIGURES = json.loads(figures.FILE.read_text("utf-8"))
@@ -65,11 +65,11 @@ def test_a_page_has_the_summary_the_story_the_diff_of_this_release_and_the_repro
     with patches.applied(ID):
         report = patches.report().to_dict()
     text = page.page(PATCH, KNOWN, FIGURES, reports.seen(ID, [report]))
-    assert f"**C{PATCH.summary[1:]}.**" in text
-    assert "Between two forwards accelerate keeps the weights of an offloaded layer on meta." in text
+    assert f"**A{PATCH.summary[1:]}.**" in text
+    assert "`MatMul8bitLt` flattens an input of three dimensions, and passes any other to kernels for two:" in text
     assert f"### On bitsandbytes {gate.installed('bitsandbytes')}\n" in text and bitsandbytes.__version__ in text
-    assert re.search(r"^-.* type\(self\)\.__new__\(type\(self\)\)$", text, re.MULTILINE)
-    assert re.search(r"^\+.* _patches_empty\(self\)$", text, re.MULTILINE)
+    assert re.search(r"^-.* len\(grad_output\.shape\) == 3:$", text, re.MULTILINE)
+    assert re.search(r"^\+.* len\(grad_output\.shape\) > 2:$", text, re.MULTILINE)
     assert "\ndef defect() -> Finding:\n" in text and FIGURES[ID]["unpatched"] in text
 
 
@@ -93,11 +93,10 @@ def test_releases_with_the_same_change_stand_together_whatever_its_lines():
 
 
 def test_a_docstring_as_markdown():
-    unmerge = REGISTRY.patches["peft-unmerge-hira"]
-    _, rest = prose.story(unmerge)
-    assert "[`peft-unmerge-lora`](peft-unmerge-lora.md) describes" in rest, "a file leads to the page of its patch"
-    assert "[trl #3466](https://github.com/huggingface/trl/issues/3466)" in rest
-    _, rest = prose.story(REGISTRY.patches["peft-trainable-tokens-offloaded"])
+    _, rest = prose.story(REGISTRY.patches["peft-unmerge"])
+    assert "[`bitsandbytes-params4bit-meta`](bitsandbytes-params4bit-meta.md) repairs" in rest
+    assert "[#3466](https://github.com/huggingface/trl/issues/3466)" in rest
+    _, rest = prose.story(REGISTRY.patches["peft-trained-copies-offloaded"])
     assert "[`peft-adapters-on-meta`](peft-adapters-on-meta.md) repairs" in rest
 
 

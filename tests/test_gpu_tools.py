@@ -88,7 +88,7 @@ def test_results_fit_into_eight_files_and_limits_into_the_time():
 
 def test_tests_with_a_device_are_found():
     found = steps.with_device()
-    assert "tests/repairs/torch/test_fsdp_nan_codes.py" in found and "tests/device/cases_moves.py" in found
+    assert "tests/repairs/torch/test_fsdp_packed_weights_nan.py" in found and "tests/device/cases_moves.py" in found
     assert all((ROOT / file).is_file() for file in found)
 
 

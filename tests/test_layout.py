@@ -23,7 +23,6 @@ LIBRARIES = {
     "torchao",
     "transformers",
     "trl",
-    "unsloth",
 }
 LOWER = tuple(f"patches.{room}" for room in (
     "adapters", "config", "distributed", "engine", "experts", "loading", "offload", "operators", "optimizers", "process",
@@ -99,7 +98,7 @@ LOOKUPS = {"getattr", "setattr", "hasattr", "delattr", "get", "pop", "setdefault
 def asked_for(path: Path) -> Iterator[str]:
     """Where the code of ``path`` asks for the state of a quantized layer itself; ``defect()`` is a user's program."""
     tree = ast.parse(path.read_text())
-    reproducers = (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "defect")
+    reproducers = (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name.startswith("defect"))
     theirs = {id(node) for function in reproducers for node in ast.walk(function)}
     return (f"line {line}: {what}" for node in ast.walk(tree) if id(node) not in theirs for line, what in reads(node))
 

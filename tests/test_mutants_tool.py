@@ -6,7 +6,7 @@ import ast
 import dataclasses
 from pathlib import Path
 
-from patches.engine import Finding, Patch, Rewrite, SetAttribute
+from patches.engine import Finding, Part, Patch, Rewrite, SetAttribute
 from patches.repairs.accelerate import refuses_offloaded_training
 from tools import mutants
 
@@ -50,6 +50,14 @@ def test_each_edit_for_the_installed_releases_is_left_out():
         exec(changed, names := {"Made": patch})
         assert names["PATCH"].edits == kept
     assert not list(mutants.without_an_edit(source, dataclasses.replace(patch, edits=shared)))
+
+
+def test_each_edit_of_a_part_is_left_out():
+    one, two = (Part(name, ("packaging>=1",), "1", (Rewrite(f"a:{name}", "z"),), Finding) for name in ("f", "g"))
+    patch = Patch("an-id", "", (), parts=(one, two))
+    for changed, kept in zip(dict(mutants.without_an_edit("PATCH = Made", patch)).values(), ("g", "f"), strict=True):
+        exec(changed, names := {"Made": patch})
+        assert [edit.target for part in names["PATCH"].parts for edit in part.edits] == [f"a:{kept}"]
 
 
 def test_every_patch_has_some_and_tests_are_found_by_name():

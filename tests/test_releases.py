@@ -28,7 +28,7 @@ def test_a_patch_that_edits_nothing_in_bitsandbytes_is_tested_on_the_newest():
 
 
 def test_a_function_that_is_written_otherwise_is_tested_there(monkeypatch):
-    assert not releases.is_tested("bitsandbytes-params4bit-meta-copies", "0.49.2")
+    assert not releases.is_tested("bitsandbytes-params4bit-chunk", "0.49.2")
     read = releases._tree
 
     def other(module: str, folder: Path) -> ast.Module:
@@ -41,7 +41,7 @@ def test_a_function_that_is_written_otherwise_is_tested_there(monkeypatch):
     monkeypatch.setattr(releases, "_tree", other)
     releases.digest.cache_clear()
     try:
-        assert releases.is_tested("bitsandbytes-params4bit-meta-copies", "0.49.2")
+        assert releases.is_tested("bitsandbytes-params4bit-chunk", "0.49.2")
     finally:
         releases.digest.cache_clear()
 

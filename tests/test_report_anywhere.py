@@ -21,7 +21,7 @@ from tests import forks
 NEEDS_STACK = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="what the patches are for is not installed"
 )
-PEFT = "peft-input-grads-hook"
+PEFT = "transformers-input-grads-hook"
 
 
 def run(*arguments: str, before: tuple[str, ...] = (), path: Path | None = None, **environ: str):

@@ -12,7 +12,7 @@ TOGETHER = {
     "bitsandbytes/four_bit/test_replaced_contents.py", "bitsandbytes/int8/test_one_owner.py",
     "bitsandbytes/int8/test_state_dicts.py", "bitsandbytes/int8/test_two_places.py", "peft/test_merge.py",
     "peft/test_merge_sharded.py", "peft/test_offloaded_copies.py",
-    "peft/test_offloaded_memory.py", "peft/test_unmerge.py", "peft/test_unmerge_alone.py",
+    "peft/test_offloaded_memory.py",
     "torchao/test_executorch.py", "torchao/test_llama_export.py", "trl/test_train_step.py",
     *(f"transformers/test_does_not_fit_{part}.py"
       for part in ("ahead", "ends", "faults", "memory", "models", "releases")),

@@ -48,14 +48,18 @@ def without_an_edit(source: str, patch: Patch) -> Iterator[tuple[str, str]]:
     """What is left out, and the source with the edits of ``patch`` for the installed releases but one."""
     from patches.engine import needs
 
-    here = needs.edits(patch)
-    for edit in here if len(here) > 1 else ():
-        kept = f"(*PATCH.edits[:{(at := patch.edits.index(edit))}], *PATCH.edits[{at + 1}:])"
-        find = " ".join(getattr(edit, "find", "").split())
-        yield (
-            f"{edit.target.rpartition(':')[2]}: without the edit{find and f' of `{find}`'}",
-            f"{source}\nimport dataclasses\nPATCH = dataclasses.replace(PATCH, edits={kept})\n",
-        )
+    for number, part in enumerate(patch.parts):
+        here = needs.edits(part)
+        for edit in here if len(here) > 1 or part.name else ():
+            own = f"PATCH.parts[{number}]" if part.name else "PATCH"
+            changed = f"dataclasses.replace({own}, edits=(*{own}.edits[:{(at := part.edits.index(edit))}], *{own}.edits[{at + 1}:]))"
+            if part.name:
+                changed = f"dataclasses.replace(PATCH, parts=(*PATCH.parts[:{number}], {changed}, *PATCH.parts[{number + 1}:]))"
+            find = " ".join(getattr(edit, "find", "").split())
+            yield (
+                f"{edit.target.rpartition(':')[2]}: without the edit{find and f' of `{find}`'}",
+                f"{source}\nimport dataclasses\nPATCH = {changed}\n",
+            )
 
 
 def mutants_of(source: str, names: set[str] | None = None) -> Iterator[tuple[str, str]]:

@@ -117,7 +117,8 @@ def _json(place: Place, module: str, *arguments: str) -> Any:
 
 def _said(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     for row in rows:
-        yield {"id": row["id"], "verdict": row["verdict"], "reason": row["reason"][:200]}
+        part = {"part": row["part"]} if row.get("part") else {}
+        yield {"id": row["id"], **part, "verdict": row["verdict"], "reason": row["reason"][:200]}
 
 
 def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None:
@@ -127,7 +128,7 @@ def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None
     if part == "flows" and _words("FLOWS"):
         found = {**here.get(part, {}), **found}
     if part == "verify" and _words("IDS"):
-        rows = {row["id"]: row for row in (*here.get(part, ()), *found)}
+        rows = {(row["id"], row.get("part", "")): row for row in (*here.get(part, ()), *found)}
         found = [rows[name] for name in sorted(rows)]
     here.update({"versions": versions, part: found})
     write(known)
@@ -136,7 +137,7 @@ def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None
 def write(known: Mapping[str, Any]) -> None:
     # A row of `verify` on a line of its own: a diff of this file says what a change of the plugin changes.
     text = json.dumps({name: known[name] for name in declared() if name in known}, indent=1)
-    text = re.sub(r'\{\n +("id": [^\n]+)\n +("verdict": [^\n]+)\n +("reason": [^\n]+)\n +\}', r"{\1 \2 \3}", text)
+    text = re.sub(r'\{\n +("id": [^{}]+?)\n +\}', lambda row: "{" + re.sub(r"\n +", " ", row[1]) + "}", text)
     RESULTS.write_text(text + "\n", "utf-8")
     SHIPPED.write_text(shipped(), "utf-8")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 
-from .patch import Patch
+from .patch import Part, Patch
 
 
 class Ids:
@@ -50,6 +50,14 @@ class Ids:
                 raise KeyError(unknown(patch_id, self.present))
             chosen.add(found)
         return [patch for patch in self.present.values() if not ids or patch.id in chosen]
+
+    def keys(self, ids: tuple[str, ...]) -> list[str]:
+        """Return the keys of the parts of the patches that ``ids`` mean, of all without one."""
+        return [part.key for patch in self.choose(ids) for part in patch.parts]
+
+    def part(self, key: str) -> Part:
+        """Return the part with ``key``."""
+        return next(part for part in self.present[key.partition(": ")[0]].parts if part.key == key)
 
 
 def unknown(patch_id: str, known: Iterable[str], kind: str = "patch") -> str:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
+from . import nearest
 from .edits import Rewrite
 from .frames import witnessed
 from .locate import Conflict, FunctionNode, Source, compiled
@@ -192,7 +193,10 @@ def matches(source: Source, function: FunctionNode, edits: Sequence[Rewrite]) ->
             continue  # made already, for another patch
         found = _runs(places, _pattern(edit.find, edit.replace))
         if len(found) != edit.count:
-            raise Conflict(f"{edit.target}: {brief(edit.find)} occurs {len(found)} times, expected {edit.count}")
+            there = nearest.describe(function, source.code, edit.find, [nodes[0] for nodes, _, _ in found])
+            raise Conflict(
+                f"{edit.target}: {brief(edit.find)} occurs {len(found)} times, expected {edit.count}; {there}"
+            )
         for nodes, holder, field in found:
             inside = {id(n) for node in nodes for n in _below(node) if not isinstance(n, _SHARED)}
             if other := next((claimed[i] for i in inside if i in claimed), None):

@@ -131,8 +131,8 @@ class Patch:
 
     def __post_init__(self) -> None:
         """Give each part its key, and the patch the requirements and edits of its parts."""
-        if self.parts:
-            parts = tuple(replace(part, key=f"{self.id}: {part.name}") for part in self.parts)
+        parts = tuple(replace(part, key=f"{self.id}: {part.name}") for part in self.parts if part.name)
+        if parts:
             first = parts[0]
             found = (first.requires, first.tested_up_to, tuple(edit for part in parts for edit in part.edits))
             vars(self).update(zip(("requires", "tested_up_to", "edits"), found))

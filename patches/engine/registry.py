@@ -54,8 +54,7 @@ class Registry:
         self._built_ahead: Mapping[Hashable, Installed] = {}
         """What :meth:`prepare` has built, until it is put in: the builder itself keeps nothing alive."""
         self._hooked: set[str] = set()
-        self._parts = {part.key: part for patch in self.patches.values() for part in patch.parts}
-        self._order = {key: i for i, key in enumerate(self._parts)}
+        self._order = {key: i for i, key in enumerate(self.ids.keys(()))}
 
     edits = staticmethod(needs.edits)
     import_targets = staticmethod(needs.import_targets)
@@ -68,9 +67,11 @@ class Registry:
         Idempotent. Each patch is applied whole or not at all; interrupted, the call has done nothing or all. An id that
         is unknown is a ``KeyError``; with ``strict`` a conflict or failure is a ``PatchError``, after all were tried.
         """
-        chosen = self._keys(ids)
+        chosen = self.ids.keys(ids)
         active = self._store.read().active
-        with self._survey() if any(self._parts[key].damage and key not in active for key in chosen) else nullcontext():
+        with (
+            self._survey() if any(self.ids.part(key).damage and key not in active for key in chosen) else nullcontext()
+        ):
             self._put_in(chosen, untested)
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):
@@ -83,7 +84,7 @@ class Registry:
         What another program has changed since stays, and the patch is reported as ``SHADOWED``. Without ids the call also
         reverts what features have changed (``compile_options``). An unknown id is a ``KeyError``, and changes nothing.
         """
-        chosen = self._keys(ids)
+        chosen = self.ids.keys(ids)
         self._change(partial(self._plan_revert, chosen, () if ids else tuple(self._features)))
         return self.report(*ids)
 
@@ -122,7 +123,7 @@ class Registry:
         """Work out what :meth:`apply` would change now, for whoever applies next; change nothing."""
         draft = Draft(self._store.read, self._order, self._builder, {})
         with contextlib.suppress(Stale):  # whoever was faster needs no help
-            self._plan_apply(dict.fromkeys(self._parts, False), frozenset(), draft)
+            self._plan_apply(dict.fromkeys(self.ids.keys(()), False), frozenset(), draft)
             self._built_ahead = draft.slots
         self._builder.compiler.keep()
 
@@ -143,12 +144,9 @@ class Registry:
 
     def follow_imports(self, *, untested: bool = False) -> None:
         """Apply all patches as :meth:`apply` does; ``on_change`` is told what became of those that need not wait."""
-        self._put_in(self._parts, untested)
-        self._tell(self._parts)
-
-    def _keys(self, ids: tuple[str, ...]) -> list[str]:
-        """The parts of the patches that ``ids`` mean, or of all."""
-        return [part.key for patch in self.ids.choose(ids) for part in patch.parts]
+        keys = self.ids.keys(())
+        self._put_in(keys, untested)
+        self._tell(keys)
 
     # -- planning ------------------------------------------------------------------------------
 
@@ -157,7 +155,7 @@ class Registry:
         ready: dict[str, list[Edit]] = {}
         active = draft.before.active.keys()
         for key, untested in chosen.items():
-            part = self._parts[key]
+            part = self.ids.part(key)
             if key not in active:
                 draft.outcomes.pop(key, None)
             if key.partition(": ")[0] in self.disabled:
@@ -172,7 +170,7 @@ class Registry:
         for key in failed.keys() - active:
             draft.conclude(key, outcome_of(failed[key]))
         for key in changed:
-            part = self._parts[key]
+            part = self.ids.part(key)
             draft.conclude(key, Outcome(Status.APPLIED))
             draft.owe(Duty("compiled"))
             if part.damage is not None and part.package not in fresh:
@@ -196,7 +194,7 @@ class Registry:
     def _put_in(self, ids: Collection[str], untested: bool) -> None:
         self._change(partial(self._plan_apply, dict.fromkeys(ids, untested), frozenset()))
         self._await_imports()
-        if len(ids) == len(self._parts):  # what a few make is made for a trial
+        if len(ids) >= len(self.patches):  # what a few make is made for a trial
             self._builder.compiler.keep()
 
     def _change(self, plan: Callable[[Draft], None]) -> None:
@@ -233,7 +231,7 @@ class Registry:
         looks = [duty for duty in self._store.read().duties if duty.kind == "damage"]
         if looks:
             with self._survey():
-                found = {duty: self._parts[duty.owner].damaged() for duty in looks}
+                found = {duty: self.ids.part(duty.owner).damaged() for duty in looks}
             self._record(partial(Draft.fulfil_damage, found=found))
         if Duty("compiled") in self._store.read().duties:
             self._record(partial(Draft.fulfil_compiled, said=self._forgotten()))
@@ -267,7 +265,7 @@ class Registry:
     def _await_imports(self) -> None:
         """Be called when a module arrives that a waiting patch is waiting for."""
         waiting = self._store.read().waiting
-        awaited = {key: needs.awaited(self._parts[key]) for key in waiting}
+        awaited = {key: needs.awaited(self.ids.part(key)) for key in waiting}
         for name in set().union(*awaited.values()) - self._hooked:
             imports.after_import(name, partial(self._arrived, name))
             self._hooked.add(name)
@@ -279,7 +277,9 @@ class Registry:
         """An awaited module is imported. Nothing of ours raises into that import."""
         try:
             package, waiting = name.partition(".")[0], self._store.read().waiting
-            ready = {key: untested for key, untested in waiting.items() if package in needs.packages(self._parts[key])}
+            ready = {
+                key: untested for key, untested in waiting.items() if package in needs.packages(self.ids.part(key))
+            }
             if ready:
                 self._change(partial(self._plan_apply, ready, frozenset({package})))
             self._await_imports()

@@ -232,7 +232,7 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> No
             if isinstance(value, QuantizedExperts):
                 raise RuntimeError(
                     f"{func} would write into quantized experts ({tuple(value.shape)}), whose values are packed. "
-                    "Merging and unmerging adapters needs the patch peft-lora-quantized-experts: call patches.apply() before. "
+                    "Merging and unmerging adapters needs the patch torch-quantized-experts: call patches.apply() before. "
                     "For any other change dequantize the model first (model.dequantize())."
                 )
 

@@ -79,8 +79,8 @@ FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
 
 ON_META = {
     "modules_to_save": "peft-trained-copies-offloaded",
-    "trainable_tokens": "peft-trainable-tokens-offloaded",
-    "prompt": "peft-prompt-encoder-on-meta",
+    "trainable_tokens": "peft-trained-copies-offloaded",
+    "prompt": "peft-adapters-on-meta",
 }
 """The patch for what peft leaves on meta, by the kind of adapter; for the others it is one."""
 
@@ -148,7 +148,7 @@ def _of_dense(layers: Sequence[Layer]) -> Iterator[Problem]:
             quantized,
             "The results are right, but the operations need the memory of experts in floating point. For LoRA on experts, "
             "apply the patch. In your own code, use one expert at a time (experts[i]) or a product (torch.bmm, grouped_mm).",
-            "peft-lora-quantized-experts",
+            "torch-quantized-experts",
             effect=PREVENTS,
         )
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-VARIABLE = "PATCHES_READ_AHEAD"
+VARIABLE, FORMER_VARIABLE = "PATCHES_PREFETCH", "PATCHES_READ_AHEAD"
 _MEGABYTES = 64
 _MOST_NAMES = 64  # of tensors that are small
 _PIECE = 2**19  # the kernel cuts a longer request short: max_sectors_kb is 512 on many disks
@@ -26,11 +26,12 @@ Region = tuple[str, int, int]
 
 
 def prefetch_window() -> int:
-    """How many bytes are asked for ahead: ``PATCHES_READ_AHEAD`` in MiB, 0 for none; an error for what is no number."""
-    value = os.environ.get(VARIABLE, "").strip() or str(_MEGABYTES)
+    """Return how many bytes are asked for ahead: ``PATCHES_PREFETCH`` in MiB, 0 for none. Any other text is a ``ValueError``."""
+    given = VARIABLE if os.environ.get(VARIABLE, "").strip() else FORMER_VARIABLE
+    value = os.environ.get(given, "").strip() or str(_MEGABYTES)
     if not value.isdecimal():
         raise ValueError(
-            f"{VARIABLE}={value!r} is not valid; expected a number of MiB to read ahead from the disk, 0 for none "
+            f"{given}={value!r} is not valid; expected a number of MiB to read ahead from the disk, 0 for none "
             f"(default: {_MEGABYTES})"
         )
     return int(value) * 2**20 if hasattr(os, "posix_fadvise") else 0  # macOS and Windows have none

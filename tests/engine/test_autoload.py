@@ -94,14 +94,14 @@ def whole_stack(fresh):
         from bnb_patches.engine import gate, needs
         from transformers import Trainer, AutoModelForCausalLM, BitsAndBytesConfig
         from transformers.quantizers import auto
-        ours = [p for p in bnb_patches.REGISTRY.patches.values()
+        ours = [p for patch in bnb_patches.REGISTRY.patches.values() for p in patch.parts
                 if p.package in ("bitsandbytes", "transformers", "peft", "accelerate", "torch")]
         ours = [p for p in ours if all(map(gate.installed, gate.packages(p)))]
-        missing = {p.id: [sorted(needs.missing(p)), sorted(needs.modules(p) - needs.missing(p))] for p in ours}
+        missing = {p.key: [sorted(needs.missing(p)), sorted(needs.modules(p) - needs.missing(p))] for p in ours}
         for patch in ours:
             bnb_patches.REGISTRY.import_targets(patch)
         applied = [r.id for r in bnb_patches.report().with_status(bnb_patches.Status.APPLIED)]
-        print(json.dumps([said, applied, {i: lazy for i, lazy in missing.items() if i in applied}]))
+        print(json.dumps([said, applied, {i: lazy for i, lazy in missing.items() if i.partition(': ')[0] in applied}]))
         """,
         PATCHES_AUTOLOAD="1",
     )

@@ -236,7 +236,7 @@ import random, sys, threading
 sys.setswitchinterval(1e-4)
 import patches
 from patches.engine.report import Status
-some = ["bitsandbytes-int8-copies", "bitsandbytes-params4bit-pickle", "peft-dora-cache", "transformers-warning-once"]
+some = ["bitsandbytes-int8-copies", "bitsandbytes-params4bit-copies", "peft-dora-cache", "transformers-warning-once"]
 errors, stop = [], threading.Event()
 
 def verbs(seed):

@@ -60,7 +60,7 @@ def test_what_breaks_the_graph_computes_the_same(qwen3, implementation, adapted)
     """As in floating point: a loop over experts does, and peft's wrapper. What tensors do between two graphs is not compiled."""
     torch._dynamo.reset()
     model = patches.quantize_experts(loaded(qwen3, implementation)).requires_grad_(False)
-    with patches.applied("peft-lora-quantized-experts"):
+    with patches.applied("torch-quantized-experts"):
         if adapted:
             peft = pytest.importorskip("peft", minversion="0.17", reason="target_parameters are new in 0.17")
             names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

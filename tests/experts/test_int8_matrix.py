@@ -268,7 +268,7 @@ def test_lora_trains_merges_and_unmerges(tmp_path):
         r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         init_lora_weights=False,
     )  # fmt: skip
-    with patches.applied("peft-lora-quantized-experts"):
+    with patches.applied("torch-quantized-experts"):
         torch.manual_seed(1)
         model = peft.get_peft_model(patches.quantize_experts(loaded(tmp_path, **INT8)), peft.LoraConfig(**config))
         model(input_ids=IDS, labels=IDS).loss.backward()

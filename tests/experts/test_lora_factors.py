@@ -29,7 +29,7 @@ from tests.experts.models import loaded, rounded, saved
 
 pytestmark = pytest.mark.one_in(2)
 
-ID = "peft-lora-quantized-experts"
+ID = "torch-quantized-experts"
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 IMPLEMENTATIONS = ["eager", "grouped_mm", "batched_mm"]
 EXPERTS, WIDTH = 8, 64
@@ -161,7 +161,7 @@ def test_after_revert_a_merged_model_runs_merging_says_what_to_do_and_lora_goes_
         merged = logits(model)
         other = with_lora(pair(layers=1)[1], target_modules=[])
     assert torch.equal(logits(model), merged)
-    with pytest.raises(RuntimeError, match=r"peft-lora-quantized-experts: call patches.apply\(\) before"):
+    with pytest.raises(RuntimeError, match=r"torch-quantized-experts: call patches.apply\(\) before"):
         other.merge_adapter()
     assert off(logits(other), before) < 2e-6, "nothing was merged"
     with patches.applied(ID):

@@ -186,7 +186,7 @@ def test_what_went_dense_is_shown(qwen3):
     said = "aten.sum.default (2 times, up to 0.1 MB)"
     (problem,) = (p for p in patches.inspect(model).problems if "at once" in p.what)
     assert problem.what.endswith(f"dequantized all experts of a parameter at once: {said}")
-    assert "model.layers.0.mlp.experts" in problem.where and problem.patch == "peft-lora-quantized-experts"
+    assert "model.layers.0.mlp.experts" in problem.where and problem.patch == "torch-quantized-experts"
     assert any(note.endswith(said) for note in patches.report().notes) and "aten.sum" in str(patches.report())
     assert not any("at once" in p.what for p in patches.inspect(loaded(qwen3)).problems), "it has no quantized experts"
 

@@ -77,7 +77,8 @@ def plugin(ids: frozenset[str]) -> Iterator[None]:
 
 
 def _active() -> frozenset[str]:
-    return frozenset(patches.REGISTRY._store.read().active)  # a report takes longer than most programs
+    active = patches.REGISTRY._store.read().active
+    return frozenset(key.partition(": ")[0] for key in active)  # a report takes longer than most programs
 
 
 @contextlib.contextmanager

@@ -180,6 +180,6 @@ def test_a_prompt_on_meta():
     import peft
 
     config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    assert only(peft.get_peft_model(offloaded(llama()), config)).patch == "peft-prompt-encoder-on-meta"
-    with patches.applied("peft-prompt-encoder-on-meta"):
+    assert only(peft.get_peft_model(offloaded(llama()), config)).patch == "peft-adapters-on-meta"
+    with patches.applied("peft-adapters-on-meta"):
         assert fine(peft.get_peft_model(offloaded(llama()), config))

@@ -18,7 +18,7 @@ import patches
 from patches.engine.gate import satisfied
 from tests.repairs.tagged import Tagged8
 
-FOUR, EIGHT = "bitsandbytes-params4bit-pickle", "bitsandbytes-int8-copies"
+FOUR, EIGHT = "bitsandbytes-params4bit-copies", "bitsandbytes-int8-copies"
 INT8_BY_CLASS = satisfied("bitsandbytes>=0.47")
 """Before, whoever loads such a pickle without the plugin and moves the weight spoils it."""
 

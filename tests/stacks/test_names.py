@@ -34,7 +34,7 @@ def test_one_that_is_not_there_is_seen(source):
 
 
 def test_code_that_is_written_into_others_is_walked(monkeypatch):
-    patch = patches.REGISTRY.patches["torch-fsdp-casts-codes"]
+    patch = patches.REGISTRY.patches["torch-broadcast-unknown-keys"]
     edit = next(edit for edit in patch.edits if isinstance(edit, Rewrite) and not edit.when)
     bad = replace(patch, edits=(edit._replace(replace="torch._C._no_such_call()"),))
     monkeypatch.setattr(patches.REGISTRY, "patches", {**patches.REGISTRY.patches, patch.id: bad})

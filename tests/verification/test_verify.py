@@ -145,7 +145,7 @@ def test_progress_is_a_bar_where_tqdm_is_installed_and_nothing_elsewhere(monkeyp
     assert capsys.readouterr() == ("", "")
 
 
-CHEAP = "bitsandbytes-params4bit-pickle"
+CHEAP = "bitsandbytes-int8-input-dimensions"
 IN_A_SCRIPT = f"""
 import bnb_patches_autoload, os, sys
 with open(sys.argv[1], "a") as runs:

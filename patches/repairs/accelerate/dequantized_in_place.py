@@ -1,10 +1,20 @@
-"""4-bit and INT8 layers that were dequantized in place cannot be offloaded.
+"""A quantized layer that was dequantized in place is quantized again when it is moved, and cannot be offloaded.
 
-``layer.weight.data = dequantized`` leaves the class of the weight as it was, ``Params4bit`` or ``Int8Params``, and
-accelerate decides by the name of the class. It treats the values of a 4-bit layer as packed weights and raises
-``Cannot copy out of meta tensor; no data!``. It quantizes the values of an INT8 layer again. The forward then
-multiplies floats by int8, or, if the user gave the layer a forward of its own, silently uses packed weights as if they
-were values. accelerate up to 1.15.
+An INT8 layer that was dequantized in place is quantized again by the next ``.to()``, and then fails.
+``layer.weight.data = dequantized`` and ``layer.__class__ = torch.nn.Linear`` turn a ``Linear8bitLt`` into a plain
+layer without touching its parents. Its weight is still an ``Int8Params``, which quantizes its values when it is moved.
+After ``model.to(device)`` the plain layer multiplies floats by int8: ``expected m1 and m2 to have the same dtype``.
+All releases.
+
+The repair moves the values of such a weight as they are. It looks for the module only if a floating-point weight still
+has packed weights or scales of an earlier quantization. A weight in a ``Linear8bitLt`` is quantized as before, also if
+it was given other values.
+
+4-bit and INT8 layers that were dequantized in place cannot be offloaded. ``layer.weight.data = dequantized`` leaves
+the class of the weight as it was, ``Params4bit`` or ``Int8Params``, and accelerate decides by the name of the class.
+It treats the values of a 4-bit layer as packed weights and raises ``Cannot copy out of meta tensor; no data!``. It
+quantizes the values of an INT8 layer again. The forward then multiplies floats by int8, or, if the user gave the layer
+a forward of its own, silently uses packed weights as if they were values. accelerate up to 1.15.
 
 The repair puts a plain ``Parameter`` in the place of such a weight when accelerate moves it. A 4-bit weight counts as
 dequantized if it is larger than its packed weights would be. An INT8 weight counts if its module is no longer a
@@ -14,11 +24,30 @@ before. If packed weights were cast to floating point, an error names the layer.
 
 from __future__ import annotations
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Part, Patch, Rewrite
 from ...quantized.weights import dequantized_in_place
 
 
-def defect() -> Finding:
+def defect_moving() -> Finding:
+    """Dequantize a layer in place, and move the model to where it is."""
+    import bitsandbytes as bnb
+    import torch
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).to("cpu")
+    weight = bnb.functional.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
+    layer.weight.data = weight
+    layer.__class__ = torch.nn.Linear
+    x = torch.randn(2, 64)
+    model = torch.nn.Sequential(layer).to("cpu")
+    try:
+        error = (model(x) - x @ weight.t()).norm().item()
+    except RuntimeError as raised:
+        return Finding(True, f"after to('cpu'): {str(raised)[:70]}")
+    return Finding(error > 1e-4, f"after to('cpu') the layer differs from its weight by {error:.1e}")
+
+
+def defect_offloading() -> Finding:
     """Dequantize a 4-bit and an INT8 layer in place, and offload them."""
     import bitsandbytes as bnb
     import torch
@@ -43,18 +72,47 @@ def defect() -> Finding:
 
 PATCH = Patch(
     id="accelerate-dequantized-in-place",
-    summary="4-bit and INT8 layers that were dequantized in place cannot be offloaded",
-    links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L278",),
-    requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
-    tested_up_to="1.15.0",
+    summary="layers that were dequantized in place are quantized again when they are moved, and cannot be offloaded",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L724",
+        "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L278",
+    ),
+    former_ids=("bitsandbytes-int8-dequantized-in-place",),
     seen_on=("2.13",),
-    edits=(
-        Rewrite(
-            "accelerate.utils.modeling:set_module_tensor_to_device",
-            find="old_value = getattr(module, tensor_name)",
-            replace="old_value = _patches_to_move(module, tensor_name)",
-            names={"_patches_to_move": dequantized_in_place.parameter_to_move},
+    parts=(
+        Part(
+            "offloading",
+            ("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
+            "1.15.0",
+            (
+                Rewrite(
+                    "accelerate.utils.modeling:set_module_tensor_to_device",
+                    find="old_value = getattr(module, tensor_name)",
+                    replace="old_value = _patches_to_move(module, tensor_name)",
+                    names={"_patches_to_move": dequantized_in_place.parameter_to_move},
+                ),
+            ),
+            defect_offloading,
+        ),
+        Part(
+            "moving",
+            ("bitsandbytes>=0.46.1",),
+            "0.50.2",
+            tuple(
+                Rewrite(
+                    "bitsandbytes.nn.modules:Int8Params.to",
+                    find=f"device, dtype, non_blocking, {rest} = torch._C._nn._parse_to(*args, **kwargs)",
+                    replace=f"""
+                if (plain := _patches_plain(self)) is not None:
+                    return plain.to(*args, **kwargs)
+                device, dtype, non_blocking, {rest} = torch._C._nn._parse_to(*args, **kwargs)
+            """,
+                    names={"_patches_plain": dequantized_in_place.to_plain_parameter},
+                    when=when,
+                )
+                for rest, when in (("convert_to_format", "bitsandbytes<0.49"), ("_", "bitsandbytes>=0.49"))
+            ),
+            defect_moving,
         ),
     ),
-    defect=defect,
 )

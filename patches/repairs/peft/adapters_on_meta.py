@@ -1,11 +1,12 @@
 """Adapters that are added to an offloaded model are created on the meta device and lose their values.
 
-peft puts a new adapter on the device of the base weight. In a model that was loaded with a device map and does not
-fit, offloaded weights are on meta between two forwards. So after ``get_peft_model`` the adapters of these layers have
-lost their initial values. The first backward raises ``Function MmBackward0 returned an invalid gradient at index 1 -
-expected device meta but got cpu``. A forward, ``generate`` and ``merge_and_unload`` silently ignore the adapter.
-Affects every kind of adapter, on plain and quantized layers, in every release. Adapters that are computed from the
-base weight (DoRA, PiSSA, OLoRA) cannot be created at all.
+Adapters that are added to an offloaded model are created on the meta device and lose their values. peft puts a new
+adapter on the device of the base weight. In a model that was loaded with a device map and does not fit, offloaded
+weights are on meta between two forwards. So after ``get_peft_model`` the adapters of these layers have lost their
+initial values. The first backward raises ``Function MmBackward0 returned an invalid gradient at index 1 - expected
+device meta but got cpu``. A forward, ``generate`` and ``merge_and_unload`` silently ignore the adapter. Affects every
+kind of adapter, on plain and quantized layers, in every release. Adapters that are computed from the base weight
+(DoRA, PiSSA, OLoRA) cannot be created at all.
 
 The repair brings the base layer to its execution device while an adapter is added to it. peft then finds the device
 and values that a layer without offloading has, and if an initialization changes the base weight, the changed weight is
@@ -13,6 +14,15 @@ offloaded. Adapters that read the base weight in their own forward (DoRA, BOFT, 
 their layer brings it for the whole of its forward. A layer without an offload hook takes the old path.
 
 What it costs: one look at each target, and bringing each offloaded weight once.
+
+Prompt and prefix tuning of an offloaded model put their encoder on the meta device. ``PeftModel`` moves a new prompt
+encoder to the device of the model, which transformers reads from the first parameter, usually the embedding. If the
+embedding is offloaded (``cpu_offload``, ``disk_offload``, a device map with "cpu"), that is meta between two forwards.
+The trainable values are lost, and the first forward raises ``Tensor on device cpu is not on the expected device
+meta!``. All releases.
+
+With the repair the encoder goes to the execution device of the offloaded module. For any other model the device is
+read as before and used as it is; models outside of transformers may return ``"cpu"`` or None.
 """
 
 from __future__ import annotations
@@ -23,7 +33,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ...adapters import hold_base_weights
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Part, Patch, Rewrite
 from ...offload import offloaded_modules
 from ...quantized import accelerate_hooks
 
@@ -59,7 +69,7 @@ def values(module: Any) -> torch.Tensor:
     return weight
 
 
-def defect() -> Finding:
+def defect_layers() -> Finding:
     """LoRA on a linear layer that accelerate keeps in CPU memory."""
     import torch
     from accelerate import cpu_offload
@@ -76,53 +86,103 @@ def defect() -> Finding:
 
 
 _TUNERS = "peft.tuners.tuners_utils"
+
+
 _ENTER: dict[str, Any] = {
     "find": "ctx()",
     "replace": "_patches_with_weights(ctx(), model, parent, target_name)",
     "names": {"_patches_with_weights": with_weights},
 }
+
+
 _HOME: dict[str, Any] = {"find": "weight.device", "names": {"_patches_home": home}}
+
+
+def device_of(model: Any) -> torch.device | str | None:
+    """What ``model`` says is its device, or that of its forward if its first parameter is offloaded."""
+    device: torch.device | str | None = model.device
+    there = offloaded_modules.first_execution_device(model) if str(device) == "meta" else None
+    return device if there is None else there
+
+
+def defect_prompts() -> Finding:
+    """Prompt tuning of a tiny Llama in CPU memory."""
+    import torch
+    from accelerate import cpu_offload
+    from peft import PromptTuningConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size))
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    where = model.prompt_encoder["default"].embedding.weight.device
+    return Finding(where.type == "meta", f"the prompt is on {where}")
+
 
 PATCH = Patch(
     id="peft-adapters-on-meta",
     summary="adapters added to an offloaded model lose their values: training fails, inference silently ignores them",
-    links=("https://github.com/huggingface/peft/issues/1639",),
-    requires=("peft>=0.14", "accelerate>=0.26.1"),
-    tested_up_to="0.21.2",
+    links=(
+        "https://github.com/huggingface/peft/issues/1639",
+        "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py",
+    ),
+    former_ids=("peft-prompt-encoder-on-meta",),
     seen_on=("2.13", "2.15"),
-    edits=(
-        Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, when="peft<0.17"),
-        Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, count=2, when="peft>=0.17,<0.19"),
-        Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, count=3, when="peft>=0.19"),
-        Rewrite(f"{_TUNERS}:BaseTuner._inject_parameters", **_ENTER, when="peft>=0.17"),
-        Rewrite(
-            f"{_TUNERS}:BaseTunerLayer._move_adapter_to_device_of_base_layer",
-            replace="_patches_home(self.get_base_layer(), weight)",
-            **_HOME,
-            when="peft<0.19",
+    parts=(
+        Part(
+            "layers",
+            ("peft>=0.14", "accelerate>=0.26.1"),
+            "0.21.2",
+            (
+                Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, when="peft<0.17"),
+                Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, count=2, when="peft>=0.17,<0.19"),
+                Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, count=3, when="peft>=0.19"),
+                Rewrite(f"{_TUNERS}:BaseTuner._inject_parameters", **_ENTER, when="peft>=0.17"),
+                Rewrite(
+                    f"{_TUNERS}:BaseTunerLayer._move_adapter_to_device_of_base_layer",
+                    replace="_patches_home(self.get_base_layer(), weight)",
+                    **_HOME,
+                    when="peft<0.19",
+                ),
+                Rewrite(
+                    f"{_TUNERS}:BaseTunerLayer._get_base_layer_device_and_dtype",
+                    replace="_patches_home(base_layer, weight)",
+                    **_HOME,
+                    when="peft>=0.19",
+                ),
+                # Two kinds look at base weights before or after they are put on.
+                Rewrite(
+                    "peft.tuners.unilora.layer:UniLoraLayer.update_scaling",
+                    find="base_layer.weight.device",
+                    replace="_patches_home(base_layer, base_layer.weight)",
+                    names={"_patches_home": home},
+                    when="peft>=0.20",
+                ),
+                Rewrite(
+                    "peft.tuners.frod.model:FrodModel._init_frod_projections",
+                    find="module.weight",
+                    replace="_patches_values(module)",
+                    count=2,
+                    names={"_patches_values": values},
+                    when="peft>=0.20",
+                ),
+            ),
+            defect_layers,
         ),
-        Rewrite(
-            f"{_TUNERS}:BaseTunerLayer._get_base_layer_device_and_dtype",
-            replace="_patches_home(base_layer, weight)",
-            **_HOME,
-            when="peft>=0.19",
-        ),
-        # Two kinds look at base weights before or after they are put on.
-        Rewrite(
-            "peft.tuners.unilora.layer:UniLoraLayer.update_scaling",
-            find="base_layer.weight.device",
-            replace="_patches_home(base_layer, base_layer.weight)",
-            names={"_patches_home": home},
-            when="peft>=0.20",
-        ),
-        Rewrite(
-            "peft.tuners.frod.model:FrodModel._init_frod_projections",
-            find="module.weight",
-            replace="_patches_values(module)",
-            count=2,
-            names={"_patches_values": values},
-            when="peft>=0.20",
+        Part(
+            "prompts",
+            ("peft>=0.14", "accelerate>=0.26.1", "transformers>=4.53"),
+            "0.21.2",
+            (
+                Rewrite(
+                    "peft.peft_model:PeftModel._setup_prompt_encoder",
+                    find="self.device",
+                    replace="_patches_device_of(self)",
+                    names={"_patches_device_of": device_of},
+                ),
+            ),
+            defect_prompts,
         ),
     ),
-    defect=defect,
 )

@@ -1,6 +1,7 @@
 """Adapters of experts that peft 0.17 or 0.18 saved do not load in 0.19 and later, or load wrongly without a message.
 
-For a parameter (experts, out, in), as transformers stores experts, peft before 0.19 applies ``lora_A`` to the rows and
+Adapters of experts that peft 0.17 or 0.18 saved do not load in 0.19 and later, or load wrongly without a message. For
+a parameter (experts, out, in), as transformers stores experts, peft before 0.19 applies ``lora_A`` to the rows and
 ``lora_B`` to the columns of each expert. Since 0.19 it is the other way round. Files are not converted. If the numbers
 of rows and columns differ, loading raises ``size mismatch for ...lora_A.default.weight``. If they are equal (both
 directions of an OLMoE's ``gate_up_proj``, 2048), the adapter loads silently and adds another update: in the program
@@ -10,17 +11,24 @@ The file holds the trained values in another order, so the repair permutes them 
 all its parameters together, decide which layout it has. If all are square, the release that wrote it decides
 (``peft_version`` in ``adapter_config.json``, which 0.17 does not write), and a warning says so. An adapter with both
 layouts raises an error. Files in the layout of 0.19 are read as before.
+
+``model.load_adapter`` loads adapters of experts that peft 0.17 or 0.18 saved wrongly. transformers loads adapters
+without peft's own loading code, so the repair above does not run. If the matrices of the experts are square, the adapter loads silently and adds another update. If not, loading
+raises ``MISMATCH ... Reinit due to size mismatch``. transformers 5.
+
+The repair reads such a file, and only such a file, before transformers does, and passes its contents in the layout of
+the installed peft.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Part, Patch, Rewrite
 from ...experts import adapter_layout_before_019
 
 
-def defect() -> Finding:
+def defect_peftmodel() -> Finding:
     """An adapter as peft 0.18 saves it, of square experts, is loaded and compared with what it was trained to add."""
     import json
     import tempfile
@@ -57,27 +65,88 @@ def _model() -> Any:
     return model
 
 
+def defect_load_adapter_of_transformers() -> Finding:
+    """An adapter as peft 0.18 saves it, of square experts, is loaded and compared with what it was trained to add."""
+    import json
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 16), torch.randn(16, 8)  # of 4 experts, rank 2
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    added = torch.einsum("ore,eri->eio", b.reshape(16, 2, 4), a.reshape(4, 2, 16))  # what 0.18 adds
+    key = "base_model.model.model.layers.0.mlp.experts.lora_{}.weight"
+    with tempfile.TemporaryDirectory() as folder:
+        get_peft_model(_mixture(), config).save_pretrained(folder)
+        save_file({key.format("A"): a, key.format("B"): b}, f"{folder}/adapter_model.safetensors")
+        said = Path(folder, "adapter_config.json")
+        said.write_text(json.dumps({**json.loads(said.read_text()), "peft_version": "0.18.1"}))
+        model = _mixture()
+        model.load_adapter(folder)
+    loaded = model.model.layers[0].mlp.experts.get_delta_weight("default")
+    error = float((loaded - added).norm() / added.norm())
+    return Finding(error > 1e-5, f"relative error of what the adapter adds {error:.1e}")
+
+
+def _mixture() -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=16, num_key_value_heads=1, **sizes, **experts))
+
+
 PATCH = Patch(
     id="peft-expert-adapters-before-019",
     summary="adapters of experts saved by peft 0.17 or 0.18 do not load, or silently load wrongly",
     links=("https://github.com/huggingface/peft/issues/3165",),
-    requires=("peft>=0.19",),
-    tested_up_to="0.21.2",
+    former_ids=("transformers-expert-adapters-before-019",),
     seen_on=("2.13",),
-    edits=(
-        Rewrite(
-            "peft.utils.save_and_load:set_peft_model_state_dict",
-            find="_find_mismatched_keys(model, peft_model_state_dict, ignore_mismatched_sizes=ignore_mismatched_sizes)",
-            replace="""
+    parts=(
+        Part(
+            "PeftModel",
+            ("peft>=0.19",),
+            "0.21.2",
+            (
+                Rewrite(
+                    "peft.utils.save_and_load:set_peft_model_state_dict",
+                    find="_find_mismatched_keys(model, peft_model_state_dict, ignore_mismatched_sizes=ignore_mismatched_sizes)",
+                    replace="""
                 _find_mismatched_keys(
                     model,
                     _patches_read(model, config, adapter_name, peft_model_state_dict),
                     ignore_mismatched_sizes=ignore_mismatched_sizes,
                 )
             """,
-            names={"_patches_read": adapter_layout_before_019.convert_to_new_layout},
+                    names={"_patches_read": adapter_layout_before_019.convert_to_new_layout},
+                ),
+                adapter_layout_before_019.RECORD_VERSION,
+            ),
+            defect_peftmodel,
         ),
-        adapter_layout_before_019.RECORD_VERSION,
+        Part(
+            "load_adapter of transformers",
+            ("transformers>=5", "peft>=0.19"),
+            "5.24.0",
+            (
+                Rewrite(
+                    "transformers.integrations.peft:PeftAdapterMixin.load_adapter",
+                    find="inject_adapter_in_model(peft_config, self, adapter_name)",
+                    replace="""
+                inject_adapter_in_model(peft_config, self, adapter_name)
+                adapter_state_dict = _patches_of_file(
+                    self, peft_config, adapter_name, adapter_state_dict, peft_model_id
+                )
+            """,
+                    names={"_patches_of_file": adapter_layout_before_019.converted_state_dict},
+                ),
+                adapter_layout_before_019.RECORD_VERSION,
+            ),
+            defect_load_adapter_of_transformers,
+        ),
     ),
-    defect=defect,
 )

@@ -10,7 +10,7 @@ peft 0.20 cannot add OFT to a model that says that it is quantized, as ``from_pr
 missing 1 required positional argument: 'config'``. What makes the layer passes the configuration as ``oft_config``.
 
 The repair quantizes the product, so the merge is as exact as quantizing the merged weight. Unquantized layers have
-their own ``merge``, which is right. ``unmerge_oft.py`` makes unmerging exact. In peft 0.20 the configuration is passed as
+their own ``merge``, which is right. ``peft-unmerge`` makes unmerging exact. In peft 0.20 the configuration is passed as
 ``config``, and unmerging is exact with this patch alone, because such a layer could not be unmerged before.
 """
 

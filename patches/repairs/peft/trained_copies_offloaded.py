@@ -1,5 +1,6 @@
-"""``modules_to_save`` on an offloaded module silently trains nothing, because the copy to be trained is offloaded too.
+"""What peft trains beside adapters is offloaded with the module that it is copied from.
 
+``modules_to_save`` on an offloaded module silently trains nothing, because the copy to be trained is offloaded too.
 peft deep-copies a module that is to be trained whole (``modules_to_save``, and the targets of ``LNTuningConfig``),
 together with accelerate's hook, while its weights are on meta. So the copy is brought anew for every forward and
 dropped after it. Its parameters are other objects each time: their gradients are lost, and the optimizer holds one
@@ -10,14 +11,26 @@ the *whole* model. If a module has two hooks (``cpu_offload(layer)``), copying f
 
 The repair copies the values while the module has them, and keeps the copy on the execution device with a hook that
 moves its inputs there. The original stays offloaded.
+
+``trainable_token_indices`` on an offloaded embedding has no initial values, and fails in the first forward. The layer
+that trains single tokens copies their rows from the base weight when it is made, and each forward puts the trained
+rows into a copy of the whole weight. If the embedding is offloaded, the base weight is on meta both times:
+``get_peft_model`` makes a parameter on meta, and the first forward raises ``Cannot copy out of meta tensor; no
+data!``. ``peft-adapters-on-meta`` repairs ``TrainableTokensConfig``; ``LoraConfig`` and similar configurations wrap
+the embedding in another way, which this patch repairs. peft >= 0.15, which added it.
+
+The repair makes the layer while the base weight is on the execution device, and brings the weight for the whole of
+each forward.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...adapters import hold_base_weights
+from ...engine import Finding, Part, Patch, Rewrite, SetAttribute
 from ...offload import offloaded_modules
 from ...quantized import accelerate_hooks
 
@@ -41,7 +54,7 @@ def trainable_copy(module: Module) -> Module:
     return copied
 
 
-def defect() -> Finding:
+def defect_modules_to_save() -> Finding:
     """Train a layer that accelerate keeps in CPU memory for a step."""
     import torch
     from accelerate import cpu_offload
@@ -57,26 +70,78 @@ def defect() -> Finding:
     return Finding(bool(untrained), f"{len(untrained)} of {len(saved)} parameters to train get no gradient")
 
 
+def _make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not offloaded_modules.is_offloaded(self):
+            return original(self, *args, **kwargs)
+        with offloaded_modules.onload_to_change(self):
+            result = original(self, *args, **kwargs)
+        hold_base_weights.hold_base_weights(self)
+        return result
+
+    return update_layer
+
+
+def defect_trainable_token_indices() -> Finding:
+    """Train one token of an embedding that accelerate keeps in CPU memory."""
+    import torch
+    from accelerate import cpu_offload
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4))
+    cpu_offload(model[0], execution_device=torch.device("cpu"))
+    config = LoraConfig(r=2, target_modules=["1"], trainable_token_indices={"0": [1]})
+    try:
+        model = get_peft_model(model, config)
+        model(torch.arange(4)).sum().backward()
+    except (NotImplementedError, RuntimeError) as error:
+        return Finding(True, f"forward: {error}")
+    trained = model.base_model.model[0].token_adapter.trainable_tokens_delta["default"].grad
+    return Finding(trained is None, "the token is trained" if trained is not None else "no gradient")
+
+
 PATCH = Patch(
     id="peft-trained-copies-offloaded",
-    summary="modules_to_save on an offloaded module silently trains nothing",
-    links=("https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py#L653",),
-    requires=("peft>=0.14", "accelerate>=0.26.1"),
-    tested_up_to="0.21.2",
+    summary="modules_to_save and trainable_token_indices of an offloaded module silently train nothing, or fail",
+    links=(
+        "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py#L653",
+        "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/trainable_tokens/layer.py",
+    ),
+    former_ids=("peft-trainable-tokens-offloaded",),
     seen_on=("2.13", "2.15"),
-    edits=(
-        Rewrite(
-            "peft.utils.other:ModulesToSaveWrapper.update",
-            find="copy.deepcopy(self.original_module)",
-            replace="_patches_trainable_copy(self.original_module)",
-            names={"_patches_trainable_copy": trainable_copy},
+    parts=(
+        Part(
+            "modules_to_save",
+            ("peft>=0.14", "accelerate>=0.26.1"),
+            "0.21.2",
+            (
+                Rewrite(
+                    "peft.utils.other:ModulesToSaveWrapper.update",
+                    find="copy.deepcopy(self.original_module)",
+                    replace="_patches_trainable_copy(self.original_module)",
+                    names={"_patches_trainable_copy": trainable_copy},
+                ),
+                Rewrite(
+                    "peft.tuners.ln_tuning.layer:LNTuningLayer.update_layer",
+                    find="deepcopy(layer)",
+                    replace="_patches_trainable_copy(layer)",
+                    names={"_patches_trainable_copy": trainable_copy},
+                ),
+            ),
+            defect_modules_to_save,
         ),
-        Rewrite(
-            "peft.tuners.ln_tuning.layer:LNTuningLayer.update_layer",
-            find="deepcopy(layer)",
-            replace="_patches_trainable_copy(layer)",
-            names={"_patches_trainable_copy": trainable_copy},
+        Part(
+            "trainable_token_indices",
+            ("peft>=0.15", "accelerate>=0.26.1"),
+            "0.21.2",
+            (
+                SetAttribute(
+                    "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer",
+                    make=_make,
+                    over="self._move_adapter_to_device_of_base_layer(adapter_name)",
+                ),
+            ),
+            defect_trainable_token_indices,
         ),
     ),
-    defect=defect,
 )

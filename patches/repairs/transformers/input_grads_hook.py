@@ -1,5 +1,6 @@
 """torch.compile splits the model at the hook that makes the embedding's output require grad.
 
+torch.compile splits the model at the hook that makes the embedding's output require grad.
 ``enable_input_require_grads`` registers a hook that calls ``output.requires_grad_(True)`` on the output of the
 embedding, so that reentrant checkpoints have an input that requires grad. peft's ``prepare_model_for_kbit_training``
 and the Trainer call it. Dynamo cannot trace a change of ``requires_grad`` on a tensor that leaves the graph. A 4-bit
@@ -9,21 +10,26 @@ While compiling, the hook ties the output to an anchor that requires grad, with 
 unchanged. The values stay the same, and the output requires grad as before. (Leaving the hook out instead would lose
 gradients if a graph ends between the embedding and a reentrant checkpoint.) Eager calls run the original line. Only
 hooks that are registered while the patch is applied are repaired; they stay valid after it is reverted.
+
+torch.compile splits the model at peft's hook that makes the embedding's output require grad.
+``prepare_model_for_kbit_training``, ``PeftModel`` and ``PeftMixedModel`` register a hook that calls
+``output.requires_grad_(True)`` on models that have ``get_input_embeddings`` but not transformers'
+``enable_input_require_grads``, such as a user's own models. Cause and repair are the same. All releases.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...adapters.input_grads import require_grads
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Part, Patch, Rewrite
 from ..reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
     import torch
 
 
-def defect() -> Finding:
+def defect_transformers() -> Finding:
     import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
@@ -61,20 +67,76 @@ def defect() -> Finding:
     return show_graphs(model, torch.arange(4))
 
 
+def defect_peft() -> Finding:
+    import torch
+    from peft import prepare_model_for_kbit_training
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(nn.Module):
+        is_loaded_in_4bit = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(4, 4)
+            self.layer = nn.Linear(4, 4)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embedding
+
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+            pass
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = checkpoint(self.layer, self.embedding(ids), use_reentrant=True)
+            return output
+
+    model = prepare_model_for_kbit_training(Model())
+    model.layer.requires_grad_(True)
+    return show_graphs(lambda ids: model(ids).sum(), torch.arange(4))
+
+
+HOOK: dict[str, Any] = {
+    "find": "output.requires_grad_(True)",
+    "replace": "return _patches_require_grads(output)",
+    "names": {"_patches_require_grads": require_grads},
+}
+
+
 PATCH = Patch(
     id="transformers-input-grads-hook",
     summary="torch.compile splits the model at the hook that makes the embedding's output require grad",
-    links=("https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",),
-    requires=("transformers>=4.53", "torch>=2.7"),
-    tested_up_to="5.24.0",
+    links=(
+        "https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",
+        "https://github.com/huggingface/peft/blob/main/src/peft/utils/other.py",
+    ),
+    former_ids=("peft-input-grads-hook",),
     seen_on=("2.8", "2.13", "2.14", "2.15"),
-    edits=(
-        Rewrite(
-            "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",
-            find="output.requires_grad_(True)",
-            replace="return _patches_require_grads(output)",
-            names={"_patches_require_grads": require_grads},
+    parts=(
+        Part(
+            "transformers",
+            ("transformers>=4.53", "torch>=2.7"),
+            "5.24.0",
+            (
+                Rewrite(
+                    "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",
+                    find="output.requires_grad_(True)",
+                    replace="return _patches_require_grads(output)",
+                    names={"_patches_require_grads": require_grads},
+                ),
+            ),
+            defect_transformers,
+        ),
+        Part(
+            "peft",
+            ("peft>=0.14", "torch>=2.7"),
+            "0.21.2",
+            (
+                Rewrite("peft.utils.other:prepare_model_for_kbit_training", **HOOK),
+                Rewrite("peft.peft_model:PeftModel._prepare_model_for_gradient_checkpointing", **HOOK),
+                Rewrite("peft.mixed_model:_prepare_model_for_gradient_checkpointing", **HOOK),
+            ),
+            defect_peft,
         ),
     ),
-    defect=defect,
 )

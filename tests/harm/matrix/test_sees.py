@@ -53,9 +53,9 @@ def without_edits(module: str, ending: str) -> Callable[[], None]:
 
     def take_out() -> None:
         patch = import_module(module).PATCH
-        left = tuple(edit for edit in patch.edits if not edit.target.endswith(ending))
-        assert len(left) < len(patch.edits)
-        object.__setattr__(patch, "edits", left)
+        for part in patch.parts:
+            object.__setattr__(part, "edits", tuple(edit for edit in part.edits if not edit.target.endswith(ending)))
+        assert sum(len(part.edits) for part in patch.parts) < len(patch.edits)
 
     return take_out
 
@@ -134,13 +134,13 @@ def old(layer, gradient):
         ["float: lora + on_cpu + backward"],
     ),
     "A8: a copy of an embedding is not registered": (
-        without_edits("patches.repairs.bitsandbytes.optimizers.override_outlives_model", ".__setstate__"),
+        without_edits("patches.repairs.bitsandbytes.optimizers.overrides", ".__setstate__"),
         ["stable: trained_by_adam8bit + copied + steps_of_adam8bit"],
     ),
     "A11: the device of a model is a torch.device": (
-        behaves("patches.repairs.peft.prompt_encoder_on_meta:device_of", """
+        behaves("patches.repairs.peft.adapters_on_meta:device_of", """
 def old(model):
-    there = offloaded.first_execution_device(model) if model.device.type == "meta" else None
+    there = offloaded_modules.first_execution_device(model) if model.device.type == "meta" else None
     return model.device if there is None else there
 """),
         ["float: cold + prompt_tuning", "nf4: ran + prompt_tuning"],

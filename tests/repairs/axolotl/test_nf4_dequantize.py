@@ -66,7 +66,7 @@ with patches.applied("axolotl-nf4-dequantize"):
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(x, packed)
     traced = torch.compile(dequantize, fullgraph=True, backend="aot_eager")(packed, state)
     print(json.dumps({
-        "finding": patches.REGISTRY.patches["axolotl-nf4-dequantize"].defect().present,
+        "finding": patches.REGISTRY.patches["axolotl-nf4-dequantize"].parts[0].defect().present,
         "before": before,
         "after": pieces(call, x, packed),
         "eager unchanged": torch.equal(dequantize(packed, state), kept),

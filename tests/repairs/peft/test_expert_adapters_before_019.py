@@ -101,7 +101,7 @@ def test_they_are_read_into_quantized_experts(tmp_path, sides):
         setattr(quantized.experts, name, as_parameter(held))
         getattr(model.experts, name).data = getattr(quantized.experts, name).dequantize()
     merged, _ = saved(tmp_path, model, "0.18.1")
-    with patches.applied(ID, "peft-lora-quantized-experts"):
+    with patches.applied(ID, "torch-quantized-experts"):
         assert torch.allclose(loaded(quantized, tmp_path)(x), merged(x), rtol=1e-4, atol=1e-3)
 
 

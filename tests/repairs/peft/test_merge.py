@@ -17,7 +17,7 @@ pytestmark = [
 ]
 X = torch.linspace(-2, 2, 6 * 64).view(2, 3, 64).cos()
 IDS = ("peft-merge-randlora", "peft-merge-oft", "peft-merge-into-codes")
-PUT_BACK = ("peft-unmerge-randlora", "peft-unmerge-oft")  # OFT's own unmerge from INT8 is 0.18 off
+PUT_BACK = ("peft-unmerge", "peft-unmerge")  # OFT's own unmerge from INT8 is 0.18 off
 IN_4BIT = ("bitsandbytes-params4bit-meta",)  # without it RandLoRA leaves a 4-bit layer unquantized
 
 RIGHT = {}

@@ -1,8 +1,4 @@
-"""Quantized layers after adapters were merged into them and taken out: bit for bit what they were, in every way.
-
-Also of ``peft-unmerge-hira``, ``peft-unmerge-pvera``, ``peft-unmerge-road``, ``peft-unmerge-through-backend``,
-``peft-unmerge-vera``.
-"""
+"""Quantized layers after adapters were merged into them and taken out: bit for bit what they were, in every way."""
 
 from __future__ import annotations
 
@@ -40,11 +36,11 @@ pytestmark = [
 X = torch.linspace(-1, 1, 3 * 64).reshape(3, 64)
 
 
-IDS = [found.id for found in patches.report().results if found.id.startswith("peft-unmerge-")]
+IDS = ["peft-unmerge"]
 BESIDE = (
     "peft-dora-replaces-weight",  # without it DoRA dies on INT8 layers
     "bitsandbytes-params4bit-meta",  # without it RandLoRA and PVeRA leave a 4-bit layer unquantized
-    "bitsandbytes-params4bit-pickle",
+    "bitsandbytes-params4bit-copies",
     "bitsandbytes-int8-copies",
     "bitsandbytes-linear4bit-load-state-dict",
     "bitsandbytes-int8-load-state-dict",

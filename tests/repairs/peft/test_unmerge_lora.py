@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Merge|Unmerge:UserWarning")
 
 @pytest.fixture(autouse=True)
 def applied():
-    patches.apply("peft-unmerge-lora", "peft-dora-replaces-weight")
+    patches.apply("peft-unmerge", "peft-dora-replaces-weight")
 
 
 @torch.no_grad()

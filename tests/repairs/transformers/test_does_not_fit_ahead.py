@@ -130,15 +130,16 @@ def test_what_is_cached_is_not_asked_for_again(plain, monkeypatch):
 
 
 def test_it_can_be_turned_off(plain, events, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATCHES_READ_AHEAD", "0")
+    monkeypatch.setenv("PATCHES_PREFETCH", "0")
     model = load(plain, offload_folder=tmp_path)
     for _ in range(2):
         logits(model)
     assert reads(events) and not asked(events)
 
 
-def test_a_value_that_is_no_number(plain, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATCHES_READ_AHEAD", "64MB")
-    with pytest.raises(ValueError, match="PATCHES_READ_AHEAD='64MB' is not valid; expected a number of MiB"):
+@pytest.mark.parametrize("variable", ["PATCHES_PREFETCH", "PATCHES_READ_AHEAD"])
+def test_a_value_that_is_no_number(plain, monkeypatch, tmp_path, variable):
+    monkeypatch.setenv(variable, "64MB")
+    with pytest.raises(ValueError, match=f"{variable}='64MB' is not valid; expected a number of MiB"):
         load(plain, offload_folder=tmp_path / "off")
     assert not (tmp_path / "off").exists()

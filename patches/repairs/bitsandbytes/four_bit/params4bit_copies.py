@@ -1,24 +1,60 @@
-"""A copy of a ``Params4bit`` still belongs to the layer of the original.
+"""A copy or a pickle of a ``Params4bit`` loses what belongs to it.
 
-``weight.module`` is the layer that gets the new ``QuantState`` when the weight is quantized. After ``copy.deepcopy``
-of a layer or model, and after ``copy.copy`` of a weight, the copy still points to the original layer. If the copy is
-quantized, the original layer (still in full precision) gets the quantization state of the copy. The copied layer then
-has none to use when its weight loses its own (FSDP). ``deepcopy`` also ignores what it has copied already: weight and
-layer, which shared one quantization state, then have two, at twice the memory. All releases.
+A copy of a ``Params4bit`` still belongs to the layer of the original. ``weight.module`` is the layer that gets the new
+``QuantState`` when the weight is quantized. After ``copy.deepcopy`` of a layer or model, and after ``copy.copy`` of a
+weight, the copy still points to the original layer. If the copy is quantized, the original layer (still in full
+precision) gets the quantization state of the copy. The copied layer then has none to use when its weight loses its own
+(FSDP). ``deepcopy`` also ignores what it has copied already: weight and layer, which shared one quantization state,
+then have two, at twice the memory. All releases.
 
 The repair passes ``memo`` on, as ``__deepcopy__`` should. The copied weight belongs to the copied layer and shares one
 quantization state with it. A weight that is copied alone belongs to no layer.
+
+An offloaded 4-bit model cannot be copied. Between two forwards accelerate keeps the weights of an offloaded layer on
+meta. ``copy.deepcopy`` and ``copy.copy`` of a ``Params4bit`` make an empty weight on the CPU and then set its data.
+torch refuses to set data on meta there: ``Attempted to call variable.set_data(tensor), but variable and tensor have
+incompatible tensor type``. This affects every program that deep-copies such a model: peft for a module to save,
+averages of weights, the reference model of DPO. Plain and INT8 models can be copied. A copy of a 4-bit model that was
+made under ``torch.device("meta")`` fails in the same way, and so does a copy of any 4-bit model that is made there.
+All releases.
+
+The repair makes the empty weight on meta if the original is there, and only then. As for a plain model, the copy has
+copies of accelerate's hooks and of what they keep in memory, and reads what is on disk from the same files.
+
+Pickle and ``torch.save`` turn a ``Params4bit`` into a plain ``Parameter``. ``torch.save(model)`` and
+``pickle.dumps(weight)`` use ``Parameter.__reduce_ex__``, which rebuilds a ``torch.nn.Parameter`` and sets the
+attributes on it. The result computes, but is no 4-bit weight any more. If it was not quantized yet, it never will be.
+If it was, the next ``.to(dtype)`` casts its packed bits as values, peft does not recognize it, and its quantization
+state does not move with it. All releases.
+
+The repair adds the class to these attributes; the rest of the pickle is as torch makes it. The pickle names nothing of
+bnb-patches and loads in a process without the plugin. If a pickle holds no ``QuantState`` and no layer (a weight alone
+that is not quantized yet), ``torch.load`` reads it with ``weights_only=True``, its default, which refuses the name of
+a class. Such a pickle stays as it was.
+
+When a layer is loaded whose pickle names no class (written without the patch), it gives its weights their class.
 """
 
 from __future__ import annotations
 
-from ....engine import Finding, Patch, Rewrite
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-_PARAMETER = "bitsandbytes.nn.modules:Params4bit"
+from ....engine import Finding, Part, Patch, Rewrite, SetAttribute
+from ....quantized.four_bit import quant_states
+from ....quantized.weights.parameter_copies import is_read_by_default, make_setstate, reduce_with_class
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Params4bit
+
+
+_PARAMETER_deepcopy = "bitsandbytes.nn.modules:Params4bit"
+
+
 _SET_STATE = "new_instance.__setstate__(state)"
 
 
-def defect() -> Finding:
+def defect_deepcopy() -> Finding:
     """Copy a layer, quantize the copy: what became of the original?"""
     import copy
 
@@ -35,25 +71,124 @@ def defect() -> Finding:
     )
 
 
+def _empty(original: Params4bit) -> Params4bit:
+    """A weight of the class of ``original`` that can be given its data."""
+    import torch
+
+    cls: Any = type(original)
+    if original.is_meta == torch.empty(0).is_meta:  # where bitsandbytes makes it: on torch's default device
+        return cls.__new__(cls)
+    return torch.Tensor._make_subclass(cls, torch.empty(0, device=original.device))
+
+
+def defect_offloaded() -> Finding:
+    """Copy a layer that accelerate keeps in CPU memory."""
+    import copy
+
+    import torch
+    from accelerate import cpu_offload
+    from bitsandbytes.nn import Linear4bit
+
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    cpu_offload(layer, execution_device=torch.device("cpu"))
+    try:
+        copied = copy.deepcopy(layer)
+    except RuntimeError as error:
+        return Finding(True, f"deepcopy: {error}")
+    return Finding(
+        type(copied.weight) is not type(layer.weight), f"deepcopy gives a weight of type {type(copied.weight).__name__}"
+    )
+
+
+_PARAMETER_offloaded = "bitsandbytes.nn.modules:Params4bit"
+
+
+_EMPTY: dict[str, Any] = {"find": "type(self).__new__(type(self))", "replace": "_patches_empty(self)"}
+
+
+def _make_reduce_ex(original: None) -> Callable[[Params4bit, int], tuple[Any, ...]]:
+    from bitsandbytes.nn.modules import Params4bit
+
+    def __reduce_ex__(self: Params4bit, protocol: int) -> tuple[Any, ...]:
+        reduced = super(Params4bit, self).__reduce_ex__(protocol)
+        plain = quant_states.get_quant_state(self) is None and self.module is None
+        return reduced if plain and is_read_by_default(protocol) else reduce_with_class(reduced, self)
+
+    return __reduce_ex__
+
+
+def defect_pickle() -> Finding:
+    """Save a layer and load it."""
+    import io
+
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    file = io.BytesIO()
+    torch.save(Linear4bit(64, 64, quant_type="nf4").to("cpu"), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    return Finding(
+        type(loaded.weight).__name__ != "Params4bit",
+        f"a saved and loaded Linear4bit has a weight of type {type(loaded.weight).__name__}",
+    )
+
+
 PATCH = Patch(
     id="bitsandbytes-params4bit-copies",
-    summary="quantizing a deep copy of a 4-bit layer writes to the original layer",
-    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L341",),
-    requires=("bitsandbytes>=0.46.1",),
-    tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
-    edits=(
-        Rewrite(
-            f"{_PARAMETER}.__deepcopy__",
-            _SET_STATE,
-            f"{_SET_STATE}\nmemo[id(self)] = new_instance\nnew_instance.module = memo.get(id(self.module))",
-        ),
-        Rewrite(
-            f"{_PARAMETER}.__deepcopy__",
-            "copy.deepcopy(state['quant_state'])",
-            "copy.deepcopy(state['quant_state'], memo)",
-        ),
-        Rewrite(f"{_PARAMETER}.__copy__", _SET_STATE, f"{_SET_STATE}\nnew_instance.module = None"),
+    summary="a copy of a 4-bit weight belongs to the original layer, fails on meta, or is a plain Parameter after pickle",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L341",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L244",
     ),
-    defect=defect,
+    former_ids=("bitsandbytes-params4bit-meta-copies", "bitsandbytes-params4bit-pickle"),
+    seen_on=("2.8", "2.13", "2.14", "2.15"),
+    parts=(
+        Part(
+            "deepcopy",
+            ("bitsandbytes>=0.46.1",),
+            "0.50.2",
+            (
+                Rewrite(
+                    f"{_PARAMETER_deepcopy}.__deepcopy__",
+                    _SET_STATE,
+                    f"{_SET_STATE}\nmemo[id(self)] = new_instance\nnew_instance.module = memo.get(id(self.module))",
+                ),
+                Rewrite(
+                    f"{_PARAMETER_deepcopy}.__deepcopy__",
+                    "copy.deepcopy(state['quant_state'])",
+                    "copy.deepcopy(state['quant_state'], memo)",
+                ),
+                Rewrite(f"{_PARAMETER_deepcopy}.__copy__", _SET_STATE, f"{_SET_STATE}\nnew_instance.module = None"),
+            ),
+            defect_deepcopy,
+        ),
+        Part(
+            "offloaded",
+            ("bitsandbytes>=0.46.1",),
+            "0.50.2",
+            tuple(
+                Rewrite(f"{_PARAMETER_offloaded}.{name}", **_EMPTY, names={"_patches_empty": _empty})
+                for name in ("__deepcopy__", "__copy__")
+            ),
+            defect_offloaded,
+        ),
+        Part(
+            "pickle",
+            ("bitsandbytes>=0.46.1",),
+            "0.50.2",
+            (
+                SetAttribute("bitsandbytes.nn.modules:Params4bit.__reduce_ex__", make=_make_reduce_ex),
+                *(
+                    SetAttribute(
+                        f"bitsandbytes.nn.modules:{layer}.__setstate__",
+                        make=make_setstate(layer, "Params4bit", quant_states.MARKS),
+                    )
+                    for layer in ("Linear4bit", "Embedding4bit")
+                ),
+            ),
+            defect_pickle,
+        ),
+    ),
 )

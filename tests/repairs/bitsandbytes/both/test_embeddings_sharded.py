@@ -65,7 +65,7 @@ def test_it_computes_what_one_process_does(kind: str, width: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_of_mixed_precision_leaves_its_bits(kind: str) -> None:
     expected = made(kind)(IDS)
-    with patches.applied(ID, "torch-fsdp-casts-codes"):
+    with patches.applied(ID, "torch-fsdp-packed-weights"):
         model = shard(made(kind), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
         assert torch.equal(model(IDS), expected)
 

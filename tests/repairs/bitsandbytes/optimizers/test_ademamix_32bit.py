@@ -16,7 +16,7 @@ from patches.engine.gate import satisfied
 
 pytestmark = pytest.mark.one_in(2)
 
-ID = "bitsandbytes-ademamix-32bit"
+ID = "bitsandbytes-ademamix"
 on_a_cpu = pytest.mark.skipif(
     not satisfied("bitsandbytes>=0.50"), reason="before 0.50 no optimizer of bitsandbytes steps on a CPU"
 )

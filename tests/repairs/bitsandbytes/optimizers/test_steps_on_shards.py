@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 WORKER = Path(__file__).with_name("shards_worker.py")
 LIMITED = ("LARS", "LAMB")
 BROKEN = ("AdEMAMix32bit", "PagedAdEMAMix32bit")
-"""Step nowhere, sharded or not, without bitsandbytes-ademamix-32bit, which the ranks have as well."""
+"""Step nowhere, sharded or not, without bitsandbytes-ademamix, which the ranks have as well."""
 NAMES = sorted(
     name for name, kind in vars(bitsandbytes.optim).items()
     if isinstance(kind, type) and issubclass(kind, Optimizer8bit) and not name.startswith(LIMITED)

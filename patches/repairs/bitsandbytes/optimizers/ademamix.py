@@ -1,0 +1,166 @@
+"""AdEMAMix allocates the wrong state: with 32 bits too little, paged on a CPU none.
+
+``AdEMAMix32bit`` and ``PagedAdEMAMix32bit`` allocate memory for one of the two averages that they update. AdEMAMix
+keeps a fast and a slow average of the gradient, one after the other in its first state. ``AdEMAMix`` makes that state
+twice as large as the parameter. These two classes do not inherit from it but from its base, which does not. On a CPU
+(from 0.50 on) the first ``step()`` raises ``output with shape [64] doesn't match the broadcast shape [64, 64]``. On a
+GPU, according to the source, the kernel reads and writes the slow average beyond the end of the state, in the memory
+of other tensors. ``t_alpha`` and ``t_beta3`` have no effect. All releases. ``AdEMAMix(optim_bits=32)`` is the same
+optimizer and is right.
+
+The repair gives both classes the states of ``AdEMAMix``, and its step if there is a schedule. They then equal that
+optimizer bit for bit. A state of the old size, from an optimizer or a file made before, lacks the slow average: a step
+with it raises an error that says so.
+
+What it costs: a comparison for each parameter and step.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2075
+
+Paged AdEMAMix raises an error on a CPU for every parameter that is large enough to be paged. Since 0.50 the optimizers
+run on a CPU, where paged ones allocate their states like others, with a warning. AdEMAMix allocates the state of its
+two averages itself and lacks this: from 100,000 values on it asks the library for managed memory, which a CPU does not
+have. ``PagedAdEMAMix`` and ``PagedAdEMAMix8bit`` (``paged_ademamix_32bit`` and ``paged_ademamix_8bit`` of ``Trainer``)
+raise ``Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes``. Before 0.50 no optimizer runs on
+a CPU.
+
+The repair allocates the state like that of ``AdEMAMix``, and the steps equal those of ``AdEMAMix`` bit for bit.
+
+What it costs: on other devices a look at the device when a paged state is made.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ....engine import CannotShow, Finding, Part, Patch, Rewrite, SetAttribute
+
+if TYPE_CHECKING:
+    from bitsandbytes.optim import AdEMAMix32bit
+    from torch import Tensor
+
+
+def _of_ademamix(name: str) -> Callable[[Any], Any]:
+    """Take the method ``name`` that ``AdEMAMix`` has: the very function, so that a repair of it is one of both."""
+
+    def make(_: None) -> Any:
+        from bitsandbytes.optim import AdEMAMix
+
+        return vars(AdEMAMix)[name]
+
+    return make
+
+
+def update_step(self: AdEMAMix32bit, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+    """The step of ``AdEMAMix`` where it has a schedule; where it has none, that is the one of the base."""
+    from bitsandbytes.optim import AdEMAMix
+    from bitsandbytes.optim.optimizer import Optimizer2State
+
+    if self.state[p]["state1"].numel() != 2 * p.numel():
+        raise RuntimeError(
+            f"{type(self).__name__} has allocated the optimizer state of a parameter of shape {tuple(p.shape)} without its "
+            "second average, and it cannot be extended. Call optimizer.state.clear() to start with a new state."
+        )
+    config = self.get_config(gindex, pindex, group)
+    scheduled = config["t_alpha"] or config["t_beta3"]
+    (AdEMAMix if scheduled else Optimizer2State).update_step(self, group, p, gindex, pindex)
+
+
+def defect_32_bits() -> Finding:
+    """Three steps of AdEMAMix32bit, and of AdEMAMix, which has 32 bits unless it is told otherwise."""
+    import torch
+    from bitsandbytes.optim import AdEMAMix, AdEMAMix32bit
+
+    said = ""
+
+    def train(kind: Any) -> tuple[torch.Size, Tensor]:
+        nonlocal said
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(64, 64)
+        optimizer = kind(layer.parameters(), t_alpha=4)
+        for _ in range(3):
+            layer(torch.ones(2, 64)).square().sum().backward()
+            try:
+                optimizer.step()
+            except (AttributeError, RuntimeError) as error:  # before 0.50 there is no step on a CPU, but its state
+                said = f"; {error}"
+        return optimizer.state[layer.weight]["state1"].shape, layer.weight.detach()
+
+    shape, weight = train(AdEMAMix32bit)
+    figure = f"the first state of a weight of {tuple(weight.shape)} is {tuple(shape)}{said}"
+    expected, right = train(AdEMAMix)
+    return Finding(shape != expected or not torch.equal(weight, right), figure)
+
+
+_CLASS = "bitsandbytes.optim.ademamix:AdEMAMix32bit"
+
+
+def defect_paged() -> Finding:
+    """A step of PagedAdEMAMix8bit on a layer with 102,400 weights, and the same of AdEMAMix8bit."""
+    import torch
+    from bitsandbytes.optim import AdEMAMix8bit, PagedAdEMAMix8bit
+
+    def train(kind: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(320, 320)
+        layer(torch.ones(2, 320)).square().sum().backward()
+        kind(layer.parameters()).step()
+        return layer.weight.detach()
+
+    try:
+        expected = train(AdEMAMix8bit)
+    except RuntimeError as error:
+        raise CannotShow("before 0.50 no optimizer of bitsandbytes steps on a CPU") from error
+    try:
+        found = train(PagedAdEMAMix8bit)
+    except RuntimeError as error:
+        return Finding(True, str(error).splitlines()[0])
+    off = (found - expected).abs().max().item()
+    return Finding(off > 0, f"weights after a step, paged against not: largest difference {off}")
+
+
+_PAGED = "buff = F.get_paged(*(2, *p.size()), dtype=dtype, device=p.device)"
+
+
+PATCH = Patch(
+    id="bitsandbytes-ademamix",
+    summary="AdEMAMix32bit allocates one average and updates two; paged AdEMAMix raises an error on a CPU",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2075",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2076",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/ademamix.py#L260",
+    ),
+    former_ids=("bitsandbytes-ademamix-32bit", "bitsandbytes-paged-ademamix-cpu"),
+    seen_on=("2.13",),
+    parts=(
+        Part(
+            "32 bits",
+            ("bitsandbytes>=0.46.1",),
+            "0.50.2",
+            (
+                SetAttribute(f"{_CLASS}.init_state", make=_of_ademamix("init_state")),
+                SetAttribute(f"{_CLASS}._get_state_double_buffer", make=_of_ademamix("_get_state_double_buffer")),
+                SetAttribute(f"{_CLASS}.update_step", value=update_step),
+            ),
+            defect_32_bits,
+        ),
+        Part(
+            "paged",
+            ("bitsandbytes>=0.50",),
+            "0.50.2",
+            (
+                Rewrite(
+                    "bitsandbytes.optim.ademamix:AdEMAMix._get_state_double_buffer",
+                    _PAGED,
+                    'if p.device.type == "cpu":\n'
+                    "    return torch.zeros((2, *p.size()), dtype=dtype, device=p.device)\n"
+                    f"{_PAGED}",
+                ),
+            ),
+            defect_paged,
+        ),
+    ),
+)

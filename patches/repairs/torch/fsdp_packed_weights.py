@@ -1,0 +1,267 @@
+"""FSDP2 treats packed weights, which are bytes, as values.
+
+FSDP2's mixed precision casts packed 4-bit weights as if they were values. ``fully_shard(...,
+mp_policy=MixedPrecisionPolicy(param_dtype=...))`` casts every floating-point parameter before it is gathered. Packed
+4-bit weights are bytes, but with a floating-point ``quant_storage`` (which bitsandbytes and peft recommend for FSDP)
+they have a floating-point dtype. If it differs from ``param_dtype``, they are cast. bfloat16 storage under float16, or
+the reverse, keeps the number of bytes but changes all values: outputs are silently 117 % off. float32 storage under
+bfloat16, which peft's guide recommends for FSDP1, loses half of the bytes; on a CPU that raises an error about a shape
+(``shape '[64, 32]' is invalid for input of size 1024``). Run on torch 2.13 and 2.15. According to their source,
+earlier releases also cast integers.
+
+The repair leaves packed weights in their dtype, as torch does for integers, so the layer computes what it computes
+without a policy. Its bias and everything else is cast as requested. FSDP2 decides once for each parameter, before the
+first forward. A model that has had its first forward keeps what was decided.
+
+What it costs: nothing in a step.
+
+Upstream: https://github.com/huggingface/peft/pull/1550 (recommended storage under mixed precision)
+
+FSDP2 of torch before 2.12 refuses quantized layers: only Tensors of floating point dtype can require gradients.
+``fully_shard`` creates the parameter for each rank's part with gradients, and turns them off afterwards. The packed
+weights of a quantized layer are integers, ``torch.int8`` in a ``Linear8bitLt`` and ``torch.uint8`` in a ``Linear4bit``
+with the default storage, which cannot have gradients. So sharding raises this error, although they are frozen. 4-bit
+models can avoid it by a floating-point ``bnb_4bit_quant_storage``, INT8 models cannot. torch 2.12 creates the
+parameter like the original one.
+
+The repair creates such a parameter without gradients. Floating-point parameters are created as before. torch 2.6 is
+not repaired: there all parameters that are sharded together must have one dtype, so a quantized layer cannot be
+sharded together with its adapter. On a CPU, FSDP2 of torch before 2.9 adds up the gradients of the ranks instead of
+averaging them, for every model (ratio 2.0 for one ``nn.Linear`` on two ranks; 1.0 on 2.9). There the error stays, and
+says why.
+
+What it costs: nothing in a step.
+
+Upstream: https://github.com/pytorch/pytorch/issues/177844 (the same repair, in torch 2.12)
+
+On a GPU, FSDP2's gather changes packed 4-bit weights that read as NaN in the dtype in which they are stored. FSDP2
+copies what it gathers with ``torch._foreach_copy_``, which on CUDA passes bfloat16 and float16 through float32: each
+NaN becomes the same one (0x7FFF in bfloat16). For values that is no loss. Packed 4-bit weights are bytes, stored as
+bfloat16 where bitsandbytes and peft recommend it for FSDP, and 253 of the 65,536 pairs of bytes are NaNs other than
+that one (2045 in float16). They become weights that nobody trained: outputs are silently wrong, on two ranks or more,
+whatever the policy. On one rank torch 2.11 and later gather nothing; the report is from one rank, too. On a CPU the
+copy keeps every bit.
+
+The repair gathers the parameters of a group as bytes if one of them is such a weight, as torch itself does for a group of
+several dtypes.
+
+What it costs: a look at each frozen parameter of a group when it is gathered, less than a microsecond each.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...distributed import gathered_weights
+from ...engine import CannotShow, Finding, Part, Patch, Rewrite
+from ...engine.gate import satisfied
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+_CASTS_NOTHING = "param_dtype == self.orig_dtype"
+
+
+def defect_mixed_precision() -> Finding:
+    """Gather a 4-bit weight stored as bfloat16 under a ``param_dtype`` of float16."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from bitsandbytes.nn import Linear4bit
+
+    if satisfied("torch<2.7") and not torch.cuda.is_available():
+        raise CannotShow("FSDP2 of torch 2.6 gathers nothing on a CPU")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, bias=False, quant_type="nf4", quant_storage=torch.bfloat16)
+    layer.requires_grad_(False).to("cpu")
+    codes = _bytes(layer.weight).clone()
+    with tempfile.NamedTemporaryFile() as file:
+        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+            layer.unshard()  # as every forward does
+            gathered = _bytes(layer.weight).clone()
+        finally:
+            dist.destroy_process_group()
+    others = int((gathered != codes).sum())
+    return Finding(others > 0, f"{others} of {len(codes)} bytes of packed weights change when they are gathered")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().as_subclass(torch.Tensor).view(torch.uint8).flatten()
+
+
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+
+
+_AFTER_FORWARD = "self.to_sharded_post_forward_dtensor(sharded_post_forward_tensor)"
+
+
+def parameter(data: Any) -> Any:
+    """``nn.Parameter(data)`` of one rank's part, a ``DTensor``; without gradients where its dtype has none.
+
+    Raises `RuntimeError` where torch would then compute other gradients: several ranks on a CPU, before torch 2.9.
+    """
+    import torch
+
+    takes = data.is_floating_point() or data.is_complex()
+    if not takes and data.device.type == "cpu" and data.device_mesh.size() > 1 and satisfied("torch<2.9"):
+        raise RuntimeError(
+            "FSDP2 of torch before 2.9 adds up the gradients of the ranks on a CPU instead of averaging them, so that a model "
+            "with quantized layers would train with other gradients. Use torch 2.9 or later, or a GPU."
+        )
+    return torch.nn.Parameter(data, requires_grad=takes)
+
+
+def defect_integers() -> Finding:
+    """Shard a 4-bit layer with the default storage over one rank."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from bitsandbytes.nn import Linear4bit
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if satisfied("torch<2.7"):
+        raise CannotShow("torch before 2.7 shards no parameters of two dtypes together, which is not repaired")
+    layer = Linear4bit(64, 64, quant_type="nf4").requires_grad_(False).to("cpu")
+    with tempfile.NamedTemporaryFile() as file:
+        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        except RuntimeError as error:
+            return Finding(True, f"fully_shard: {error}")
+        finally:
+            dist.destroy_process_group()
+    whole = layer.weight.to_local() if hasattr(layer.weight, "to_local") else layer.weight
+    return Finding(whole.dtype != torch.uint8, f"sharded as {whole.dtype}")
+
+
+_METADATA = "_get_all_gather_input_metadatas(param_all_gather_inputs)"
+
+
+def as_bytes(metadata: tuple[Any, Any, torch.dtype], parameters: Sequence[Any]) -> tuple[Any, Any, torch.dtype]:
+    """Dtypes, sizes and the common dtype of what is gathered, the last one bytes if packed weights are among it."""
+    import torch
+
+    dtypes, sizes, common = metadata
+    if common.is_floating_point and any(
+        not parameter.sharded_param.requires_grad and gathered_weights.holds_packed_weight(parameter)
+        for parameter in parameters
+    ):
+        common = torch.uint8
+    return dtypes, sizes, common
+
+
+def defect_nan() -> Finding:
+    """Gather a 4-bit weight stored as bfloat16, in a group of two ranks of which this is the first."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CannotShow("needs a GPU: a CPU copies every bit")
+    import torch.distributed as dist
+    from bitsandbytes.nn import Linear4bit
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.manual_seed(0)
+    layer = Linear4bit(512, 512, bias=False, quant_type="nf4", quant_storage=torch.bfloat16)
+    layer.requires_grad_(False).to("cuda")
+    # The other rank of torch's fake group sends nothing; what this one has of the weight is the first half.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        fully_shard(layer, mesh=init_device_mesh("cuda", (2,)))
+        own = _words(layer.weight.to_local()).clone()
+        layer.unshard()  # as every forward does
+        gathered = _words(layer.weight)[: len(own)].clone()
+    finally:
+        dist.destroy_process_group()
+    others = int((gathered != own).sum())
+    return Finding(others > 0, f"{others} of {len(own)} pairs of packed bytes change when they are gathered")
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().as_subclass(torch.Tensor).view(torch.int16).flatten()
+
+
+PATCH = Patch(
+    id="torch-fsdp-packed-weights",
+    summary="FSDP2 treats packed weights as values: it refuses integers, and casts and copies bytes as floating point",
+    links=(
+        "https://github.com/huggingface/peft/pull/1550",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563",
+        "https://github.com/pytorch/pytorch/issues/177844",
+        "https://github.com/pytorch/pytorch/issues/185239",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945",
+    ),
+    former_ids=("torch-fsdp-casts-codes", "torch-fsdp-integer-weights", "torch-fsdp-nan-codes"),
+    seen_on=("2.8", "2.9", "2.11", "2.13", "2.15"),
+    parts=(
+        Part(
+            "mixed precision",
+            ("torch>=2.6", "bitsandbytes>=0.46.1"),
+            "2.15.0",
+            (
+                Rewrite(
+                    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_dtype_attrs",
+                    find=_CASTS_NOTHING,
+                    replace=f"({_CASTS_NOTHING} or _patches_holds_codes(self))",
+                    names={"_patches_holds_codes": gathered_weights.holds_packed_weight},
+                ),
+            ),
+            defect_mixed_precision,
+        ),
+        Part(
+            "integers",
+            ("torch>=2.7,<2.12", "bitsandbytes>=0.46.1"),
+            "2.11.0",
+            (
+                Rewrite(
+                    f"{_PARAMETER}._init_sharded_param",
+                    find="nn.Parameter(self.to_sharded_dtensor(sharded_param))",
+                    replace="_patches_parameter(self.to_sharded_dtensor(sharded_param))",
+                    names={"_patches_parameter": parameter},
+                ),
+                Rewrite(
+                    f"{_PARAMETER}.to_sharded_post_forward",
+                    find=f"nn.Parameter({_AFTER_FORWARD})",
+                    replace=f"_patches_parameter({_AFTER_FORWARD})",
+                    names={"_patches_parameter": parameter},
+                ),
+            ),
+            defect_integers,
+        ),
+        Part(
+            "NaN",
+            ("torch>=2.6", "bitsandbytes>=0.46.1"),
+            "2.13.0",
+            (
+                Rewrite(
+                    "torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_all_gather",
+                    find=_METADATA,
+                    replace=f"_patches_as_bytes({_METADATA}, fsdp_params)",
+                    names={"_patches_as_bytes": as_bytes},
+                ),
+            ),
+            defect_nan,
+        ),
+    ),
+)

@@ -1,0 +1,238 @@
+"""What FSDP2, DistributedDataParallel and peft need to know of experts that ``patches.quantize_experts`` has quantized.
+
+FSDP2 shards quantized experts in floating point: in bf16 3.5 times the memory on each rank. ``fully_shard`` makes a
+padded copy of a rank's part of each parameter, and also keeps it flat. For experts that ``patches.quantize_experts``
+has quantized, both are ordinary floating-point tensors: the plugin's tensor computes them and logs that. Qwen3-30B-A3B
+then needs 58 GB over all ranks, and each layer 1.2 GB while it is gathered.
+
+With the patch a rank holds the packed weights and scales of its experts, FSDP2 gathers these, and a layer computes
+with a quantized parameter. Outputs and gradients equal those of one process. If the number of experts is not a
+multiple of the number of ranks, they are sharded in floating point as before, and the log says so. Parameters that are
+not quantized take the old path.
+
+What it costs: nothing in a step.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes does not
+quantize)
+
+DistributedDataParallel raises an error for a model with quantized experts. When it is created,
+``DistributedDataParallel`` broadcasts all parameters of rank 0, joined by dtype. Experts that
+``patches.quantize_experts`` has quantized report a floating-point dtype. They are dequantized to be joined, and the
+result cannot be written back into packed weights. So QLoRA on several GPUs ends before its first step: ``quantized
+experts of shape ... cannot take a Tensor in torch.float32``.
+
+With the patch the packed weights and scales are broadcast, like those of ``Linear4bit``, and all ranks have the
+experts of rank 0. Other parameters are broadcast as before.
+
+Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes does not
+quantize)
+
+LoRA on quantized experts dequantizes all experts of a layer in each step, and cannot be merged. To train a parameter
+(``LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])``), peft adds the adapter to the weights during a
+forward: ``W + scaling * B @ A``, for all experts of a layer at once. If ``patches.quantize_experts`` has quantized the
+experts, that sum is a floating-point tensor of full size, which autograd keeps for backward: for Qwen3-30B-A3B 1.2 GB
+a layer, 58 GB without checkpointing. The plugin's tensor computes it and logs that. Merging raises an error, because
+``param.data += delta`` would write into packed weights.
+
+With the patch this sum is never computed (``experts/adapted_experts.py``). Only experts that tokens chose are
+dequantized, one at a time, and their slices of ``lora_A`` and ``lora_B`` are applied to these tokens, for each active
+adapter. Gradients equal those of the dequantized model up to rounding (1e-6). Merging dequantizes, adds and quantizes
+one expert at a time. Unmerging restores the packed weights from before, as ``peft-unmerge`` does for
+``Linear4bit``. Parameters in floating point take the old path.
+
+In each forward peft registers a parametrization, for which torch exchanges a parameter of such a class with itself. That
+raises an error if anything holds a weak reference to it, as ``torch.compile`` does. A parameter is no longer exchanged
+with itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import CannotShow, Finding, Part, Patch, Rewrite
+from ...engine.gate import satisfied
+from ...experts import fsdp, lora_factors
+
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+
+
+def defect_fsdp2() -> Finding:
+    """Shard quantized experts over one rank: how many bytes does it hold?"""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ...experts.quantize import QuantizationConfig, quantize_and_pack
+    from ...experts.tensor import as_parameter
+
+    if satisfied("torch<2.7"):
+        raise CannotShow("experts in 4 bits are sharded in floating point on torch before 2.7, which is not repaired")
+    torch.manual_seed(0)
+    module, experts = (
+        torch.nn.Module(),
+        quantize_and_pack(torch.randn(4, 32, 64), 2, QuantizationConfig("nf4", False, torch.uint8)),
+    )
+    module.register_parameter("experts", as_parameter(experts))
+    with tempfile.NamedTemporaryFile() as file:
+        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+            shard: Any = module.get_parameter("experts")
+            after = int(shard.to_local().nbytes)
+        finally:
+            dist.destroy_process_group()
+    return Finding(
+        after > experts.nbytes, f"{experts.nbytes} bytes of experts in 4 bits are {after} once they are sharded"
+    )
+
+
+def defect_ddp() -> Finding:
+    """Wrap a module with quantized experts in DistributedDataParallel, on one rank."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+
+    from ...experts.quantize import QuantizationConfig, quantize_and_pack
+    from ...experts.tensor import as_parameter
+
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4, 4)
+    module.register_parameter(
+        "experts",
+        as_parameter(quantize_and_pack(torch.randn(4, 32, 64), 2, QuantizationConfig("nf4", False, torch.uint8))),
+    )
+    with tempfile.NamedTemporaryFile() as file:
+        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            torch.nn.parallel.DistributedDataParallel(module)
+        except RuntimeError as error:
+            return Finding(True, str(error).partition(".")[0])
+        finally:
+            dist.destroy_process_group()
+    return Finding(False, "the packed weights are broadcast")
+
+
+_SYNC = "_sync_params_and_buffers(process_group, {}, broadcast_bucket_size, src)"
+
+
+_LAYER = "peft.tuners.lora.layer:ParamWrapper"
+
+
+def defect_lora() -> Finding:
+    """A training step with LoRA on quantized experts: does an operation dequantize all experts of a layer at once?"""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from ...experts.dense_operations import COUNTS
+    from ...experts.quantize import quantize_model
+    from ..reproducers.mixtures import load_mixture_in_4bit
+
+    torch.manual_seed(0)
+    base = load_mixture_in_4bit()
+    quantize_model(base)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=[], target_parameters=names[:1]))
+    before = COUNTS.total()
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    dense = COUNTS.total() - before
+    return Finding(dense > 0, f"all experts of a layer were dequantized together {dense} times")
+
+
+PATCH = Patch(
+    id="torch-quantized-experts",
+    summary="FSDP2, DistributedDataParallel and LoRA dequantize experts that quantize_experts has quantized, or fail",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
+        "https://github.com/axolotl-ai-cloud/axolotl/issues/3395",
+    ),
+    former_ids=("torch-experts-sharded", "torch-experts-in-ddp", "peft-lora-quantized-experts"),
+    seen_on=("2.13",),
+    parts=(
+        Part(
+            "FSDP2",
+            ("torch>=2.7", "bitsandbytes>=0.46.1"),
+            "2.15.0",
+            (
+                Rewrite(
+                    f"{_PARAMETER}._init_sharded_param",
+                    find="param_data.new_zeros(padded_sharded_size)",
+                    replace="_patches_zeros(param_data, padded_sharded_size, shard_world_size)",
+                    names={"_patches_zeros": fsdp.new_zeros_of_parts},
+                ),
+                Rewrite(
+                    f"{_PARAMETER}._init_sharded_param",
+                    find="padded_sharded_param.view(-1)",
+                    replace="_patches_flat(padded_sharded_param)",
+                    names={"_patches_flat": fsdp.flatten_for_fsdp},
+                ),
+                Rewrite(
+                    f"{_PARAMETER}.reset_sharded_param",
+                    find="local_tensor.view(-1)",
+                    replace="_patches_flat(local_tensor)",
+                    names={"_patches_flat": fsdp.flatten_for_fsdp},
+                ),
+            ),
+            defect_fsdp2,
+        ),
+        Part(
+            "DDP",
+            ("torch>=2.6", "bitsandbytes>=0.46.1"),
+            "2.15.0",
+            (
+                Rewrite(
+                    "torch.distributed.utils:_sync_module_states",
+                    find=_SYNC.format("module_states"),
+                    replace=_SYNC.format("_patches_apart(module_states)"),
+                    names={"_patches_apart": fsdp.split_into_tensors},
+                ),
+            ),
+            defect_ddp,
+        ),
+        Part(
+            "LoRA",
+            ("peft>=0.17", "bitsandbytes>=0.46.1", "transformers>=5"),
+            "0.21.2",
+            (
+                Rewrite(
+                    f"{_LAYER}._activate_lora",
+                    find="self.get_delta_weight(active_adapter)",
+                    replace="_patches_delta(self, active_adapter)",
+                    count=2,
+                    names={"_patches_delta": lora_factors.delta_weight},
+                ),
+                Rewrite(
+                    f"{_LAYER}._activate_lora",
+                    find="self.num_experts > 1",
+                    replace="self.num_experts > 1 and not _patches_is_quantized(self)",
+                    names={"_patches_is_quantized": lora_factors.adapts_quantized_experts},
+                    when="peft>=0.21",
+                ),
+                Rewrite(
+                    f"{_LAYER}.merge",
+                    find="active_adapter in self.lora_A.keys()",
+                    replace="active_adapter in self.lora_A.keys() and not _patches_merged(self, active_adapter, safe_merge)",
+                    names={"_patches_merged": lora_factors.merge_adapter},
+                ),
+                Rewrite(
+                    f"{_LAYER}.unmerge",
+                    find="len(self.merged_adapters) > 0",
+                    replace="len(self.merged_adapters) > 0 and not _patches_unmerged(self)",
+                    names={"_patches_unmerged": lora_factors.unmerge_adapters},
+                ),
+                Rewrite(
+                    "torch.nn.utils.parametrize:_maybe_set",
+                    find="torch.utils.swap_tensors(dest, src)",
+                    replace="dest is src or torch.utils.swap_tensors(dest, src)",
+                ),
+            ),
+            defect_lora,
+        ),
+    ),
+)

@@ -1,1 +1,0 @@
-"""unsloth: LoRA kernels with a 4-bit dequantization of their own."""
