@@ -29,7 +29,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def _ours() -> ModuleType:
-    """The package under the name that nobody else has."""
+    """The package under its own name."""
     if _NAME not in sys.modules:
         spec = PathFinder.find_spec(_NAME, [_ROOT])
         if spec is None or spec.loader is None:
@@ -98,7 +98,7 @@ class _Again:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # importlib has put that of the second name there
+        module.__spec__ = self._spec  # importlib has put the spec of the second name there
 
 
 def _give() -> ModuleType:

@@ -5,7 +5,7 @@
     print(patches.report())
     patches.revert()
 
-Distribution name ``bnb-patches``. A patch is applied only if the installed release and source are those that it
+Distribution name ``bnb-patches``. A patch is applied only if the installed release and source are the ones that it
 was written for. It can be reverted, and has a program that shows its defect (``patches.verify()``).
 """
 
@@ -200,7 +200,7 @@ def quantize_experts(model: Any = None) -> Any:
 
         PATCHES_QUANTIZE_EXPERTS=1 python train.py      # of every model that the program loads quantized
 
-    NF4 or FP4, double quantization, the storage dtype and ``llm_int8_skip_modules`` are those of the configuration.
+    NF4 or FP4, double quantization, the storage dtype and ``llm_int8_skip_modules`` are the configuration's.
     Of a loaded model all experts are quantized, or none; experts that are quantized already stay as they are.
 
     Parameters
@@ -234,7 +234,7 @@ def compile_options(
 ) -> CompileOptions:
     """Inductor options for ``torch.compile``, checked against the installed torch, which the call imports.
 
-    Three ways to use what is returned::
+    Three ways to use the result::
 
         torch.compile(model, **patches.compile_options({"shape_padding": False}, mode="max-autotune"))
 
@@ -244,7 +244,7 @@ def compile_options(
         Accelerator(dynamo_plugin=patches.compile_options({"max_autotune_gemm": True}).plugin())
 
     The `with` covers the ``torch.compile`` calls made in it by the thread that entered it; what they return
-    keeps the options, also for what is compiled later and in another thread. At its end ``torch.compile`` is
+    keeps the options, also for functions that are compiled later and in another thread. At its end ``torch.compile`` is
     as before. Meanwhile ``patches.report().features`` shows it, and ``patches.revert()`` ends it.
 
     Parameters
@@ -262,7 +262,7 @@ def compile_options(
     Raises
     ------
     ValueError
-        An option that is not allowed or not in the installed torch, or an unknown mode; lists what is.
+        An option that is not allowed or not in the installed torch, or an unknown mode; lists the allowed ones.
     TypeError
         A value of another type than torch declares.
     RuntimeError

@@ -32,7 +32,7 @@ class Settings:
     """What the environment asks for. A value that means nothing is a warning, and the default holds."""
 
     autoload: bool = True
-    """``PATCHES_AUTOLOAD``: repair when what is repaired is imported."""
+    """``PATCHES_AUTOLOAD``: repair a library when it is imported."""
     strict: bool = False
     """``PATCHES_STRICT``: ``patches.apply()`` raises on a conflict; the automatic path logs an error."""
     untested: bool = False

@@ -5,7 +5,7 @@ thread (it does on CUDA) never sees it, and the ``mode`` of ``torch.compile`` ov
 ``torch.compile(options=...)`` travel with the compiled function. transformers has no field for them, and
 torch refuses them together with a ``mode``; so the two are merged here.
 
-The allowlist is that of axolotl, https://github.com/axolotl-ai-cloud/axolotl/pull/3692 .
+The allowlist is axolotl's, https://github.com/axolotl-ai-cloud/axolotl/pull/3692 .
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CompileOptions(Mapping[str, Any]):
         return arguments if self.dynamic is None else {**arguments, "dynamic": self.dynamic}
 
     def merged(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The options of the mode, over them ours, over them those of the call itself.
+        """The options of the mode, over them ours, over them the options of the call itself.
 
         ``mode`` and ``options`` are what the call of ``torch.compile`` said; its mode, if it names one other
         than "default", goes before ours.
@@ -164,7 +164,7 @@ def _check(chosen: Mapping[str, Any]) -> None:
 
 
 def _declared(config: Any, name: str) -> type:
-    """The type that torch declares for an option; where it has no answer, that of its value."""
+    """The type that torch declares for an option; where it has no answer, the type of its value."""
     return config.get_type(name) if hasattr(config, "get_type") else type(config.get_config_copy()[name])
 
 
@@ -196,7 +196,7 @@ def _deliver(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """Stands before the class in which ``torch.compile`` keeps mode and options for Inductor."""
 
     def make(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None, *rest: Any) -> Any:
-        for entry in reversed(_entered.get()):  # the innermost first; what it says goes before the outer
+        for entry in reversed(_entered.get()):  # the innermost first; its options go before the outer ones
             entry.reached = True
             entry.options._warn(dynamic, mode, options or {})
             mode, options = None, entry.options.merged(mode, options)
@@ -220,7 +220,7 @@ def _demand_compile(original: Any) -> Any:
 
 
 def _feature() -> Feature:
-    """What is in while a `with` is entered; it does nothing in contexts that entered none."""
+    """The edits that are in while a `with` is entered; it does nothing in contexts that entered none."""
     import torch  # noqa: F401  (the edits need it imported)
 
     return _feature_with(accelerate=imported("accelerate.accelerator"))

@@ -36,7 +36,7 @@ def check_ranks(group: ProcessGroup | None = None) -> Report:
     Returns
     -------
     Report
-        That of this rank, which is that of every rank.
+        The state of this rank, and of every rank.
 
     Raises
     ------

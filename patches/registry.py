@@ -1,4 +1,4 @@
-"""The one registry of this process: every patch that there is, and what it has changed."""
+"""The one registry of this process: every patch, and its changes."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_what_nobody_knows_is_exit_code_1_and_one_line(capsys):
 
 
 def test_what_a_repair_costs_is_said_once():
-    why, costs = explain.told("It fails.\n\nIt is mended. What it costs: a copy. It is freed.\n\nA step is 3% slower.")
+    why, costs = explain.told("It fails.\n\nIt is mended. Cost: a copy. It is freed.\n\nA step is 3% slower.")
     assert why == ["It fails.", "It is mended.", "A step is 3% slower."]
     assert costs == ["A copy. It is freed."]
 
@@ -231,7 +231,7 @@ def test_what_a_repair_costs_is_said_once():
 def test_what_a_repair_costs_is_said_where_it_is_looked_for(patch_id):
     why, _ = explain.told(explain.story(REGISTRY.patches[patch_id]).partition("\n\n")[2])
     said = re.search(r"\bcosts?\b|\bslower\b|\bfaster\b|\bas fast\b|\btakes? (?:no|as|more|less|\d)", "\n".join(why))
-    assert not said, f"{said[0]!r} belongs into a paragraph that begins with 'What it costs: '"
+    assert not said, f"{said[0]!r} belongs into a paragraph that begins with 'Cost: '"
 
 
 # -- colour --------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def refuse_if_packed(layer: Any, option: str, remedy: str, does: str = "replaces
 
 
 def adapter_dtype(tuner: Any) -> torch.dtype:
-    """Return the dtype for an adapter on the base layer of ``tuner``: that of the weight, or in which packed weights compute.
+    """Return the dtype for an adapter on the base layer of ``tuner``: the dtype of the weight, or the compute dtype of packed weights.
 
     A ``Linear4bit`` computes in its ``compute_dtype``. A ``Linear8bitLt`` has none: torch's default dtype, in which peft
     makes adapters.

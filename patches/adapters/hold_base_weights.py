@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def hold_base_weights(layer: Module) -> None:
-    """Let ``layer``, made by peft, bring what is offloaded below it, instead of its base layer in the midst of it."""
+    """Let ``layer``, made by peft, bring the offloaded modules below it, instead of its base layer in the midst of it."""
     if any(isinstance(getattr(hook, "__self__", None), _Held) for hook in layer._forward_pre_hooks.values()):
         return
     held = _Held()

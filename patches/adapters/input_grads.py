@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class _RequireGrads:
     """Makes ``output`` require grad, in place in eager and as a new tensor while compiling; what a hook returns.
 
-    cloudpickle saves a hook with what it names: in the place of this it saves torch's own method, so that the file can
+    cloudpickle saves a hook with the functions that it names: in the place of this it saves torch's own method, so that the file can
     be loaded where we are not.
     """
 
@@ -33,7 +33,7 @@ require_grads = _RequireGrads()
 
 
 def tie_to_graph(tensor: torch.Tensor) -> torch.Tensor | None:
-    """``tensor`` as a new tensor that requires grad, for a graph; None where it does already, or nobody asks."""
+    """``tensor`` as a new tensor that requires grad, for a graph; None where it does already, or no gradient is asked for."""
     import torch
 
     if tensor.requires_grad or not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The edits that let a layer of peft put back what it merged into, and the program that shows why.
+"""The edits that let a layer of peft put back the weight that it merged into, and the program that shows why.
 
 peft has the code once for each kind of adapter, in a module that is imported when the first quantized layer gets such
 an adapter. So each is a patch of its own, or none would go in before all of these modules are there.

@@ -87,13 +87,13 @@ def record_merge(layer: Any, before: dict[str, Any] | None) -> None:
 
 
 def restore(layer: Any) -> bool:
-    """Take all adapters out of the base of ``layer`` by what it was before; False if that is not known."""
+    """Take all adapters out of the base of ``layer`` by its state before the merge; False if that is not known."""
     kept = vars(layer).get(_KEPT)
     if kept is None:
         return False
     base = layer.get_base_layer()
     if not _is_what_was_merged(layer, base) or not set(layer.merged_adapters) <= layer._get_available_adapters():
-        del vars(layer)[_KEPT]  # peft takes out what it can; a merged adapter that was deleted stays in
+        del vars(layer)[_KEPT]  # peft takes out the adapters that it can; a merged adapter that was deleted stays in
         return False
     _restore(base, kept)
     for name in layer.merged_adapters:  # peft's DoRA keeps the norm that it merged with for the unmerge
@@ -163,7 +163,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _quantized(base: Any) -> list[Tensor] | None:
-    """The codes and all statistics of the weight of ``base``; None if it is not quantized, or they are not there."""
+    """The packed weights and all statistics of the weight of ``base``; None if it is not quantized, or they are not
+    there."""
     import torch
     from bitsandbytes.nn import Int8Params, Params4bit
 

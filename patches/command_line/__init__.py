@@ -35,7 +35,7 @@ def command() -> int:
     """:func:`main` for a process of its own: its streams may be closed, cut off or full, and it may be stopped.
 
     More exit codes: 2 if the answer cannot be written, 130 after Ctrl-C, 143 after SIGTERM. Where its reader has
-    gone (``| head``) the code is that of the answer.
+    gone (``| head``) the code is the answer's.
     """
     streams.fill()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -73,7 +73,7 @@ class _Stopped(KeyboardInterrupt):
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, lambda *_: os._exit(128 + number))  # whoever asks twice does not want to wait
+    signal.signal(number, lambda *_: os._exit(128 + number))  # a second signal ends the process at once
     raise _Stopped(number)
 
 
@@ -216,7 +216,7 @@ def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
 
 
 def _once() -> Callable[[logging.LogRecord], bool]:
-    """A filter for what is logged again: both ways of applying read the settings."""
+    """A filter for repeated log lines: both ways of applying read the settings."""
     seen: set[str] = set()
 
     def new(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""``python -m patches explain``: what is known of one patch, or of the message of an error."""
+"""``python -m patches explain``: the facts about one patch, or of the message of an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..engine.report import Result, Status
 
 HEADINGS = ("What you see", "Why", "What changes", "Cost", "Safe when")
 NO_COST = "Not measured for this patch alone. What all patches cost together is in"
-_COSTS = "What it costs: "
+_COSTS = "Cost: "
 """What follows it in a story is about cost, to the end of the paragraph; nothing else is."""
 _ITEMS = re.compile(r"\n(?=[-*] )")
 
@@ -67,7 +67,7 @@ def sentence(summary: str) -> str:
 
 
 def told(text: str) -> tuple[list[str], list[str]]:
-    """The paragraphs of a story, and those that say what the repair costs."""
+    """The paragraphs of a story, and the paragraphs about the cost of the repair."""
     why, costs = [], []
     for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
         said, _, cost = paragraph.partition(_COSTS)

@@ -10,7 +10,7 @@ from ..engine.patch import Patch
 from ..engine.report import Report, Result, Status
 
 ACTED_ON = (Status.CONFLICT, Status.FAILED, Status.SHADOWED, Status.UNTESTED)
-"""Where the defect may be there and is not repaired, and nobody has asked for that."""
+"""Where the defect may be there and is not repaired, and that was not asked for."""
 
 _NAMED = 3
 """So many ids of disabled patches are shown."""

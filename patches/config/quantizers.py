@@ -25,7 +25,7 @@ def rewrite_both_quantizers(
 
 
 def makes_parameter(quantizer: Any, model: Any, name: str) -> bool:
-    """Whether ``quantizer`` makes the parameter ``name`` of ``model``, from a weight or from what is packed already."""
+    """Whether ``quantizer`` makes the parameter ``name`` of ``model``, from a weight or from packed weights."""
     upstream = getattr(quantizer, "param_needs_quantization", None)
     if upstream is not None:
         return bool(upstream(model, name))

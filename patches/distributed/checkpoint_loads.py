@@ -1,6 +1,6 @@
 """What ``torch.distributed.checkpoint.load`` reads into other tensors first: where the saved form is not the form needed.
 
-``dcp.load`` copies what it reads straight into the tensors of the state dict that it was given, of which it compares
+``dcp.load`` copies the tensors that it reads straight into the tensors of the state dict that it was given, of which it compares
 only names and sizes. Three things of bitsandbytes have a form that depends on who saved them:
 
 - an optimizer state has 8 bits or 32, by how many ranks the parameter was sharded over;
@@ -30,11 +30,11 @@ _STATISTICS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _ATTRIBUTE = "_patches_stand_ins"
 
 Settle = Callable[[], str]
-"""Puts what was read into place; says what is wrong, or nothing."""
+"""Puts the read tensors into place; says what is wrong, or nothing."""
 
 
 class StandIns:
-    """The tensors that one call reads into instead of those that it was given."""
+    """The tensors that one call reads into instead of the given ones."""
 
     def __init__(self, given: dict[str, Any], saved: dict[str, Any]) -> None:
         self.given, self.saved = given, saved
@@ -161,7 +161,8 @@ def read_into_stand_ins(planner: Any) -> dict[str, Any]:
 
 
 def settle_stand_ins(planner: Any) -> None:
-    """Put what was read into stand-ins where it belongs; raises if codes came without what they are read with."""
+    """Put what was read into stand-ins where it belongs; raises if packed weights came without what they are read
+    with."""
     import torch
 
     checkpoint_plans.raise_left_error(planner)

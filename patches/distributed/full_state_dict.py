@@ -139,7 +139,7 @@ def take_quant_states(sent: dict[str, Any], local: dict[str, Any]) -> None:
         found = _OF_4_BITS.fullmatch(key)
         owner = found[1] if found else f"{int8[1]}weight" if (int8 := _OF_INT8.fullmatch(key)) else ""
         if owner in local:
-            local[key] = torch.empty(0)  # what is sent takes its place
+            local[key] = torch.empty(0)  # the sent tensor takes its place
             took = True
     if (watched := _WATCHED.get()) is not None:
         watched.took = took

@@ -33,7 +33,7 @@ def silent_ranks(about: str, patience: timedelta = SHORT_TIMEOUT) -> list[int]:
 
 
 def absent_ranks(about: str, ranks: Iterable[int]) -> list[int]:
-    """Those of ``ranks`` that have not said anything about that, where all of them have been there."""
+    """The ``ranks`` that have not said anything about that, where all of them have been there."""
     store = _store()
     return [rank for rank in ranks if not store.check([_key(about, rank)])]
 

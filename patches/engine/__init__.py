@@ -1,6 +1,6 @@
 """What makes, gates, applies, reverts and reports changes to other packages. It knows none of them.
 
-A patch file imports what it declares from here.
+A patch file imports the kinds of declarations from here.
 """
 
 from .edits import DeleteAttribute, Rewrite, SetAttribute

@@ -1,4 +1,4 @@
-"""Finding the patches: every module under ``repairs/`` but those of the reproducers' models has a ``PATCH``."""
+"""Finding the patches: every module under ``repairs/`` outside of ``repairs/reproducers`` has a ``PATCH``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 To read, parse and compile a hundred functions takes a tenth of a second. What comes of it is kept as Python keeps
 the bytecode of a module: in ``__pycache__`` beside this file, or below ``PYTHONPYCACHEPREFIX``; not with ``-B`` or
-``PYTHONDONTWRITEBYTECODE``, nor where that folder cannot be written. Whoever can write there can change this file too.
+``PYTHONDONTWRITEBYTECODE``, nor where that folder cannot be written. A program that can write there can change this file too.
 
 It is used for a function that has the very code that it was made from, out of a file of the same size and time of
 change (which is all that Python asks of a ``.pyc``), for the same edits, engine and Python. Else the source decides.
@@ -52,7 +52,7 @@ class Compiler:
 
 
 class KeepingCompiler(Compiler):
-    """Remembers what it made, in this process and in later ones."""
+    """Remembers the code that it made, in this process and in later ones."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,13 +113,13 @@ class KeepingCompiler(Compiler):
         try:
             with open(opened, "wb") as file:
                 file.write(importlib.util.source_hash(content) + content)
-            os.replace(draft, self._path)  # at once, for whoever reads it now
+            os.replace(draft, self._path)  # at once, for a process that reads it now
         finally:
             draft.unlink(missing_ok=True)
 
 
 def compiler() -> Compiler:
-    """One that keeps what it makes beside our own bytecode, if there is a place."""
+    """A compiler that keeps its code beside our own bytecode, if there is a place."""
     try:
         return KeepingCompiler(Path(importlib.util.cache_from_source(str(Path(__file__).with_name("kept_code.py")))))
     except (NotImplementedError, NameError):  # this Python keeps none; we come from no file

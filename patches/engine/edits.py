@@ -44,7 +44,7 @@ class Rewrite(NamedTuple):
     target: str
     find: str
     replace: str = ""
-    count: int = 1  # type: ignore[assignment]  # a method of tuples, which nobody calls here
+    count: int = 1  # type: ignore[assignment]  # a method of tuples, which is not called here
     names: Mapping[str, Any] = MappingProxyType({})
     when: str = ""
     reach: Callable[[], FunctionType] | None = None
@@ -63,7 +63,7 @@ class SetAttribute(NamedTuple):
     over:
         An expression or statement that the source of the original must hold: the attribute is one
         that the package has, and this is how we know that it is the one the edit was made for.
-        Without it there must be none (``None`` in the class's own ``__dict__``; what it inherits
+        Without it there must be none (``None`` in the class's own ``__dict__``; an inherited one
         does not matter), unless an earlier patch of ours set it.
     missing_ok:
         With ``over``: some releases do not have the attribute.

@@ -29,7 +29,7 @@ def witnessed(code: CodeType) -> CodeType:
 
 
 def named_in(codes: Iterable[CodeType], names: Collection[str]) -> set[str]:
-    """Those of ``names`` that ``codes``, or code inside them, look up."""
+    """Return the ``names`` that ``codes``, or code inside them, look up."""
     return {name for code in codes for part in nested(code) for name in part.co_names if name in names}
 
 

@@ -1,4 +1,4 @@
-"""Whether a patch is for what is installed here, and if not, why. Changes nothing, imports nothing."""
+"""Whether a patch is for the installed releases, and if not, why. Changes nothing, imports nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _looked = _Looked()
 
 def in_one_look(call: Callable[[], T]) -> T:
     """What ``call`` returns; meanwhile the version of a package is looked up once. One inside another looks anew."""
-    # No context manager: an error between its beginning and ours would leave what it remembers.
+    # No context manager: an error between its beginning and ours would leave its memory behind.
     outer = _looked.look
     look = _Look()  # gone with this frame, also where an interrupt comes before the last line
     try:
@@ -78,7 +78,7 @@ def mismatch(package: str) -> str:
 
 
 def module_name(package: str) -> str:
-    """The top-level module of a distribution, for those that are repaired here."""
+    """The top-level module of a distribution, for the packages that are repaired here."""
     return package.replace("-", "_")
 
 
@@ -123,7 +123,7 @@ stacks that were run fills it."""
 
 
 def too_old() -> str:
-    """In words, what of the installed packages is older than any that was run, and what is needed; else empty."""
+    """In words, which installed packages are older than any that was run, and the release that is needed; else empty."""
     old = []
     for package, oldest in floors.items():
         version = installed(package)
@@ -133,7 +133,7 @@ def too_old() -> str:
 
 
 def satisfied(requirements: str) -> bool:
-    """Whether what is installed meets requirements joined by " and "; absent packages meet none."""
+    """Whether the installed releases meet requirements joined by " and "; absent packages meet none."""
     for text in requirements.split(" and "):
         version = installed(requirement.parse(text).name)
         if version is None or not _contains(text, version):
@@ -145,7 +145,7 @@ _TO_TRY = "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
 
 
 def check(patch: Patch | Part, *, untested: bool = False) -> Verdict:
-    """Say whether ``patch`` is for what is installed: of several parts, whether one is.
+    """Say whether ``patch`` is for the installed releases: of several parts, whether one is.
 
     With ``untested``, a release newer than any that the patch was tested on is no obstacle: the
     exact match of the source still decides.

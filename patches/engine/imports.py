@@ -1,12 +1,12 @@
 """Call back when a module has been imported *whole*: not yet, already, or half way through.
 
 bitsandbytes calls its entry points while it is still importing itself, often from inside the import
-of peft. A module counts as imported when its own import and that of its top-level package are over.
+of peft. A module counts as imported when its own import and its top-level package's are over.
 
-The finder here does what that of wrapt does, but for one thing: Python calls a finder under the global import
+The finder here does what wrapt's does, but for one thing: Python calls a finder under the global import
 lock, and wrapt's then imports the parent of a submodule. If another thread is just importing that parent, both
 wait for ever (two threads that import bitsandbytes first, with a hook on one of its submodules). This one asks
-the other finders with the path that it was given, waits for nobody, and holds no lock of its own: a callback may
+the other finders with the path that it was given, waits for no thread, and holds no lock of its own: a callback may
 run in a signal handler, in any thread, or in a forked child.
 
 The shim runs this file alone, before the rest of the package, and so as a second module: it imports nothing of
@@ -79,7 +79,7 @@ def stop() -> None:
 
 
 def _arrived(name: str) -> None:
-    """The import of ``name`` is over, or that of its package: tell, or wait for the other of the two."""
+    """The import of ``name`` or of its package is over: tell, or wait for the other of the two."""
     if name not in sys.modules:
         return  # it failed; it may be tried again
     spec = _unfinished(name)
@@ -91,7 +91,7 @@ def _arrived(name: str) -> None:
 
 
 def _unfinished(name: str) -> ModuleSpec | None:
-    """The spec that is still being loaded: that of the module or of its top-level package."""
+    """The spec that is still being loaded: the spec of the module or of its top-level package."""
     top = name.partition(".")[0]
     for part in (name, top) if top != name else (name,):
         spec: ModuleSpec | None = getattr(sys.modules.get(part), "__spec__", None)
@@ -101,7 +101,7 @@ def _unfinished(name: str) -> ModuleSpec | None:
 
 
 class _Finder:
-    """Finds what the other finders find, and watches the load of what is awaited."""
+    """Finds what the other finders find, and watches the loads of awaited modules."""
 
     def __init__(self) -> None:
         self._searching: set[tuple[int, str]] = set()

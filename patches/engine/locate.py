@@ -1,6 +1,6 @@
 """Reading the source of one function, and compiling it again to the very code object that was imported.
 
-What is compiled keeps the file name, the line and column numbers, the enclosing classes (so that
+Compiled code keeps the file name, the line and column numbers, the enclosing classes (so that
 ``super()`` and name mangling work), the ``__future__`` flags and the free variables of the original.
 """
 
@@ -27,7 +27,7 @@ _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future
 
 
 class Conflict(Exception):
-    """What is installed is not what an edit was written for. Nothing was changed."""
+    """The installed code differs from the code that an edit was written for. Nothing was changed."""
 
 
 class Replaced(Conflict):
@@ -52,7 +52,7 @@ class Source(NamedTuple):
     """The "tree" that it was found right with, until somebody asks for one."""
 
     def parse(self) -> tuple[ast.Module, FunctionNode]:
-        """A syntax tree that nobody else has, and the function in it."""
+        """A syntax tree of the caller's own, and the function in it."""
         if (found := self.unused.pop("tree", None)) is not None:
             return found
         tree = ast.parse(self.text, self.code.co_filename)
@@ -122,7 +122,7 @@ _Candidate = tuple[list[str], tuple[ast.stmt, ...]]
 
 
 def _guess(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
-    """Where it ends and what is imported, read from the code object and the module: nearly always right."""
+    """Where it ends and its imports, read from the code object and the module: nearly always right."""
     codes = nested(code)
     last = max((line or 0 for c in codes for _, _, line in c.co_lines()), default=0) or code.co_firstlineno
     block = _until_dedent(lines, code.co_firstlineno - 1, last)

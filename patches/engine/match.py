@@ -229,7 +229,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 def _relocated(node: _Node, first: Any, last: Any = None) -> _Node:
-    """Give ``node`` and all below it the position of what it replaces."""
+    """Give ``node`` and all below it the position of the code that it replaces."""
     last = last or first
     for child in _below(node):
         if "lineno" in child._attributes:

@@ -11,7 +11,7 @@ from .patch import Part, Patch
 
 
 def edits(patch: Patch | Part) -> list[Edit]:
-    """The edits of ``patch`` for the installed releases; of several parts, of those that these are for."""
+    """The edits of ``patch`` for the installed releases; of several parts, of the parts that fit these releases."""
     parts = (
         patch.parts if len(patch.parts) == 1 else [p for p in patch.parts if gate.satisfied(" and ".join(p.requires))]
     )
@@ -27,7 +27,7 @@ def import_targets(*patches: Patch | Part) -> list[str]:
     """Import what ``patches`` edit here; what cannot be imported stays missing. Says which did not fit, and why.
 
     That a package or module is absent is not said: the report says so. Any other error is: a package that was built
-    for another torch raises what it likes. Such a package is tried once.
+    for another torch raises any error. Such a package is tried once.
     """
     said: dict[str, str | None] = {}
     for name in sorted({name for patch in patches for name in modules(patch)}):

@@ -47,7 +47,7 @@ class Feature(NamedTuple):
 class Part:
     """One place where the defect of a patch shows: gated, applied and verified by itself.
 
-    The fields are those of :class:`Patch`. ``name`` says in few words which place it is; it is empty where there is one.
+    It has the fields of :class:`Patch`. ``name`` says in few words which place it is; it is empty where there is one.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Patch:
     tested_up_to:
         The newest release of that package on which the defect was shown and repaired.
     edits:
-        What is changed, see :mod:`patches.engine.edits`. An edit with ``when`` is for the releases
+        The changes, see :mod:`patches.engine.edits`. An edit with ``when`` is for the releases
         that it names.
     defect:
         Runs the smallest organic case, offline, on a CPU, in about a second, and says whether
@@ -143,7 +143,7 @@ class Patch:
 
     @property
     def package(self) -> str:
-        """Name of the distribution that is repaired, the first of ``requires``; of several parts that of the first."""
+        """Name of the distribution that is repaired, the first of ``requires``; of several parts the first one's."""
         return self.parts[0].package
 
     @property

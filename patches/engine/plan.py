@@ -169,7 +169,7 @@ class Draft:
         return changed, problems
 
     def _stuck(self, owners: set[str]) -> dict[str, str]:
-        """Those of ``owners`` with an edit that cannot leave its slot, each with the reason."""
+        """The ``owners`` with an edit that cannot leave its slot, each with the reason."""
         stuck: dict[str, str] = {}
         for key, known in self.slots.items():
             leaving = known.owners & owners
@@ -287,7 +287,7 @@ class Draft:
 def in_use(state: State) -> Iterator[CodeType]:
     """Code of ours, or made of it, that lives on where we did not put it, or where we have reverted it.
 
-    Whoever holds a code object may run it: a copy of the function, a generator, a profiler that will put it back. And
+    Any holder of a code object may run it: a copy of the function, a generator, a profiler that will put it back. And
     a tracer puts code of its own, made of ours, where ours was.
     """
     for retired in state.retired:

@@ -1,4 +1,4 @@
-"""What a report says of each patch, read from what is installed now."""
+"""The state of each patch for a report, read from the process now."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST = (
     Status.CONFLICT, Status.FAILED, Status.SHADOWED, Status.UNTESTED, Status.APPLIED, Status.AVAILABLE, Status.DISABLED,
     Status.REVERTED, Status.PENDING, Status.NOT_AFFECTED, Status.NOT_INSTALLED,
 )  # fmt: skip
-"""Of several parts the state of the first of these is that of the patch."""
+"""The patch takes the first of these states that one of its parts has."""
 
 
 def result(state: State, patch: Patch, *, disabled: bool) -> Result:
@@ -76,7 +76,7 @@ def part_result(state: State, patch: Patch, part: Part, *, disabled: bool) -> Re
         )
         reason = f"{', '.join(sorted(missing))} is not imported yet; {follows}"
     elif status is Status.AVAILABLE and outcome is not None:
-        reason = f"what it changes {_AGAIN}"
+        reason = f"the changed code {_AGAIN}"
     changes = _changes(active, part.key)
     return Result(
         patch.id, patch.summary, status, reason, verdict.versions, changes, notes, patch.links, patch.former_ids

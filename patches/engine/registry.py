@@ -40,7 +40,7 @@ class Registry:
     ) -> None:
         """``forget_compiled`` is called after each change, outside of it: compilers forget what they made of the old
         code; returns what the report is to say, None if that must wait. ``survey`` is entered around ``damage()``,
-        also within itself, and before what it may ask about is changed."""
+        also within itself, and before the objects that it may ask about are changed."""
         self.ids = Ids(patches, self.note)
         self.patches = self.ids.present
         self.disabled: frozenset[str] = frozenset()
@@ -89,7 +89,7 @@ class Registry:
         return self.report(*ids)
 
     def report(self, *ids: str) -> Report:
-        """The state of the named patches, or of all, read from what is installed now. An unknown id is a ``KeyError``."""
+        """The state of the named patches, or of all, read from the process now. An unknown id is a ``KeyError``."""
         chosen = self.ids.choose(ids)
         self._sweep()
         state = self._store.read()
@@ -120,9 +120,9 @@ class Registry:
         self._record(lambda draft: draft.note(text))
 
     def prepare(self) -> None:
-        """Work out what :meth:`apply` would change now, for whoever applies next; change nothing."""
+        """Work out what :meth:`apply` would change now, for the next :meth:`apply`; change nothing."""
         draft = Draft(self._store.read, self._order, self._builder, {})
-        with contextlib.suppress(Stale):  # whoever was faster needs no help
+        with contextlib.suppress(Stale):  # the faster one needs no help
             self._plan_apply(dict.fromkeys(self.ids.keys(()), False), frozenset(), draft)
             self._built_ahead = draft.slots
         self._builder.compiler.keep()
@@ -143,7 +143,7 @@ class Registry:
         return problems
 
     def follow_imports(self, *, untested: bool = False) -> None:
-        """Apply all patches as :meth:`apply` does; ``on_change`` is told what became of those that need not wait."""
+        """Apply all patches as :meth:`apply` does; ``on_change`` is told what became of the parts that need not wait."""
         keys = self.ids.keys(())
         self._put_in(keys, untested)
         self._tell(keys)
@@ -151,7 +151,7 @@ class Registry:
     # -- planning ------------------------------------------------------------------------------
 
     def _plan_apply(self, chosen: Mapping[str, bool], fresh: Collection[str], draft: Draft) -> None:
-        """Plan to put in each patch that fits here; the others of ``chosen`` wait for what is not imported."""
+        """Plan to put in each patch that fits here; the others of ``chosen`` wait for modules that are not imported."""
         ready: dict[str, list[Edit]] = {}
         active = draft.before.active.keys()
         for key, untested in chosen.items():
@@ -242,7 +242,7 @@ class Registry:
             self._record(Draft.sweep)
 
     def _record(self, plan: Callable[[Draft], None]) -> None:
-        """Change what is known, and the names that nothing uses; nothing else in other packages."""
+        """Change the known state, and the names that nothing uses; nothing else in other packages."""
         while True:
             draft = Draft(self._store.read, self._order, self._builder, {})
             plan(draft)
@@ -251,7 +251,7 @@ class Registry:
             except Stale:
                 continue
             except StepFailed:
-                pass  # a name that cannot be taken out harms nobody
+                pass  # a name that cannot be taken out does no harm
             return
 
     def _forgotten(self) -> str | None:

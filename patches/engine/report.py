@@ -42,7 +42,7 @@ class Status(str, enum.Enum):
 
 
 _LOUD = (Status.UNTESTED, Status.SHADOWED, Status.CONFLICT, Status.FAILED)
-"""Those that need the reader's attention: the defect may be there, and is not repaired."""
+"""States that need the reader's attention: the defect may be there, and is not repaired."""
 
 _ORDER = sorted(Status, key=lambda status: (status in _LOUD, status is not Status.APPLIED))
 """In which a table shows them."""

@@ -2,8 +2,8 @@
 
 There are three kinds: the code object of a function, an entry in the ``__dict__`` of a class or module, and a
 global that rewritten code needs, which is such an entry with a life of its own. All hold *raw* values, so that
-what is put back is the object that was there. A slot writes nothing: it says which step would. It holds its place
-weakly: what nobody else has is nothing to put back.
+the former object itself is put back. A slot writes nothing: it says which step would. It holds its place
+weakly: an object that no other code holds needs no restoring.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Slot(Protocol):
         """Whether the place is still there."""
 
     def held(self) -> Any:
-        """The object that the place is in, for whoever needs it to stay; None if it is gone."""
+        """The object that the place is in, for code that needs it to stay; None if it is gone."""
 
     def read(self) -> Any:
         """What stands there now."""
@@ -52,7 +52,7 @@ class Slot(Protocol):
         """What ``edits`` make of ``original``, as a unified diff."""
 
     def displaced(self) -> str:
-        """Who put something else where the place was to be found, in words; empty if nobody did."""
+        """Who put something else where the place was to be found, in words; empty if no other code did."""
 
 
 class CodeSlot:
@@ -153,7 +153,7 @@ class AttributeSlot(_Entry):
 
 
 class NameSlot(_Entry):
-    """A global that rewritten code needs. It stays while such code is alive, whoever has it, see :mod:`.frames`."""
+    """A global that rewritten code needs. It stays while such code is alive anywhere, see :mod:`.frames`."""
 
     rank = 0
 
@@ -173,7 +173,7 @@ class NameSlot(_Entry):
         return render.of_attribute(self.name, [], [self.build(original, edits, Compiler())])
 
     def displaced(self) -> str:
-        return ""  # whoever uses it holds the module
+        return ""  # its users hold the module
 
 
 def _edited(value: Any, edit: SetAttribute | DeleteAttribute) -> Any:

@@ -90,7 +90,7 @@ def is_of(function: FunctionType, target: str) -> bool:
 
 
 def displaced(edit: Rewrite, function: FunctionType) -> str:
-    """Who put something else where ``function`` was found, in words; empty if nobody did."""
+    """Who put something else where ``function`` was found, in words; empty if no other code did."""
     try:
         found = _found(edit)
     except Conflict:

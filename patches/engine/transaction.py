@@ -5,7 +5,7 @@ places in other packages where that state says they are. :meth:`Store.commit` ta
 state in *one call into C*: no bytecode runs between two of them, so no signal (Ctrl-C), no other thread and no
 fork can come between. An interrupt at any point therefore finds the process as it was before or as it is after,
 and the state always tells the truth. (That is so under the GIL; a build of Python without one is not supported by
-the packages that are repaired.) There is no lock: whoever planned from a state that is no longer the
+the packages that are repaired.) There is no lock: a plan from a state that is no longer the
 current one is told so and plans again. So nothing can deadlock, in a signal handler, in an import that a verb
 triggers, or in a forked child.
 

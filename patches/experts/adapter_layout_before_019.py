@@ -28,7 +28,7 @@ class _Pair(NamedTuple):
     layer: Any
 
     def fits(self, state: dict[str, Tensor], old: bool) -> bool:
-        """Whether the shapes can be those of the old layout, or of the new one."""
+        """Whether the shapes fit the old layout, or the new one."""
         sides = (self.layer.in_features, self.layer.out_features)
         a, b = (state[key] for key in self.keys)
         first, second = reversed(sides) if old else sides

@@ -47,7 +47,7 @@ def _experts_product(
     dtype: torch.dtype,
     grouped: bool,
 ) -> torch.Tensor:
-    """``rows`` sorted by expert, ``where`` those of each end; or a matrix of rows for each of the experts in ``where``."""
+    """``rows`` sorted by expert, ``where`` the rows of each end; or a matrix of rows for each of the experts in ``where``."""
     parts, names = decode_layout(layout)
     packed = PackedExperts.laid_out(parts, dict(zip(names, tensors)))
     if grouped:

@@ -2,7 +2,7 @@
 
 transformers 4 kept each expert as linear layers, so its 4-bit checkpoints name each matrix:
 ``experts.3.gate_proj.weight``, ``experts.3.gate_proj.weight.absmax`` and so on. transformers 5 says by a ``WeightConverter``
-which of them make up one parameter. The converters here take their place and make ``QuantizedExperts`` of what is packed.
+which of them make up one parameter. The converters here take their place and make ``QuantizedExperts`` of packed weights.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _replaced(mapping: list[Any], found: list[ExpertParameter], how: Reading) ->
             each = QuantizedWhenMade.of(each, names, how)
         result.append(each)
     whole = [ExpertsConverter.of_one(suffix, names, how) for suffix, names in _by_suffix(left).items()]
-    return [*whole, *result]  # before those that take any "weight"
+    return [*whole, *result]  # before the ones that take any "weight"
 
 
 def _by_suffix(names: set[str]) -> dict[str, set[str]]:
@@ -127,7 +127,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
         return self
 
     def reverse_transform(self) -> Any:
-        """For names: what is packed is taken apart by ``.saving``."""
+        """For names: packed weights are taken apart by ``.saving``."""
         if self.before is not None:
             return self.before.reverse_transform()
         target = _patterns(self)[1][0]

@@ -28,7 +28,7 @@ class ExpertsOnDisk:
 
 
 def write_experts(folder: Folder, name: str, weight: Any, file: str | None = None) -> Entry:
-    """Write ``weight``, and say how :class:`ExpertsMap` finds it; ``file``: its name, if not that of the parameter."""
+    """Write ``weight``, and say how :class:`ExpertsMap` finds it; ``file``: its name, if not the parameter's."""
     parts = {key: tensor.to("cpu") for key, tensor in weight.packed.tensors().items()}
     layout = weight.packed.layout(), weight.dtype, weight.swapped
     return {"safetensors_file": folder.write_parts(name, weight, parts, file), "weight_name": name, _LAYOUT: layout}

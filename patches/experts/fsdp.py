@@ -33,7 +33,7 @@ def new_zeros_of_parts(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
 
 
 def flatten_for_fsdp(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor.view(-1)``, which nobody reads of a tensor that has ``fsdp_pre_all_gather``."""
+    """``tensor.view(-1)``, which is not read of a tensor that has ``fsdp_pre_all_gather``."""
     return tensor if is_quantized_experts(tensor) else tensor.view(-1)
 
 

@@ -1,7 +1,7 @@
 """The packed weights and quantization states of all experts of one parameter, in 4 bits or INT8.
 
 An expert is one matrix, or several that are concatenated by rows after dequantizing (``gate_proj`` and ``up_proj`` of
-``gate_up_proj``): each was quantized by itself, as one ``Linear4bit`` would be, so that what is saved can be named and
+``gate_up_proj``): each was quantized by itself, as one ``Linear4bit`` would be, so that saved matrices can be named and
 read one matrix at a time, and no block of values crosses from one into the other.
 """
 
@@ -41,7 +41,7 @@ class PackedMatrix:
     """(experts,), with double quantization."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors by name; those that it has not are left out."""
+        """Its tensors by name; absent ones are left out."""
         found = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 

@@ -1,7 +1,7 @@
 """Products with quantized experts: one expert at a time (an accelerator dequantizes a few at once), if rows chose it.
 
-In 4 bits it is dequantized. In INT8 the product with an expert is that of ``Linear8bitLt``, and the product of the
-backward dequantizes, as there. Which one it is says the orientation: the rows of an expert are what it puts out.
+In 4 bits it is dequantized. In INT8 the product with an expert is the one of ``Linear8bitLt``, and the product of the
+backward dequantizes, as there. Which one it is says the orientation: the rows of an expert are its outputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_product(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **s
 
 
 def _dense(matrix: torch.Tensor) -> torch.Tensor:
-    """One expert, or what is no expert."""
+    """One expert, or a tensor that is no expert."""
     return matrix.dequantize() if isinstance(matrix, QuantizedExperts) else matrix
 
 
@@ -81,7 +81,7 @@ def _chosen(experts: QuantizedExperts, other: torch.Tensor, left: bool) -> torch
 def grouped_mm(
     rows: torch.Tensor, experts: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
-    """Rows sorted by expert; ``offs`` says where those of each expert end. Rows of no expert give zeros."""
+    """Rows sorted by expert; ``offs`` says where the rows of each expert end. Rows of no expert give zeros."""
     fits = isinstance(experts, QuantizedExperts) and experts.dim() == 3 and rows.dim() == 2
     if not fits or offs is None or bias is not None:
         return NotImplemented
@@ -113,7 +113,7 @@ def grouped_mm_fallback(rows: torch.Tensor, experts: Any, offs: torch.Tensor) ->
 
 
 def grouped_mm_fallback_backward(rows: torch.Tensor, experts: Any, offs: torch.Tensor, gradient: torch.Tensor) -> Any:
-    """The gradient of the rows; that of packed weights, which nobody asks for, takes no memory."""
+    """The gradient of the rows; the unused gradient of packed weights takes no memory."""
     if not isinstance(experts, QuantizedExperts):
         return NotImplemented
     of_rows = grouped_mm(gradient, experts.like(swapped=not experts.swapped), offs)

@@ -181,7 +181,7 @@ def _check(one: ExpertParameter) -> None:
 
 
 def quantize_model(model: Any) -> list[str]:
-    """Quantize the experts of a loaded model, all or none; the names of those that were."""
+    """Quantize the experts of a loaded model, all or none; the names of the quantized ones."""
     from .tensor import QuantizedExperts, as_parameter
 
     found, how = experts_to_quantize(model)

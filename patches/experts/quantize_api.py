@@ -51,7 +51,7 @@ class QuantizeRequest:
 
     def __enter__(self) -> None:
         import transformers.core_model_loading
-        import transformers.modeling_utils  # noqa: F401 - a patch that waits for what it edits is applied now
+        import transformers.modeling_utils  # noqa: F401 - a patch that waits for these modules is applied now
 
         if not self._is_applied(LOADING_PATCH):
             raise RuntimeError(

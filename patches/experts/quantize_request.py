@@ -18,7 +18,7 @@ def is_requested() -> bool:
 
 
 def requested_by_environment() -> bool:
-    """``PATCHES_QUANTIZE_EXPERTS=1``; an error for what is neither on nor off."""
+    """``PATCHES_QUANTIZE_EXPERTS=1``; an error for a value that is neither on nor off."""
     value = os.environ.get(VARIABLE, "").strip().lower()
     if value not in ("", *_YES, *_NO):
         raise ValueError(f"{VARIABLE}={value!r} is not valid; expected one of {', '.join((*_YES, *_NO))}")

@@ -1,7 +1,7 @@
 """How many bytes experts take that are quantized while they are read.
 
 transformers asks a quantizer for the bytes of each number of a parameter: to plan a device map, and to make room on an
-accelerator before it reads. For experts it says those of floating point, four times too many.
+accelerator before it reads. For experts it says the size in floating point, four times too many.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class QuantizedExperts(torch.Tensor):
             yield matrix.t() if self.swapped else matrix
 
     def dequantize(self) -> torch.Tensor:
-        """What it stands for, in floating point, whole."""
+        """All its values, in floating point."""
         if isinstance(self.chosen, int):
             return self.expert(self.chosen)
         return join_matrices([self.expert(number) for number in self.numbers()], torch.stack)

@@ -30,7 +30,7 @@ def multiply_by_each(
 
 
 def _in_int8(dtype: torch.dtype, experts: QuantizedExperts) -> bool:
-    """Whether the product with rows of ``dtype`` is that of ``Linear8bitLt``."""
+    """Whether the product with rows of ``dtype`` is the one of ``Linear8bitLt``."""
     return experts.packed.kind.threshold is not None and experts.swapped and dtype == experts.dtype
 
 

@@ -17,7 +17,7 @@ SHARE_TO_REPORT = 0.1
 
 
 class UnquantizedExperts(NamedTuple):
-    """Those of one model, and how much of it they are."""
+    """The unquantized experts of one model, and their share of it."""
 
     tensors: dict[str, torch.Tensor]
     share: float
@@ -67,6 +67,6 @@ def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _elements(parameter: torch.Tensor) -> int:
-    """What a parameter stands for: two numbers to each byte of 4-bit codes."""
+    """What a parameter stands for: two numbers to each byte of packed 4-bit weights."""
     packed = type(parameter).__name__ == "Params4bit" and quant_states.is_packed(parameter)
     return parameter.numel() * (2 * parameter.element_size() if packed else 1)

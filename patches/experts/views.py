@@ -145,7 +145,7 @@ def move_experts(
 
 @register_rule(aten.empty_like.default)
 def empty_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """Packed weights to be filled, for ``to_empty`` and for what is on the meta device; else floating point."""
+    """Packed weights to be filled, for ``to_empty`` and on the meta device; else floating point."""
     if experts.dim() < 3 or experts.chosen is not None or (dtype or experts.dtype) != experts.dtype:
         return torch.empty(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
     return experts.like(packed=experts.packed.each(lambda tensor: torch.empty_like(tensor, device=device)))
@@ -237,7 +237,7 @@ def dense_to_list(experts: QuantizedExperts) -> Any:
 
 
 def refuse_dlpack(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
-    """Another library reads at an address, and there are no values at that of the tensor."""
+    """Another library reads at an address, and there are no values at the address of the tensor."""
     record_dense_operation("__dlpack__", experts)
     return experts.dequantize().__dlpack__(*args, **kwargs)
 

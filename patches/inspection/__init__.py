@@ -1,4 +1,4 @@
-"""One table of a live model: what it is made of, what of it trains, and what will go wrong.
+"""One table of a live model: its layers, its trainable parameters, and the problems that it will meet.
 
 Everything is read from attributes: shapes, dtypes, devices, hooks, states. No tensor is read, moved or made, no
 module is called, no library is imported. What cannot be repaired by a patch is said here in words.

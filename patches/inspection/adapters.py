@@ -71,7 +71,7 @@ def _add(found: Found, path: str, layer: Any) -> None:
 
 
 def _held(layer: Any, attribute: str) -> Iterator[tuple[str, Any]]:
-    """What is under ``attribute`` (which may have dots), by adapter."""
+    """The entries under ``attribute`` (which may have dots), by adapter."""
     holder = layer
     for part in attribute.split("."):
         holder = getattr(holder, part, None)

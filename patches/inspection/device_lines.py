@@ -1,4 +1,4 @@
-"""Where the layers of an offloaded model lie, and what it brings for each use of them."""
+"""Where the layers of an offloaded model lie, and the bytes that each use of them copies."""
 
 from __future__ import annotations
 

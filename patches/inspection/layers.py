@@ -43,7 +43,7 @@ class Layer:
     waits: int
     """Bytes of its own that are kept there."""
     brings: int
-    """Bytes that each use brings, with what it shares with another layer."""
+    """Bytes that each use brings, weights shared with another layer included."""
     lost: bool
     """It is on meta and nothing brings its weights."""
     tied: bool
@@ -107,7 +107,7 @@ def _layer(name: str, module: Any, hook: tuple[Any, str] | None, owners: Counter
 
 
 def layer_lines(layers: Iterable[Layer], naming: Naming) -> tuple[Layers, ...]:
-    """Those that are alike together, in the order in which the model has the first of each."""
+    """Group layers that are alike, in the order in which the model has the first of each."""
     groups: dict[tuple[str, ...], list[Layer]] = {}
     for layer in layers:
         weight = layer.weight
@@ -180,7 +180,7 @@ def reason_not_quantized(layer: Layer, naming: Naming) -> str:
 
 
 def holds_experts(layer: Layer) -> bool:
-    """Whether its parameters are those of many experts in one: three dimensions, and no convolution or position."""
+    """Whether each of its parameters holds many experts: three dimensions, and no convolution or position."""
     if layer.weight.how or is_instance_of(layer.module, "torch.nn.modules.conv", "_ConvNd"):
         return False
     return any(p.dim() >= 3 and p.shape[0] > 1 for p in layer.module._parameters.values() if p is not None)

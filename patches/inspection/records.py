@@ -16,13 +16,13 @@ class Layers:
     bytes: int
     """Of their parameters, buffers and quantization statistics; what several share is counted with the first."""
     parameters: int
-    """Numbers that the weights stand for: two to a byte of 4-bit codes."""
+    """Numbers that the weights stand for: two to a byte of packed 4-bit weights."""
     quantized: str
     """How: ``"nf4"``, ``"nf4, double"``, ``"int8"``, a class of torchao; empty if they are not."""
     reason: str
     """Why they are not quantized."""
     storage: str
-    """The dtype of what is stored."""
+    """The stored dtype."""
     compute: str
     """The dtype of the product; ``"its input's"`` where each input decides."""
     statistics: str
@@ -76,7 +76,7 @@ class Training:
 
     names: tuple[str, ...]
     outside: tuple[str, ...]
-    """Those that belong to no adapter."""
+    """Parameters that belong to no adapter."""
     tensors: int
     parameters: int
     bytes: int
@@ -84,7 +84,7 @@ class Training:
     gradients: int
     """How many have one now; 0 before the first backward and after ``zero_grad()``."""
     without_gradient: tuple[str, ...]
-    """Those that got none in the last backward or, where an optimizer was given, in any of its steps."""
+    """Parameters without a gradient in the last backward or, where an optimizer was given, in any of its steps."""
     modules: dict[str, int]
     """How many modules are in ``"train"`` and in ``"eval"`` mode."""
 
@@ -108,11 +108,11 @@ class OptimizerState:
     tensors: int
     """Parameters that it updates."""
     stepped: int
-    """Those of them that have a state."""
+    """The ones among them that have a state."""
     in_8_bits: int
     """Those whose state is kept in 8 bits (or fewer)."""
     bits: int | None
-    """What it was asked for; None where it cannot be told."""
+    """The requested value; None where it is not known."""
     smallest: int
     """Parameters with fewer elements keep their state in 32 bits."""
     bytes: int
@@ -132,7 +132,7 @@ class Asked:
     precision: str
     """``"4bit"`` or ``"8bit"``."""
     default_list: bool
-    """No list of modules to skip was given: heads and what is tied are left as they are."""
+    """No list of modules to skip was given: heads and tied weights are left as they are."""
     skip: tuple[str, ...]
     """``llm_int8_skip_modules``."""
     skipped: int

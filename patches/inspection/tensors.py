@@ -1,4 +1,4 @@
-"""What can be said of a tensor without touching what it holds, and where accelerate keeps it between calls."""
+"""Facts about a tensor that are read without touching its values, and where accelerate keeps it between calls."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def is_instance_of(thing: object, module: str, *names: str) -> bool:
 
 
 def stored_dtype(tensor: Any) -> str:
-    """The dtype of what is in memory: of a quantized tensor of torchao that of its largest part."""
+    """The dtype in memory: for a quantized tensor of torchao the dtype of its largest part."""
     inside = parts_of_parameter(tensor)
     return stored_dtype(max(inside, key=bytes_of_parameter)) if inside else dtype_name(tensor)
 
 
 def total_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
-    """The bytes of those that are not ``seen``; they are then."""
+    """Add up the bytes of the tensors that are not ``seen``, and add these to ``seen``."""
     new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
     seen.update(new)
     return sum(map(bytes_of_parameter, new.values()))

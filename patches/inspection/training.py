@@ -137,7 +137,7 @@ def _bits(optimizer: Any, settings: Any) -> int | None:
 
 
 def _small(value: Any) -> bool:
-    """A moment in 8 bits of bitsandbytes, which keeps codes as uint8, or a tensor of torchao's optimizers."""
+    """A moment in 8 bits of bitsandbytes, which keeps quantized values as uint8, or a tensor of torchao's optimizers."""
     if not hasattr(value, "element_size"):
         return False
     return str(value.dtype) == "torch.uint8" or type(value).__name__.startswith("OptimState")

@@ -8,7 +8,7 @@ from .module_walk import Modules
 from .tensors import imported_attribute
 
 WRAPPED = ("_orig_mod", "module", "base_layer", "original_module")
-"""Names that torch.compile, DDP and peft put between those of the model."""
+"""Names that torch.compile, DDP and peft put between the names of the model."""
 
 
 class Naming:

@@ -15,7 +15,7 @@ BNB = "bitsandbytes.nn.modules"
 
 @dataclass(frozen=True)
 class Weight:
-    """The weight of a layer: what it holds, and in which state."""
+    """The weight of a layer: its contents and its state."""
 
     bits: str = ""
     """``"4"`` or ``"8"``, if the class of the layer or of its weight is one of bitsandbytes."""
@@ -87,7 +87,7 @@ def _four_bit(module: Any, weight: Any, hook: Any) -> Weight:
 
 
 def _whole(weight: Any, state: Any) -> bool:
-    """Whether it has an element for each of those that ``state`` is about: then it is no codes, whatever it says."""
+    """Whether it has as many elements as ``state`` describes values: then it is not packed, whatever its class says."""
     return bool(weight.dtype.is_floating_point and tuple(weight.shape) == tuple(state.shape or ()))
 
 
@@ -135,6 +135,6 @@ def _int8(module: Any, weight: Any, hook: Any) -> Weight:
 
 
 def _beside(weight: Any, held: list[Any]) -> tuple[Any, ...]:
-    """Those that do not lie in the memory of ``weight``, as its codes do; each once."""
+    """The tensors outside of the memory of ``weight``, each once."""
     found = {id(t): t for t in held if t is not None and t is not weight}
     return tuple(t for t in found.values() if t.dtype != weight.dtype or t.data_ptr() != weight.data_ptr())

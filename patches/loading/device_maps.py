@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def offloads_something(device_map: Any) -> bool:
-    """Whether ``device_map`` sends something to the CPU or the disk beside what it keeps where it computes."""
+    """Whether ``device_map`` sends something to the CPU or the disk beside the modules that it keeps where they compute."""
     return isinstance(device_map, Mapping) and _any_offloaded(device_map.values())
 
 
@@ -61,7 +61,7 @@ def plan_device_map(model: Module, device_map: Any, quantizer: Any) -> Any:
     given, device_map = device_map, {**device_map, **_of_shared(model, device_map)}
     main = execution_device(device_map)
     found = dict(_disjoint(model, "", device_map, main, inside=False))
-    # By where modules go, not by what is given: one with tensors of its own takes a tied weight along (Zaya).
+    # By where modules go, not by the given map: one with tensors of its own takes a tied weight along (Zaya).
     found = dict(_disjoint(model, "", {**found, **_of_tied(model, found, main)}, main, inside=False))
     result = OffloadMap(found, given)
     result.divided = split_layers.devices_of_split_layers(model, result)
@@ -74,7 +74,7 @@ def skip_tied_check(upstream: Callable[..., None], device_map: Any, quantizer: A
 
 
 def _of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
-    """One place for a module that has several names: that of a name that the map has, or that of the first."""
+    """One place for a module that has several names: the place of a name that the map has, or of the first name."""
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if _has_own(module):
@@ -109,7 +109,7 @@ def _of_tied(model: Module, device_map: Mapping[str, Place], main: Place) -> dic
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """Names of weights that are another's, and that name. Those of transformers 4 are one parameter by now."""
+    """Names of weights that are another's, and that name. In transformers 4 they are one parameter by now."""
     declared: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
     if declared is not None:
         return declared
@@ -183,7 +183,7 @@ def _place_of(module: Module, path: str, given: Mapping[str, Place], places: lis
 
 
 def _resident(place: Place, main: Place) -> Place:
-    """The model itself has no hook that would bring what is its own."""
+    """The model itself has no hook that would bring its own tensors."""
     return main if is_offloaded_place(place) else place
 
 

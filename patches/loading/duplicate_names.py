@@ -1,6 +1,6 @@
 """Weights and modules that a model has under several names, while accelerate hangs its hooks on it.
 
-accelerate tells weights that are one by their address. That of all on meta is 0.
+accelerate tells weights that are one by their address, which is 0 for all on meta.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def untie_on_disk(model: Module, index: dict[str, Any]) -> list[tuple[Module, str, Module, str]]:
     """Give weights that are tied and on meta a parameter each, and say which are to be one again.
 
-    accelerate before 1.14 knows tied weights by their address. That of all on meta is 0: it would take each for each.
+    accelerate before 1.14 knows tied weights by their address, which is 0 for all on meta: it would take each for each.
     """
     first: dict[int, tuple[str, Module, str]] = {}
     tied = []
@@ -42,7 +42,7 @@ def untie_on_disk(model: Module, index: dict[str, Any]) -> list[tuple[Module, st
 def keep_one_name(model: Module, device_map: OffloadMap) -> Iterator[None]:
     """Leave each offloaded module one of its names: T5 before transformers 5 has its embedding in encoder and decoder, too.
 
-    accelerate gives a module a hook for each name: its weights are brought by each, and their address on meta is that of
+    accelerate gives a module a hook for each name: its weights are brought by each, and their address on meta equals that of
     all others.
     """
     import torch

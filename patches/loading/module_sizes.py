@@ -1,7 +1,7 @@
 """A device map for a quantized model that does not fit, by the bytes that its modules will take.
 
 transformers counts half a byte for a weight of 4 bits and none for its absmax, keeps a tenth free for what quantizing
-needs, and a layer for what computes. Here the true sizes are counted: packed weights, statistics, row scales, what is
+needs, and a layer that computes. Here the true sizes are counted: packed weights, statistics, row scales, what is
 not quantized in its own dtype, buffers. Statistics of 4-bit weights and buffers stay on the device where their layer
 computes, wherever its weights wait, and so they count there.
 """
@@ -42,13 +42,13 @@ class Room:
 
 
 Sizes = dict[str, tuple[int, int]]
-"""Of each tensor by its name: the bytes that move, and those that stay."""
+"""Of each tensor by its name: the bytes that move, and the bytes that stay."""
 
 Map = dict[str, offload_map.Place]
 
 
 def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Callable[..., Any]:
-    """``infer_auto_device_map``: by the true sizes where that of transformers offloads, or holds more than allowed."""
+    """``infer_auto_device_map``: by the true sizes where transformers' map offloads, or holds more than allowed."""
 
     def infer_auto_device_map(model: Any, **options: Any) -> Any:
         device_map = infer(model, **options)
@@ -108,7 +108,7 @@ def tensor_sizes(model: Any, quantizer: Any, special_dtypes: Any = None) -> Size
 
 
 def _kept_in_another_dtype(model: Any) -> dict[str, Any]:
-    """Which parameters transformers 5 casts to another dtype than that of the model, and to which: T5's wo in float16."""
+    """Which parameters transformers 5 casts to another dtype than the model's, and to which: T5's wo in float16."""
     plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else getattr(model, "dtype_plan", {})
     if not plan:
         return {}
@@ -120,13 +120,13 @@ def _kept_in_another_dtype(model: Any) -> dict[str, Any]:
 
 
 def _bytes(quantizer: Any, model: Any, name: str, parameter: Any) -> int:
-    """Of what is no linear layer's weight; experts that are quantized while they are read take less."""
+    """Bytes of a parameter that no linear layer holds; experts that are quantized while they are read take less."""
     element_size = getattr(quantizer, "param_element_size", None)  # from transformers 5 on
     return int(parameter.numel() * element_size(model, name, parameter)) if element_size else int(parameter.nbytes)
 
 
 def _beyond_a_layer(model: Any, quantizer: Any, units: list[Unit]) -> int:
-    """By how much quantizing the largest weight takes more than a layer, which a device holds beside what it may hold.
+    """By how much quantizing the largest weight takes more than a layer, which a device holds beside its share.
 
     The weight as it was read, the copy in float16 from which bitsandbytes makes INT8, and the packed weight.
     """
@@ -184,7 +184,9 @@ def _rooms(max_memory: Any, units: list[Unit]) -> tuple[list[Room], list[Room]]:
     memory = _memory(max_memory)
     devices = [place for place in memory if place not in offload_map.OFFLOADED] or [p for p in memory if p == "cpu"]
     resident = [Room(place, memory[place]) for place in devices]
-    if max_memory is None and resident:  # what is free now: activations and the layer in execution need room, too
+    if (
+        max_memory is None and resident
+    ):  # the memory that is free now: activations and the layer in execution need room, too
         largest = max((unit.moves for unit in units), default=0)
         for room in resident:
             room.left = 0.9 * room.left - (largest if room is resident[0] else 0)
@@ -196,7 +198,7 @@ def _fitted(units: list[Unit], sizes: Sizes, resident: list[Room], waiting: list
     """A place for each unit.
 
     First all layers are kept whole. If they do not fit, ``spare`` bytes are left on each device, and room on the first
-    for the statistics of what waits: at first for those of all layers, then for those of the layers that waited in the
+    for the statistics of layers that wait: at first of all layers, then of the layers that waited in the
     map before.
     """
     found, left_behind = _fill(units, sizes, _copies(resident), _copies(waiting), divides=False)

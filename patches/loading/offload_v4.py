@@ -54,7 +54,7 @@ def expand_device_map(upstream: Callable[..., Any], device_map: Any, names: Iter
 
 
 def files_to_skip(upstream: Callable[..., Any], device_map: Any, files: Any) -> Any:
-    """``get_disk_only_shard_files``, which are not read: what is on the disk has to be quantized, or has statistics."""
+    """``get_disk_only_shard_files``, which are not read: a weight on the disk has to be quantized, or has statistics."""
     return [] if isinstance(device_map, OffloadMap) else upstream(device_map, files)
 
 

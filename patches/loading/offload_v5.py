@@ -1,7 +1,7 @@
 """What ``from_pretrained`` does with a weight that it has read, where the device map offloads its layer quantized.
 
-The weight is quantized on the device where its layer computes, as that of a model that fits is. Then its packed
-weights go to the CPU or the disk, and the layer is what it would be had it been loaded whole and offloaded afterwards.
+The weight is quantized on the device where its layer computes, as in a model that fits. Then its packed
+weights go to the CPU or the disk, and the layer is as if it had been loaded whole and offloaded afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read_device(get_device: Callable[..., Any], device_map: Any, name: str, mode
     """Where the tensor of the checkpoint for ``name`` is read to."""
     if isinstance(device_map, OffloadMap) and offload_map.offloads_module(device_map, name.rpartition(".")[0]):
         at = device_map.computes_at(name)
-        if at == "cpu":  # so it is for what is not quantized, too
+        if at == "cpu":  # so it is for unquantized weights, too
             return at
         if quantizer.param_needs_quantization(model, name) or _are_experts_to_quantize(model, name, quantizer):
             return at
@@ -45,7 +45,7 @@ def _are_experts_to_quantize(model: Any, name: str, quantizer: Any) -> bool:
 
 
 def offload_folder(load_config: Any, model: Any, index: dict[str, Any] | None) -> str | None:
-    """Where ``from_pretrained`` writes what it cannot leave in the checkpoint: a folder of this load's own."""
+    """Where ``from_pretrained`` writes the weights that it cannot leave in the checkpoint: a folder of this load's own."""
     device_map = load_config.device_map
     inside: str | None = load_config.disk_offload_folder
     if isinstance(device_map, OffloadMap):
@@ -56,7 +56,7 @@ def offload_folder(load_config: Any, model: Any, index: dict[str, Any] | None) -
 
 
 def open_folder(device_map: OffloadMap, model: Any, quantizer: Any, inside: Any, in_safetensors: bool) -> str | None:
-    """A folder for what is written, inside the one that the user names; an error if there is none and it is needed."""
+    """A folder for written weights, inside the one that the user names; an error if there is none and it is needed."""
     if inside is not None:
         device_map.folder = weight_files.Folder(str(inside))
         return device_map.folder.path
@@ -91,7 +91,7 @@ def is_left_on_disk(
     if not isinstance(device_map, OffloadMap):
         return False
     there = name in index and _lies_there(quantizer, mapping)
-    if name in index:  # in the dtype that the model has it in, which may not be that of the file
+    if name in index:  # in the dtype that the model has it in, which may differ from the file's
         index[name] = {**index[name], "dtype": str(weight.dtype).removeprefix("torch.")}
     if is_packed(weight) and not there:
         index[name] = write_to_folder(device_map, name, weight)

@@ -12,7 +12,7 @@ from ..quantized import accelerate_hooks
 
 
 def resize_unless_offloaded(model: Any) -> Callable[..., Any]:
-    """``model._resize_token_embeddings``, unless it changes the size of what is offloaded."""
+    """``model._resize_token_embeddings``, unless it changes the size of an offloaded weight."""
     upstream: Callable[..., Any] = model._resize_token_embeddings
 
     def _resize_token_embeddings(count: Any, multiple: Any = None, *also: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """Layers that a map over several devices divides: all of such a layer computes on one of them.
 
 accelerate lets all that waits compute on the first device. Where the rest of the layer is on another, the two halves of
-a residual connection would meet on two devices. And it moves the inputs of parts alone, not those of the layer.
+a residual connection would meet on two devices. And it moves the inputs of parts alone, not the inputs of the layer.
 """
 
 from __future__ import annotations

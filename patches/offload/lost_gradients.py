@@ -1,6 +1,6 @@
 """Gradients of offloaded adapters: accelerate drops them with the weights that it brought, and no step can use them.
 
-Whoever wants other gradients of such a model (of its inputs, say) gets them. An optimizer that is to train the
+Other gradients of such a model (of its inputs, say) are computed. An optimizer that is to train the
 adapters would do nothing, without a word: its step is an error.
 """
 
@@ -34,7 +34,7 @@ def remember_gradients(layer: Module) -> None:
 
 
 def watch_gradients(layer: Module) -> None:
-    """Called in the forward of ``layer``, when what is offloaded below it is there."""
+    """Called in the forward of ``layer``, when the offloaded modules below it are there."""
     for module in layer.modules():
         if accelerate_hooks.hook_of(module, visited=True) is not None:
             for parameter in module._parameters.values():

@@ -32,11 +32,11 @@ class OffloadMap(dict[str, Place]):
         self.folder: Folder | None = None
         """What was written to the disk while loading."""
         self.handled: BaseException | None = None
-        """The error that a program was dealing with when it began to load, such as that of loading whole."""
+        """The error that a program was dealing with when it began to load, such as the error of loading whole."""
         self.scales: dict[str, Tensor] = {}
         """Row scales of INT8 weights on the disk, by the names of a state dict."""
         self.index: dict[str, Entry] = {}
-        """What lies on the disk, where the loader is that of transformers 4."""
+        """What lies on the disk, where transformers 4 loads."""
         self.ahead = prefetch.prefetch_window()
         """How many bytes of the disk are asked for before they are used."""
         self.root = ""
@@ -79,7 +79,7 @@ def to_plain_place(place: Place) -> Place:
 
 
 def is_offloaded_place(place: Place) -> bool:
-    """Whether what is at ``place`` is brought for each use."""
+    """Whether modules at ``place`` are brought for each use."""
     return isinstance(place, str) and place in OFFLOADED
 
 

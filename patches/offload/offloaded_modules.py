@@ -1,8 +1,8 @@
 """What accelerate offloads: which hook brings the weights of a module, and how to have them for longer than a forward.
 
 ``AlignDevicesHook`` puts the weights of its module on the execution device before the module's forward, from a map
-of names to tensors (in memory, or on disk), and leaves parameters on the meta device after it. Whoever reads such a
-weight at any other time finds no values, and whoever writes to it writes to what the next forward replaces.
+of names to tensors (in memory, or on disk), and leaves parameters on the meta device after it. Code that reads such a
+weight at any other time finds no values, and a write to it goes to a tensor that the next forward replaces.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Visit:
         )
 
     def unchanged(self) -> dict[str, Tensor]:
-        """Those of them that the hook has brought as they are, but for a cast: not what it quantized on the way."""
+        """The ones that the hook has brought as they are, but for a cast: not the ones that it quantized on the way."""
         now = self._layouts()
         return {name: tensor for name, tensor in self.tensors().items() if self._before.get(name) == now[name]}
 
@@ -131,7 +131,7 @@ def onload(root: Module) -> Iterator[list[Visit]]:
 
 @contextlib.contextmanager
 def onload_to_change(root: Module) -> Iterator[None]:
-    """The same, to be changed: what is changed meanwhile is offloaded changed."""
+    """The same, to be changed: tensors that are changed meanwhile are offloaded changed."""
     with onload(root) as found:
         before = [{name: [part.clone() for part in _parts(t)] for name, t in v.tensors().items()} for v in found]
         yield

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def bytes_of_parameter(tensor: Any) -> int:
-    """Bytes of ``tensor`` in this process: of a shard what is here, of a quantized tensor of torchao its parts."""
+    """Bytes of ``tensor`` in this process: of a shard the local part, of a quantized tensor of torchao its parts."""
     if inside := parts_of_parameter(tensor):
         return sum(map(bytes_of_parameter, inside))
     return int(tensor.numel()) * int(tensor.element_size())
@@ -26,6 +26,6 @@ def bytes_per_use(module: Any) -> int:
 
 
 def _row_scales(weight: Any) -> int:
-    """Bytes of those of an INT8 weight, which accelerate brings with it, wherever they wait."""
+    """Bytes of the row scales of an INT8 weight, which accelerate brings with it, wherever they wait."""
     packed = type(weight).__name__ == "Int8Params" and str(weight.dtype) == "torch.int8"
     return 4 * int(weight.shape[0]) if packed else 0

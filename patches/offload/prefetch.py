@@ -1,4 +1,4 @@
-"""Reading ahead from the disk: while a layer computes, the system reads the files of those that come after it.
+"""Reading ahead from the disk: while a layer computes, the system reads the files of the next ones.
 
 Nothing is read here. ``posix_fadvise(WILLNEED)`` has the kernel fill its page cache, which it may empty at any time, so
 no memory of the process is held and no value can differ. What comes next is what came next the time before: a forward
@@ -38,7 +38,7 @@ def prefetch_window() -> int:
 
 
 class Prefetcher:
-    """In which order the tensors of an index are read, and those that were asked for and are still to come."""
+    """In which order the tensors of an index are read, and the requested ones that are still to come."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -101,7 +101,7 @@ def tensor_regions(file: str) -> dict[str, Region]:
 def _ask(file: str, first: int, count: int) -> None:
     if not count:
         return
-    with contextlib.suppress(OSError):  # the read itself says what is wrong
+    with contextlib.suppress(OSError):  # the read itself raises the error
         opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if _is_cached(opened, first + count - 1):

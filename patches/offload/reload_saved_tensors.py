@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def enter_saved_tensor_hooks(visits: Iterable[Visit]) -> Any:
-    """Have autograd recall what it saves of the weights of ``visits``; what is returned is to be exited, if not None.
+    """Have autograd recall the tensors that it saves of the weights of ``visits``; exit the result, if it is not None.
 
-    Nothing is done where nobody saves, where a backward runs already (a recomputation, which needs them soon), and
+    Nothing is done where autograd saves nothing, where a backward runs already (a recomputation, which needs them soon), and
     under saved-tensor hooks of someone else's, checkpointing among them: those decide themselves.
     """
     import torch

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def restore_ties(model: Module) -> dict[str, str]:
     """Give modules whose parameters on meta are brought from the same place the same parameter.
 
-    What is returned says which parameter is which other's.
+    The result says which parameter is which other's.
     """
     first: dict[Hashable, tuple[str, Any]] = {}
     tied = {}

@@ -1,6 +1,6 @@
 """Saving a model into the folder that it reads its offloaded weights from, so that nothing is lost on the way.
 
-Until all is written, the files that the model reads stay as they are: what is to take their names is written beside
+Until all is written, the files that the model reads stay as they are: the files that take their names are written beside
 them. Then the old files get names in a folder of their own, where the model reads on until it is gone, and the new
 ones get theirs.
 """
@@ -38,7 +38,7 @@ def _kept(model: Any, directory: str) -> set[str]:
 
 
 def removable_files(names: list[str], model: Any, directory: str) -> list[str]:
-    """Those of ``names``, which lie in ``directory``, that may be removed before ``model`` is written."""
+    """The ``names``, which lie in ``directory``, that may be removed before ``model`` is written."""
     kept = _kept(model, directory)
     return [name for name in names if name not in kept]
 

@@ -1,6 +1,6 @@
 """Folders of processes that were killed: found by a lock that each process holds on a file in its own.
 
-A process that ends by itself removes what it wrote. One that the system kills, for want of memory above all, cannot;
+A process that ends by itself removes its files. One that the system kills, for want of memory above all, cannot;
 then the next load that writes beside it does.
 """
 

@@ -1,7 +1,7 @@
 """Writing to the maps that accelerate's offload hooks bring weights from.
 
-Such a map is a dict of tensors, or an ``OffloadedWeightsLoader`` with a dict for what is in memory and an index for
-what is on disk, and often one of them with a prefix before each name. What is on disk may be the checkpoint that the
+Such a map is a dict of tensors, or an ``OffloadedWeightsLoader`` with a dict for tensors in memory and an index for
+tensors on disk, and often one of them with a prefix before each name. The files on disk may be the checkpoint that the
 user loaded, so no file that is there is ever written to: a changed tensor gets a file of its own in a folder of its
 own, and the index leads to it. The folder goes when the process ends.
 """
@@ -29,7 +29,7 @@ _counter = itertools.count()
 
 
 def find_loaders(model: Module) -> list[Any]:
-    """The maps of the hooks in ``model`` that have an index of what is on the disk, each once."""
+    """The maps of the hooks in ``model`` that have an index of tensors on the disk, each once."""
     found = {}
     for module in model.modules():
         for hook in accelerate_hooks.hooks_on(module):
@@ -81,7 +81,7 @@ def _put(hook: Any, name: str, tensor: Tensor) -> None:
         names = _same_place(weights, key)
         _refuse_tied(weights, key, names)
         weights.index.update(dict.fromkeys(names, _on_disk(weights, key, tensor)))
-    else:  # a map of someone else's: what it says of the other tensors stays
+    else:  # a map of someone else's: its entries for other tensors stay
         hook.weights_map = {**{n: hook.weights_map[n] for n in hook.weights_map}, name: tensor}
 
 
@@ -91,7 +91,7 @@ def _in_memory(kept: MutableMapping[str, Tensor], key: str, tensor: Tensor) -> N
     ``cpu_offload`` of a model that is on an accelerator copies tied weights apart. Then nothing but their values tells
     that they were tied, and to change one of them is an error.
     """
-    if type(kept) is not dict or key not in kept:  # a map of someone else's may read what is asked for from a disk
+    if type(kept) is not dict or key not in kept:  # a map of someone else's may read a requested tensor from a disk
         kept[key] = tensor
         return
     old = kept[key]

@@ -18,14 +18,14 @@ from .code_digest import versioned_name
 def _int8_linear(
     x: torch.Tensor, CB: torch.Tensor, SCB: torch.Tensor, bias: torch.Tensor | None, threshold: float
 ) -> torch.Tensor:
-    """LLM.int8() product of ``x`` [..., K] with codes [N, K] and row scales [N]; [..., N] of x's dtype."""
+    """LLM.int8() product of ``x`` [..., K] with packed weights [N, K] and row scales [N]; [..., N] of x's dtype."""
     if x.numel() == 0:
         return x.new_empty((*x.shape[:-1], CB.shape[0]))
     rows = x.reshape(-1, x.shape[-1])
     CA, SCA, outliers = F.int8_vectorwise_quant(rows.to(torch.float16), threshold=threshold)
     output: torch.Tensor
     output, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(rows, CA, CB, SCA, SCB, outliers, bias)
-    # Not as a view: with backend="eager" autograd gets to see this very tensor, and lets nobody write into one.
+    # Not as a view: with backend="eager" autograd gets to see this very tensor, and refuses writes into one.
     return output.reshape(*x.shape[:-1], CB.shape[0]).detach()
 
 

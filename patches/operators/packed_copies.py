@@ -2,12 +2,12 @@
 
 A copy hangs on the storage of the weight that it was made from, under the address of the weight in it: it is the copy
 of that weight alone, modules that share the weight share it, and it is freed with the memory of the weight. It refers
-to no tensor of the weight. What it was made from is looked at before each use (see :mod:`.contents`).
+to no tensor of the weight. The tensors that it was made from are looked at before each use (see :mod:`.tensor_contents`).
 
 Making a copy takes as long as 5 to 10 products without one, so it has to be used again. Where the next call brings
 the weight in new memory (offloading to a disk) none is made; where it brings other contents in the same (layers that
-are streamed through one buffer), at ever longer intervals. What is known about that hangs on the storage of
-``absmax``, which stays where codes come and go.
+are streamed through one buffer), at ever longer intervals. The knowledge about that hangs on the storage of
+``absmax``, which stays where packed weights come and go.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COPIES = "_patches_packed"
 _USAGES = "_patches_packed_usage"
 
 _ENOUGH_USES = 8
-"""Products after which a copy has saved what it took to make."""
+"""Products after which a copy has saved the time that it took to make."""
 
 # Rows up to which the packed kernel is the faster one, for weights below and from 2**24 numbers on. With matrix units
 # (AMX) the canonical way is fast, with large weights slow: it takes its memory anew from the system in each call.
@@ -41,7 +41,7 @@ alive: weakref.WeakSet[Packed] = weakref.WeakSet()
 
 
 class Packed:
-    """A packed copy: codes (uint8, ``(N, K / 2)``) and scales (bf16, ``(K / blocksize, N)``)."""
+    """A packed copy: packed weights (uint8, ``(N, K / 2)``) and scales (bf16, ``(K / blocksize, N)``)."""
 
     __slots__ = ("_native", "blocksize", "book", "codes", "contents", "scales", "shape", "usage", "__weakref__")
     contents: Contents
@@ -89,7 +89,8 @@ class _Usage:
         self.forget: weakref.finalize[..., object] | None = None
 
     def allows(self, seen: bool) -> bool:
-        """Whether to make a copy now, the one before being gone; ``seen``: the codes lie where they lay before."""
+        """Whether to make a copy now, the one before being gone; ``seen``: the packed weights lie where they lay
+        before."""
         if self.uses is not None:
             self.wasted = self.wasted + 1 if self.uses < _ENOUGH_USES else 0
             self.wait = _ENOUGH_USES << min(self.wasted - 1, 10) if self.wasted else 0

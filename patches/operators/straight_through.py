@@ -22,7 +22,7 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, Any], output: torch.Tensor) -> None:
         _, x, weight = inputs
-        # A reference: hooks on what is saved would carry or recompute a frozen weight that stays where it is.
+        # A reference: hooks on saved tensors would carry or recompute a frozen weight that stays where it is.
         ctx.weight = weight
         ctx.version = None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
         if _static_scale(weight) is not None:
@@ -52,7 +52,8 @@ def _static_scale(weight: Any) -> torch.Tensor | None:
 
 
 def _unclipped(x: torch.Tensor, weight: Any) -> torch.Tensor:
-    """Which of ``x`` the codes of 8 bits can hold at the static scale of ``weight``: what is clipped has no gradient."""
+    """Which of ``x`` 8 bits can hold at the static scale of ``weight``: clipped values have no
+    gradient."""
     smoothed, zero_point = (getattr(weight, name, None) for name in ("act_pre_scale", "act_quant_zero_point"))
     if smoothed is not None:
         x = x * smoothed

@@ -1,4 +1,4 @@
-"""Whether tensors still hold what they held, whoever wrote to them in between, and how. Imports torch.
+"""Whether tensors still hold what they held, whatever wrote to them in between. Imports torch.
 
 Version counters do not tell: writes through ``weight.data``, numpy, a buffer that was given as ``weight.data``, and in
 inference mode leave them as they are. So the bytes themselves are looked at:
@@ -10,7 +10,7 @@ inference mode leave them as they are. So the bytes themselves are looked at:
   most. A smaller one, that counts no version either, is noticed when its place comes: half a distance within three
   calls, one byte after as many calls at most as there are words in a distance (127 up to 4 MB, 1021 of 22 MB).
 
-What it costs (AVX512, one thread, between products, which leave nothing in the caches): 3 us for 128 KB, 15 us for
+Cost (AVX512, one thread, between products, which leave nothing in the caches): 3 us for 128 KB, 15 us for
 2 MB, 50 us for 8 MB, 75 us for 22 MB; products with one row take 240, 940 and 2500. A whole comparison of 2 MB takes
 150 us, of 22 MB 16 ms, and would need a copy. Where other processes use the same caches,
 two to three times these. Neither torch nor its modes and tracers see any of it.
@@ -86,7 +86,9 @@ class _Sampled:
         memory: Any = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
         self._words = numpy.frombuffer(memory, dtype=numpy.int64)
         self._stride = sample_stride(self._nbytes)
-        self._step = int(self._stride * _GOLDEN)  # the next words lie where those of former calls left the widest gap
+        self._step = int(
+            self._stride * _GOLDEN
+        )  # the next words lie where the words of former calls left the widest gap
         self._factors = _odd_numbers(-(-len(self._words) // self._stride))
         self._checksums = [self._checksum(i) for i in range(self._stride)]
         self._next = 0

@@ -10,4 +10,4 @@ BY_PARAMETER = Rewrite(
     'config.update(self.mng.pid2config.get(id(self.param_groups[gindex]["params"][pindex]), {}))\nreturn config',
     when="bitsandbytes<0.50",
 )
-"""What is noted for the parameter counts, not only what is noted for its place; as it is since 0.50 (#1269)."""
+"""An override of the parameter counts, not only one of its position, as since 0.50 (#1269)."""

@@ -1,7 +1,7 @@
 """Optimizer states of bitsandbytes in 8 bits and in 32, and from one to the other.
 
-A state in 8 bits is codes, a table of what codes mean (``qmap1``) and a scale for each block of 256 values
-(``absmax1``); AdEMAMix has two states in one tensor, one behind the other, with two rows of scales.
+A state in 8 bits is quantized values, a table of the numbers that they stand for (``qmap1``) and a scale for each block of 256
+values (``absmax1``); AdEMAMix has two states in one tensor, one behind the other, with two rows of scales.
 """
 
 from __future__ import annotations

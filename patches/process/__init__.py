@@ -1,1 +1,1 @@
-"""The running process: compiled code, objects that are alive, who traces, what is said."""
+"""The running process: compiled code, objects that are alive, who traces, the log."""

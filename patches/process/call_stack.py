@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def name_of(module: Module) -> str:
     """The longest dotted name of ``module`` in a model that a local variable of this stack is; empty if there is none.
 
-    Whoever calls a layer nearly always has its model at hand, and a look at a stack takes a thousandth of the time of a look
+    A caller of a layer nearly always has its model at hand, and a look at a stack takes a thousandth of the time of a look
     at everything that is alive.
     """
     from torch.nn import Module
@@ -54,9 +54,9 @@ def loads_strictly() -> bool:
 
 
 def loads_in_parts() -> bool:
-    """Whether a program's ``load_state_dict(strict=False)`` runs in this stack: what is missing may come in the next one.
+    """Whether a program's ``load_state_dict(strict=False)`` runs in this stack: the missing keys may come in the next one.
 
-    Not so where torch.distributed calls it, which sends what it has at once.
+    Not so where torch.distributed calls it, which sends all keys at once.
     """
     frame = _load_state_dict()
     if frame is None or frame.f_locals.get("strict") is not False or frame.f_back is None:
@@ -80,7 +80,7 @@ def target_name() -> str:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Those of the callers of this module, the innermost first."""
+    """The frames of the callers of this module, the innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame

@@ -1,4 +1,4 @@
-"""Having torch.compile forget what it made of code that was changed, when that is safe.
+"""Having torch.compile forget the graphs of code that was changed, when that is safe.
 
 Dynamo does not guard on the code of methods of ``nn.Module``, so a graph that was made of the old code would run
 on. ``torch.compiler.reset()`` is the only way to tell it; but it frees what another thread may be running (torch

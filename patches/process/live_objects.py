@@ -1,4 +1,4 @@
-"""What is alive in this process: the instances of a few classes.
+"""The live instances of a few classes in this process.
 
 They are found as what refers to their class. A list of all that the garbage collector tracks would hold tuples
 that other threads are just building, and break them. One question asks for all of its classes at once: it costs
@@ -33,7 +33,7 @@ _namespace = vars(ModuleType)["__dict__"].__get__
 
 
 class _Walk:
-    """What is known inside :func:`one_walk`."""
+    """The answers found inside :func:`one_walk`."""
 
     def __init__(self) -> None:
         self.absent = _absent()
@@ -64,7 +64,7 @@ def collect_garbage() -> None:
 
 
 def without_garbage(question: Callable[[], list[T]]) -> list[T]:
-    """What ``question`` answers, which asks for instances; if there are any, without those that only a cycle holds."""
+    """What ``question`` answers, which asks for instances; if there are any, without instances that only a cycle holds."""
     if not question():
         return []
     collect_garbage()
@@ -75,7 +75,7 @@ def without_garbage(question: Callable[[], list[T]]) -> list[T]:
 def one_walk() -> Iterator[None]:
     """Inside, in this thread, all questions are answered from one walk, and of what was absent before without one.
 
-    What it found stays alive until the end. One inside another is the same.
+    The found instances stay alive until the end. One inside another is the same.
     """
     if getattr(_here, "walk", None) is not None:
         yield
@@ -111,8 +111,8 @@ class _Nothing:
 def _absent() -> set[type]:
     """Those classes that are asked for, and those below them, that have no instance.
 
-    An instance refers to its class. So a class has none that is referred to by nothing but what is known to: the modules
-    that name it, the classes below it, and its own methods. Whoever else refers to it is taken for an instance.
+    An instance refers to its class. So a class has none that is referred to by its known referrers alone: the modules
+    that name it, the classes below it, and its own methods. Any other referrer is taken for an instance.
     """
     classes = [*{cls for kind in _asked() for cls in _family(kind)}, _Nothing]
     if len(classes) == 1:
@@ -151,7 +151,7 @@ def _walk(kinds: set[type]) -> _Found:
     classes = {cls for kind in kinds for cls in _family(kind)}
     found: _Found = {cls: [] for cls in classes}
     for thing in gc.get_referrers(*classes):
-        if type(thing) in found:  # not __class__: a proxy would do what it stands for
+        if type(thing) in found:  # not __class__: a proxy would call the object behind it
             found[type(thing)].append(thing)
     return found
 

@@ -1,4 +1,4 @@
-"""The log that the plugin tells a user in what it does."""
+"""The log in which the plugin tells a user of its work."""
 
 from __future__ import annotations
 

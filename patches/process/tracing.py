@@ -16,7 +16,7 @@ def for_this_process() -> bool:
     import torch
 
     # The flag behind is_exporting(), which Dynamo takes for true in all that it traces before torch 2.13. Before 2.7
-    # there is none, and nobody can tell: then no graph has an operator of ours.
+    # there is none, and no code can tell: then no graph has an operator of ours.
     return torch.compiler.is_compiling() and not getattr(torch.compiler, "_is_exporting_flag", True)
 
 
@@ -28,7 +28,7 @@ def never_compile(function: Function) -> Function:
 
 
 def never_compile_code(code: CodeType) -> bool:
-    """Tell Dynamo to compile neither ``code`` nor what it calls, and import no Dynamo for that, as `never_compile` does.
+    """Tell Dynamo to compile neither ``code`` nor the functions that it calls, and import no Dynamo for that, as `never_compile` does.
 
     Returns whether it could be told: only torch 2.13 and later can.
     """

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def hooks_on(module: Module) -> tuple[Any, ...]:
-    """The hooks on ``module``: one, or several in one. Its own, for a wrapper of peft gives that of what it wraps."""
+    """The hooks on ``module``: one, or several in one. Its own: asked by ``getattr``, a wrapper of peft gives the hook of the wrapped layer."""
     hook = vars(module).get("_hf_hook")
     return tuple(getattr(hook, "hooks", () if hook is None else (hook,)))
 

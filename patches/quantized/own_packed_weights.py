@@ -1,4 +1,4 @@
-"""Whether codes that arrive without statistics are those that a layer has had all along."""
+"""Whether packed weights that arrive without statistics equal the ones that a layer has had all along."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def is_own_packed_weight(codes: Tensor, weight: Tensor) -> bool:
-    """Whether ``codes``, of any dtype or sharded, are bit for bit those that ``weight`` holds.
+    """Whether ``codes``, of any dtype or sharded, equal the bits of ``weight``.
 
     They are if they are the weight itself, or its memory: loading them changes nothing. Who writes into the memory of a
-    weight before loading it (``dcp.load``, ``broadcast_from_rank0``) has compared what it wrote: see ``checkpoint_loads``
+    weight before loading it (``dcp.load``, ``broadcast_from_rank0``) has compared the bits that it wrote: see ``checkpoint_loads``
     and ``full_state_dict``.
     """
     import torch

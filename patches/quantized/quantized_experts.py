@@ -8,5 +8,5 @@ NAMES = ("Experts4bit", "Experts8bit")
 
 
 def is_quantized_experts(parameter: Any) -> bool:
-    """Whether ``parameter`` is quantized experts; asks by name, for those that have not imported torch."""
+    """Whether ``parameter`` is quantized experts; asks by name, which needs no import of torch."""
     return type(parameter).__name__ in NAMES

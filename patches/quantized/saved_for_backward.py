@@ -41,7 +41,7 @@ def record_onloaded_weight(layer: Module) -> None:
 
 
 def is_resident(parameter: Any) -> bool:
-    """Whether ``parameter`` is one that stays with its module. False for what is no parameter, such as None."""
+    """Whether ``parameter`` is one that stays with its module. False for an object that is no parameter, such as None."""
     if type(parameter) not in _parameters and not _is_parameter(type(parameter)):
         return False
     return not (_brought and (known := _brought.get(id(parameter))) is not None and known() is parameter)
@@ -87,7 +87,7 @@ def is_savable(*tensors: Tensor | None) -> bool:
 
 
 class SavedElsewhere:
-    """Stands on ``ctx`` where the original backward looks for what is saved with autograd instead."""
+    """Stands on ``ctx`` where the original backward looks for tensors that are saved with autograd instead."""
 
     def __init__(self, patch: str) -> None:
         self.__dict__["patch"] = patch

@@ -1,1 +1,1 @@
-"""What is repaired: one folder a package, one defect a file."""
+"""The patches: one folder a package, one defect a file."""

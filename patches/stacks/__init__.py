@@ -1,4 +1,4 @@
-"""The whole stacks that the plugin was run on: which of them is nearest to the installed one, and what is too old.
+"""The whole stacks that the plugin was run on: which of them is nearest to the installed one, and which packages are too old.
 
 ``table.json`` is made from ``tests/stacks/stacks.toml`` and from what ``make stacks`` has found.
 """
@@ -22,7 +22,7 @@ WEIGHTS = {"torch": 3.0, "transformers": 3.0, "peft": 2.0, "bitsandbytes": 2.0, 
 
 
 class Nearest(NamedTuple):
-    """A stack of the table, and for each package that is of another release: what is installed, what was run."""
+    """A stack of the table, and for each package that is of another release: the installed one, the one that was run."""
 
     name: str
     others: Mapping[str, tuple[str, str]]
@@ -52,7 +52,7 @@ def oldest_releases() -> Mapping[str, str]:
 
 
 def nearest_stack() -> Nearest | None:
-    """The stack of the table that has most of what is installed; None without torch, or if a version cannot be read."""
+    """The stack of the table that shares most releases with the installed one; None without torch, or if a version cannot be read."""
     here = {name: version for name in WEIGHTS if (version := gate.installed(name))}
     if "torch" not in here or not all(requirement.read(version) for version in here.values()):
         return None

@@ -34,7 +34,7 @@ _MEDDLESOME = {"unsloth"}
 
 @dataclass(frozen=True)
 class Row:
-    """One reproducer of a patch: what it said in each phase, and whether that is as it must be.
+    """One reproducer of a patch: its answer in each phase, and whether that is as it must be.
 
     ``part`` names it where the patch has several, and is empty where it has one.
     ``verdict`` is ``"ok"``, ``"wrong"``, ``"cannot show"`` or ``"skipped"``; ``findings`` holds
@@ -136,7 +136,7 @@ def prepare_process() -> None:
 
 
 def run_reproducer(patch_id: str, name: str, phase: str) -> Answer:
-    """Run the reproducer of the part ``name`` of a patch in this process, which must be a fresh one; return what it says."""
+    """Run the reproducer of the part ``name`` of a patch in this process, which must be a fresh one; return its answer."""
     from ..registry import REGISTRY
 
     part = next(part for part in REGISTRY.patches[patch_id].parts if part.name == name)
@@ -156,7 +156,7 @@ def run_reproducer(patch_id: str, name: str, phase: str) -> Answer:
 
 
 def _processors() -> int:
-    """Those that this process may use."""
+    """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -194,7 +194,7 @@ def _judged(part: Part, verdict: gate.Verdict, found: dict[str, Answer]) -> Row:
         return row("cannot show", found["unpatched"][1].removeprefix(_CANNOT), {})
     if verdict.status is Status.UNTESTED:
         return row("skipped", verdict.reason, found)
-    if verdict.status is Status.NOT_AFFECTED and said == [None]:  # an older release may lack what it calls
+    if verdict.status is Status.NOT_AFFECTED and said == [None]:  # an older release may lack a function that it calls
         return row("cannot show", f"{verdict.reason}; {_NOT_THERE}: {found['unpatched'][1]}", found)
     if verdict.status is Status.NOT_AFFECTED and said == [True] and gate.satisfied(part.requires[0]):
         return row(
@@ -220,7 +220,7 @@ def _cell(finding: Answer | None) -> str:
 
 
 def _details(row: Row) -> list[str]:
-    """For a wrong row every phase and what it must be, for others the reason or what was measured."""
+    """For a wrong row every phase with the expected answer, for others the reason or the figures."""
     if row.verdict == "wrong":
         said = zip(row.findings.items(), _expected(row.findings))
         return [f"{p}: {'' if f[0] is must else f'must be {_WORDS[must]}, is '}{_cell(f)}" for (p, f), must in said]
@@ -230,5 +230,5 @@ def _details(row: Row) -> list[str]:
 
 
 def _expected(phases: Collection[str]) -> tuple[bool, ...]:
-    """Whether the defect must be there in each phase; in the first alone, that of a release without it, it must not."""
+    """Whether the defect must be there in each phase; in the first alone, of a release without it, it must not."""
     return tuple(phase in _PRESENT for phase in phases) if len(phases) > 1 else (False,)

@@ -44,7 +44,7 @@ class Workers(Protocol):
     """Whatever makes answers appear in the folder."""
 
     def tend(self) -> bool:
-        """Do what is to be done now; False when no more answers will come."""
+        """Do the pending work; False when no more answers will come."""
 
     def close(self) -> None:
         """End all processes at once."""
@@ -82,7 +82,7 @@ def ask_processes(
 
 
 def _gather(folder: Path, left: set[int], workers: Workers) -> Generator[tuple[int, Answer], None, None]:
-    """The answers to what is ``left``, which loses them, until ``workers`` give no more."""
+    """Yield the answers to the questions ``left``, which loses them, until ``workers`` give no more."""
     with contextlib.closing(workers):
         while left:
             goes_on = workers.tend()  # before the look into the folder, else the last answers were missed

@@ -1,7 +1,7 @@
 """What runs in the processes that :mod:`.processes` starts, and what looks after them.
 
 A question is a call of one function of a module, its answer ``(present, figure)``; both travel as files in a
-folder that the asking process has made, so nothing that a library prints or closes can come between. Whoever
+folder that the asking process has made, so nothing that a library prints or closes can come between. A process that
 asked holds the other end of our standard input: when that ends, it is gone, and so are we.
 """
 
@@ -87,7 +87,7 @@ class Crew:
         self._running: dict[int, tuple[Child, float]] = {}
 
     def tend(self) -> bool:
-        """Look after the children once: start, answer for those that died or take too long. False at the end."""
+        """Look after the children once: start, answer for each that died or takes too long. False at the end."""
         for index, (child, deadline) in list(self._running.items()):
             code = child.poll()  # before the look at the file, which comes first
             if not (self._folder / f"{index}.json").exists():

@@ -1,6 +1,6 @@
 """Packed 4-bit weights of another layer, as a plain tensor in the place of a layer's weight.
 
-Packed weights do not tell their quantization state, and that of the layer fits only those that it was quantized to. So the
+Packed weights do not tell their quantization state, and the state of the layer fits its own packed weights only. So the
 contents are compared when the plain tensor takes the place of the layer's own weight: later there is nothing to compare
 with. A layer that holds others keeps a fingerprint of its own, by which it knows them if they come back. If the layer gets
 another quantization state, or its state another absmax, that is taken to fit what the layer holds.

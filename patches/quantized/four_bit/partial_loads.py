@@ -41,7 +41,7 @@ def collect_part(layer: Any, group: Group, assign: bool) -> bool:
 
 
 def note_own(layer: Any, group: Group, assign: bool) -> None:
-    """Keep ``group``, a part that is what ``layer`` has already: the rest may be other than what it has."""
+    """Keep ``group``, a part equal to the layer's own: the rest may differ from the layer's."""
     if not assign and call_stack.loads_in_parts():
         _keep(layer, {**_parts(layer), **group})
 

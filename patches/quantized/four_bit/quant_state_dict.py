@@ -33,12 +33,12 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the codes take, two to a byte."""
+        """How many bytes the packed weights take, two to a byte."""
         return packed_bytes(self.shape)
 
 
 def bytes_of_packed_weight(layer: Linear4bit) -> int:
-    """How many bytes the codes of the layer take."""
+    """How many bytes the packed weights of the layer take."""
     return _weight_of(layer).nbytes
 
 
@@ -50,7 +50,7 @@ def _weight_of(layer: Linear4bit) -> QuantizedWeight:
 
 
 def read_quantized_weight(layer: Linear4bit, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
-    """The codes and state in ``group``, on the layer's device, sharing no memory with it unless ``assign``.
+    """The packed weights and state in ``group``, on the layer's device, sharing no memory with it unless ``assign``.
 
     Raises ``IncompleteState`` if the group lacks keys, and ``ValueError`` with the reason if it does not fit the layer.
     """
@@ -58,7 +58,7 @@ def read_quantized_weight(layer: Linear4bit, group: Tensors, assign: bool) -> tu
 
 
 def read_for_weight(weight: QuantizedWeight, group: Tensors, assign: bool) -> tuple[torch.Tensor, QuantState]:
-    """As :func:`read_quantized_weight`, for a weight that need not be that of a layer."""
+    """As :func:`read_quantized_weight`, for a weight that need not belong to a layer."""
     import torch
     from bitsandbytes.functional import QuantState
     from bitsandbytes.utils import unpack_tensor_to_dict
@@ -99,7 +99,7 @@ def read_for_weight(weight: QuantizedWeight, group: Tensors, assign: bool) -> tu
 
 
 _SAMPLE = 8192
-"""Words of packed codes that are looked at: a cast changes all of them."""
+"""Words of packed weights that are looked at: a cast changes all of them."""
 
 
 def refuse_cast(name: str, codes: torch.Tensor) -> None:

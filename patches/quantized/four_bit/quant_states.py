@@ -1,4 +1,4 @@
-"""What a 4-bit weight is at this moment, asked of what it holds: its quantization state, and whether its bytes are packed.
+"""The present state of a 4-bit weight, read from its contents: the quantization state, and whether its bytes are packed.
 
 ``Params4bit.bnb_quantized`` stays True when someone writes other values into the weight (``weight.data = dequantized``), and
 ``quant_state`` stays where it is. So whether there are packed bytes is a matter of their number as well: two values share
@@ -31,7 +31,7 @@ def set_quant_state(state: QuantState | None, *holders: Any) -> None:
 
 
 def is_marked(weight: Any) -> bool:
-    """Whether ``weight`` says that it was quantized. What it holds by now is another matter: see :func:`is_packed`."""
+    """Whether ``weight`` says that it was quantized. Its present contents are another matter: see :func:`is_packed`."""
     return bool(getattr(weight, "bnb_quantized", False))
 
 
@@ -56,5 +56,5 @@ def is_packed(weight: Any) -> bool:
 
 def is_for_cpu_kernel(state: QuantState | None) -> bool:
     """Whether the bytes under ``state`` are in the layout of the AVX512-BF16 kernel, which nothing else reads."""
-    # Not by getattr: QuantState looks for what it has not.
+    # Not by getattr: QuantState looks up attributes that it lacks.
     return state is not None and bool(state.__dict__.get("packing_format_for_cpu", False))

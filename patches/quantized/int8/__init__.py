@@ -1,1 +1,1 @@
-"""What the patches of INT8 layers share: codes, row scales, and where they go."""
+"""What the patches of INT8 layers share: packed weights, row scales, and where they go."""

@@ -1,8 +1,9 @@
-"""Which scales a plain tensor of INT8 codes is read with, where it stands in the place of a layer's ``Int8Params``.
+"""Which scales a plain tensor of packed INT8 weights is read with, where it stands in the place of a layer's
+``Int8Params``.
 
-FSDP2 puts one there, ``functional_call`` does, and users do. Codes do not tell their scales. Those of the layer are right
-only for the codes that the layer was quantized to, so the contents are compared; any other codes are an error, as they
-are without the plugin, unless their scales come with them.
+FSDP2 puts one there, ``functional_call`` does, and users do. Packed weights do not tell their scales. The layer's are
+right only for the packed weights that the layer was quantized to, so the contents are compared; any other packed
+weights are an error, as they are without the plugin, unless their scales come with them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _QUANTIZED = "_patches_was_quantized"
 _ONCE = "_patches_quantized_once"
 _GIVEN = "_patches_given_with"
 _OF_PLAIN = "_patches_state_of_plain"
-"""The state has codes and scales since a plain tensor took the place of the weight that they were for, which had not run."""
+"""The state has packed weights and scales since a plain tensor took the place of the weight that they were for, which
+had not run."""
 _LARGEST = 127
 _CAST = (
     "the weight of {} was replaced by integers up to 127 in floating point: these are packed INT8 weights that were cast, not "
@@ -85,7 +87,7 @@ def _foreign(which: str) -> str:
 
 
 def check_plain_weight(layer: Any) -> None:
-    """Before ``layer`` is saved or merged: see that its codes and scales belong together, or raise."""
+    """Before ``layer`` is saved or merged: see that its packed weights and scales belong together, or raise."""
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
@@ -114,7 +116,8 @@ def scale_to_save(layer: Any) -> Tensor | None:
 
 
 def refuse_packed_values(layer: Any, weight: Tensor) -> None:
-    """Raise if ``weight``, of floating point, holds the codes of a weight instead of the weight. Only of a quantized layer."""
+    """Raise if ``weight``, of floating point, holds the packed weights of a weight instead of the weight. Only of a
+    quantized layer."""
     import torch
 
     kept = layer.state.__dict__
@@ -132,14 +135,15 @@ def refuse_packed_values(layer: Any, weight: Tensor) -> None:
 
 
 def make_cast_error(layer: Any) -> RuntimeError:
-    """What to raise where the weight of ``layer``, or of one that is not known, holds codes in floating point."""
+    """What to raise where the weight of ``layer``, or of one that is not known, holds packed weights in floating
+    point."""
     return RuntimeError(
         _CAST.format("an INT8 layer" if layer is None else f"{type(layer).__name__} {row_scales.name_of(layer)!r}")
     )
 
 
 def is_cast_packed_weight(weight: Any, layer: Any) -> bool:
-    """Whether ``weight`` holds the very codes that it was quantized to, in floating point."""
+    """Whether ``weight`` holds the very packed weights that it was quantized to, in floating point."""
     import torch
 
     codes = vars(weight).get("CB")
@@ -160,7 +164,8 @@ def _are_codes(weight: Tensor) -> torch.Tensor:
 
 
 def set_scale(layer: Any, scale: Tensor | None) -> None:
-    """Make ``scale`` the row scales of the weight that ``layer`` has now: its own, or a plain tensor of codes."""
+    """Make ``scale`` the row scales of the weight that ``layer`` has now: its own, or a plain tensor of packed
+    weights."""
     weight, state = layer.weight, layer.state
     vars(state).pop(_GIVEN, None)
     if hasattr(weight, "CB"):
@@ -182,7 +187,8 @@ def record_quantized_to(layer: Any) -> None:
 
 
 def keep_replaced_weight(layer: Any, old: Any) -> None:
-    """The weight ``old`` of ``layer`` was replaced: keep its codes and scales, if it takes the last reference with it."""
+    """The weight ``old`` of ``layer`` was replaced: keep its packed weights and scales, if it takes the last reference
+    with it."""
     import torch
 
     weight, state = layer._parameters.get("weight"), vars(layer).get("state")
@@ -214,12 +220,13 @@ def keep_replaced_weight(layer: Any, old: Any) -> None:
 
 
 def _forget_plain(layer: Any, weight: Any) -> None:
-    """``weight`` ends the place of a plain tensor in ``layer``: drop what that left in the state, unless it is of the same codes.
+    """``weight`` ends the place of a plain tensor in ``layer``: drop what that left in the state, unless it is of the
+    same packed weights.
 
-    The layer has not run: users find codes and scales in its state as soon as there are some, and would write there.
+    The layer has not run: users find packed weights and scales in its state as soon as there are some, and would write there.
     """
     state = layer.state
-    if not vars(state).get(_OF_PLAIN, False):  # before the codes are compared: weights are assigned often
+    if not vars(state).get(_OF_PLAIN, False):  # before the packed weights are compared: weights are assigned often
         return
     if state.CB is None or not row_scales.is_settled(weight) or not have_same_bits(weight, state.CB):
         del vars(state)[_OF_PLAIN]

@@ -20,7 +20,7 @@ MARKS = PLACES | {"has_fp16_weights"}
 
 
 def get_scales(weight: Any) -> Tensor | None:
-    """The row scales of ``weight``, if it has some: its own, or those of the layer that it settled in."""
+    """The row scales of ``weight``, if it has some: its own, or the ones of the layer that it settled in."""
     scale: Tensor | None = getattr(weight, "SCB", None)
     return scale
 
@@ -31,12 +31,13 @@ def has_scales(weight: Any) -> bool:
 
 
 def is_unsettled(weight: Any) -> bool:
-    """Whether ``weight`` owns its codes and scales: its layer has not run since it came."""
+    """Whether ``weight`` owns its packed weights and scales: its layer has not run since it came."""
     return getattr(weight, "CB", None) is not None
 
 
 def is_settled(weight: Any) -> bool:
-    """Whether ``weight`` holds INT8 codes that its layer has run with: its state owns them, and their scales."""
+    """Whether ``weight`` holds packed INT8 weights that its layer has run with: its state owns them, and their
+    scales."""
     return is_int8(weight) and has_scales(weight) and not is_unsettled(weight)
 
 
@@ -50,12 +51,12 @@ def current_scales(weight: Any, state: Any) -> Any:
 
 
 def pair_of_product(state: Any) -> tuple[Any, Any]:
-    """The codes and scales that a product with ``state`` computes with; None where it has none yet."""
+    """The packed weights and scales that a product with ``state`` computes with; None where it has none yet."""
     return state.CB, state.SCB
 
 
 def held_tensors(*owners: Any) -> list[Any]:
-    """Scales and codes, None where there are none, of each of ``owners``: a weight, a state."""
+    """Scales and packed weights, None where there are none, of each of ``owners``: a weight, a state."""
     return [getattr(owner, name, None) for owner in owners for name in ("SCB", "CB")]
 
 
@@ -70,7 +71,7 @@ def make_state(layer: Any, codes: Tensor | None = None, scale: Tensor | None = N
 
 
 def set_weight_and_scales(weight: Any, codes: Tensor | None, scale: Tensor | None) -> None:
-    """Make ``codes`` and ``scale`` those of ``weight``; without ``codes`` its layer does not take it for a new one."""
+    """Give ``weight`` the packed weights ``codes`` and the row scales ``scale``; without ``codes`` its layer does not take it for a new one."""
     weight.CB, weight.SCB = codes, scale
 
 
@@ -105,15 +106,15 @@ def is_int8(weight: Any) -> bool:
 def find_scales(layer: Any) -> Tensor | None:
     """The row scales (float, one for each output feature) of a layer's int8 weight, from where they truly are.
 
-    In order: the weight; what accelerate offloaded; the layer's state, if its codes are those of
-    the weight. ``None`` if they are nowhere. Never computed: codes do not tell their scale.
+    In order: the weight; the offloaded tensors of accelerate; the layer's state, if its packed weights are the very ones of
+    the weight. ``None`` if they are nowhere. Never computed: packed weights do not tell their scale.
     """
     weight, state = layer.weight, layer.state
     for scale in itertools.chain((get_scales(weight),), _offloaded(layer)):
         if scale is not None and not is_lost(scale):
             return scale.to(weight.device)
     if is_lost(state.SCB) or is_lost(state.CB) or state.CB is getattr(weight, "CB", None):
-        return None  # in the last case the state has taken the codes over, and no scales
+        return None  # in the last case the state has taken the packed weights over, and no scales
     same = state.CB.shape == weight.shape and bool((state.CB.to(weight.device) == weight.data).all())
     return state.SCB.to(weight.device) if same else None
 
@@ -129,7 +130,7 @@ def _offloaded(layer: Module) -> Iterator[Tensor | None]:
 
 
 def _entry(weights: Any, name: str) -> Tensor | None:
-    """That of a map which may read it from the disk, also to say whether it has it; None if it has not."""
+    """The scales in a map that may read them from the disk; None if it has none."""
     try:
         found: Tensor = weights[name]
     except KeyError:
@@ -160,7 +161,7 @@ def require_scales(layer: Any) -> Tensor:
 
 
 def make_lost_error(layer: Any) -> RuntimeError:
-    """The error for an int8 weight without its scales; ``layer`` may be None if nobody knows it."""
+    """The error for an int8 weight without its scales; ``layer`` may be None if it is unknown."""
     which = "a weight" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
     return RuntimeError(
         f"{which} has a packed INT8 weight without its row scales (SCB), which cannot be computed from it. "

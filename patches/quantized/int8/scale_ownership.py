@@ -1,9 +1,10 @@
 """Who owns the row scales of an INT8 weight: the weight until its layer has run, the state of the layer from then on.
 
-The first forward of a ``Linear8bitLt`` moves codes and scales into ``layer.state``, and from then on computes with what
-is there. ``weight.SCB`` is None from then on, and whoever has the weight alone (a copy, a pickle, a hook that moves it)
-loses the scales. A second reference on the weight would go wrong as soon as someone replaces ``state.SCB``. So there is
-none: ``Int8Params.SCB`` becomes a view of the scales of the layer that the weight has settled in, while it is there.
+The first forward of a ``Linear8bitLt`` moves packed weights and scales into ``layer.state``, and from then on computes
+with what is there. ``weight.SCB`` is None from then on, and a holder of the weight alone (a copy, a pickle, a hook that
+moves it) loses the scales. A second reference on the weight would go wrong as soon as someone replaces ``state.SCB``.
+So there is none: ``Int8Params.SCB`` becomes a view of the scales of the layer that the weight has settled in, while it
+is there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Home(NamedTuple):
-    """Where a weight has settled, and with which codes and scales."""
+    """Where a weight has settled, and with which packed weights and scales."""
 
     layer: weakref.ref[Module]
     address: int
@@ -33,7 +34,7 @@ class _Home(NamedTuple):
 
 
 _homes: dict[int, _Home] = {}
-"""By ``id()`` of the weight, true while that layer has it: ``torch.utils.swap_tensors`` refuses what is weakly referenced."""
+"""By ``id()`` of the weight, true while that layer has it: ``torch.utils.swap_tensors`` refuses weakly referenced tensors."""
 _most = 256
 
 _noted: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
@@ -41,7 +42,7 @@ _noted: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Tensor], weakref.ref
 
 
 def record_first_forward(layer: Any) -> None:
-    """The codes and scales of the weight of ``layer`` are in its state: from now on the weight shows those."""
+    """The packed weights and scales of the weight of ``layer`` are in its state: from now on the weight shows those."""
     import torch
 
     if torch.compiler.is_compiling():
@@ -64,7 +65,8 @@ def _forget_stale() -> None:
 
 
 def _state_of(weight: Any) -> Any:
-    """The state that owns the codes and scales of ``weight``; None if it has not settled, or left its layer."""
+    """The state that owns the packed weights and scales of ``weight``; None if it has not settled, or left its
+    layer."""
     home = _homes.get(id(weight))
     layer: Any = None if home is None else home.layer()
     if layer is None or vars(weight).get("CB") is not None or layer._parameters.get("weight") is not weight:
@@ -74,7 +76,8 @@ def _state_of(weight: Any) -> Any:
 
 
 def was_quantized(weight: Any) -> bool:
-    """Whether ``weight`` holds or had codes, whatever is in it now: it keeps them or their scales, or has settled."""
+    """Whether ``weight`` holds or had packed weights, whatever is in it now: it keeps them or their scales, or has
+    settled."""
     own = vars(weight)
     return own.get("CB") is not None or own.get("SCB") is not None or layer_settled_in(weight) is not None
 
@@ -89,7 +92,7 @@ def layer_settled_in(weight: Any) -> Any:
 def is_foreign(module: Any) -> bool:
     """Whether ``module`` is a layer of torch (by now), which multiplies by its weight as it is.
 
-    A module with a forward of its user's may read codes and scales of its weight: it is quantized as before.
+    A module with a forward of its user's may read packed weights and scales of its weight: it is quantized as before.
     """
     from bitsandbytes.nn import Embedding8bit, Linear8bitLt
 
@@ -209,7 +212,8 @@ def on_weight_assigned(layer: Any, weight: Any) -> None:
 
 
 def packed_weight_to_settle(layer: Any) -> Tensor | None:
-    """The codes that ``layer`` settles with. Called while its state still has the old ones, which tell whose scales it has."""
+    """The packed weights that ``layer`` settles with. Called while its state still has the old ones, which tell whose
+    scales it has."""
     import torch
 
     saved_for_backward.record_onloaded_weight(layer)
@@ -221,9 +225,10 @@ def packed_weight_to_settle(layer: Any) -> Tensor | None:
 
 
 def check_weight_matches_state(layer: Any) -> None:
-    """Before codes and scales of a ``layer`` that has run are saved or merged: let its weight hold what it computes with.
+    """Before packed weights and scales of a ``layer`` that has run are saved or merged: let its weight hold the packed
+    weights that it computes with.
 
-    Raises if weight and state hold different codes, and nothing tells which of them the scales are for.
+    Raises if weight and state hold different packed weights, and nothing tells which of them the scales are for.
     """
     weight, state = layer._parameters.get("weight"), layer.state
     if not row_scales.is_settled(weight) or state.CB is None or weight.is_meta or state.CB.is_meta:
@@ -232,13 +237,13 @@ def check_weight_matches_state(layer: Any) -> None:
         return
     if weight.data_ptr() == state.CB.data_ptr() or have_same_bits(weight, state.CB):
         if state.SCB is not None:
-            vars(weight)["SCB"] = None  # forward uses the state's, and so does whoever reads the weight
+            vars(weight)["SCB"] = None  # forward uses the state's, and so does a reader of the weight
             record_first_forward(layer)
         return
     home = _homes.get(id(weight))
     settled_in: Any = None if home is None else home.layer()
     if home is None or settled_in is not layer or vars(weight).get("SCB") is not None:
-        return  # nobody knows, or it has scales of its own
+        return  # the owner is unknown, or it has scales of its own
     if home.address == weight.data_ptr():  # others were given to the state: as the next forward does
         weight.data = state.CB
     elif home.address != state.CB.data_ptr() or home.scale is None or home.scale() is state.SCB:
@@ -259,19 +264,21 @@ def on_state_dict_loaded(layer: Any) -> None:
 
 
 def clear_state(layer: Any) -> None:
-    """``layer`` got a weight that owns its codes and scales: what its state holds is of another, and nobody's by now."""
+    """``layer`` got a weight that owns its packed weights and scales: its state holds tensors of another weight, which
+    no weight owns by now."""
     layer.state.CB = layer.state.SCB = None
 
 
 def own_packed_weight_and(scale: Tensor | None, layer: Any) -> None:
-    """Let the weight of ``layer`` own the codes that it holds and ``scale``; without one, forward raises an error."""
+    """Let the weight of ``layer`` own the packed weights that it holds and ``scale``; without one, forward raises an
+    error."""
     row_scales.set_weight_and_scales(layer.weight, layer.weight.data, scale)
     clear_state(layer)
     _noted.pop(layer, None)
 
 
 def record_original(layer: Any) -> None:
-    """Note codes and scales of a weight that ``layer`` has got and not run with yet."""
+    """Note packed weights and scales of a weight that ``layer`` has got and not run with yet."""
     weight = layer._parameters.get("weight")
     codes, scale = getattr(weight, "CB", None), getattr(weight, "SCB", None)
     if codes is not None and scale is not None:
@@ -279,7 +286,8 @@ def record_original(layer: Any) -> None:
 
 
 def original_weight_and_scales(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """The codes that ``layer`` was quantized to, and their scales, whatever stands in the place of its weight now."""
+    """The packed weights that ``layer`` was quantized to, and their scales, whatever stands in the place of its weight
+    now."""
     import torch
 
     state = layer.state

@@ -1,9 +1,9 @@
-"""INT8 codes are never quantized a second time, and keep their scales where they go.
+"""Packed INT8 weights are never quantized a second time, and keep their scales where they go.
 
-The edits of ``bitsandbytes-int8-requantized-codes``. Before 0.48 ``Int8Params.to`` itself spoils codes: 0.46.1 quantizes
-them again when they are on a CPU and are moved, also to where they are, 0.47.0 does so for a GPU, and drops codes and
-scales on other ways. There, whatever makes a weight an ``Int8Params`` where there was a plain tensor or an error has
-the same edits, so that each patch is right alone too: the next ``.to()`` would spoil what it has just mended.
+The edits of ``bitsandbytes-int8-requantized-codes``. Before 0.48 ``Int8Params.to`` itself spoils packed weights: 0.46.1
+quantizes them again when they are on a CPU and are moved, also to where they are, 0.47.0 does so for a GPU, and drops
+packed weights and scales on other ways. There, whatever makes a weight an ``Int8Params`` where there was a plain tensor
+or an error has the same edits, so that each patch is right alone too: the next ``.to()`` would undo the repair.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, row scales and outliers of the weight ``B``; int8 codes are taken as they are."""
+    """Codes, row scales and outliers of the weight ``B``; packed INT8 weights are taken as they are."""
     import torch
     from bitsandbytes.functional import int8_vectorwise_quant
 
@@ -40,7 +40,8 @@ def _moved_scale(old: Any, new: Any) -> Tensor | None:
 
 
 def follow_move(layer: Any, weight: Any, address: int) -> None:
-    """Put the codes and scales of ``layer`` where its ``weight`` was moved to; its values lay at ``address`` before."""
+    """Put the packed weights and scales of ``layer`` where its ``weight`` was moved to; its values lay at ``address``
+    before."""
     import torch
 
     state = getattr(layer, "state", None)
@@ -64,7 +65,7 @@ def follow_move(layer: Any, weight: Any, address: int) -> None:
 
 
 def follow_data(layer: Any) -> None:
-    """Put the codes and scales of a ``layer`` that settles where its weight was brought to by ``.data``."""
+    """Put the packed weights and scales of a ``layer`` that settles where its weight was brought to by ``.data``."""
     weight, state = layer.weight, layer.state
     if weight.device == state.CB.device or weight.is_meta or weight.dtype != state.CB.dtype:
         return
@@ -84,7 +85,7 @@ SETTLING = Rewrite(
     "self.state.CB = _patches_before_settling(self)",
     names={"_patches_before_settling": scale_ownership.packed_weight_to_settle},
 )
-"""Of ``init_8bit_state``: what is to be seen while the state has what it had."""
+"""Of ``init_8bit_state``: the tensors to look at while the state has its former ones."""
 
 
 SCALE_OR_ERROR = Rewrite(

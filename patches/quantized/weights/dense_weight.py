@@ -91,7 +91,7 @@ def is_plain_packed_int8(layer: Any, weight: Tensor) -> bool:
 
 
 def dequantize_plain(layer: Any, weight: Tensor) -> Tensor:
-    """What codes stand for that lie in a plain parameter, by the scales that the forward of ``layer`` uses."""
+    """What packed weights stand for that lie in a plain parameter, by the scales that the forward of ``layer`` uses."""
     from bitsandbytes.functional import int8_vectorwise_dequant
 
     dense: Tensor = int8_vectorwise_dequant(weight.data, plain_weights.find_scale_of_plain(layer, weight))
@@ -138,7 +138,8 @@ def describe_packing(layer: Any) -> str:
 
 
 def refuse_if_packed(layer: Any, tuner: Any) -> Any:
-    """``layer``, or an error: what ``tuner`` adds to codes as if they were weights is lost, wraps around or does not fit."""
+    """``layer``, or an error: what ``tuner`` adds to packed weights as if they were weights is lost, wraps around or
+    does not fit."""
     if what := describe_packing(layer):
         _refuse(layer, what, tuner)
     return layer
@@ -161,7 +162,8 @@ def dequantize_in_forward(forward: str, when: str) -> Rewrite:
 
 
 def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}") -> Rewrite:
-    """The edit of a ``merge`` of a layer of peft, ``module:Class.merge`` under ``peft.tuners``, that adds to codes.
+    """The edit of a ``merge`` of a layer of peft, ``module:Class.merge`` under ``peft.tuners``, that adds to packed
+    weights.
 
     ``statement`` is the one with which it gets hold of its base layer.
     """

@@ -1,7 +1,7 @@
 """Weights whose class says packed and whose contents are floating point: contents decide.
 
 ``Int8Params`` and ``Params4bit`` are classes of weights that are quantized, that are not quantized yet, that are never
-(``has_fp16_weights``), and of weights that someone dequantized in place (``layer.weight.data = ...``). Whoever
+(``has_fp16_weights``), and of weights that someone dequantized in place (``layer.weight.data = ...``). Code that
 multiplies the last three by scales, or quantizes the last one again, computes other numbers.
 """
 
@@ -27,7 +27,7 @@ def holds_floats(weight: Any) -> bool:
 
 
 def _are_cast_codes(weight: Any) -> bool:
-    """Whether ``weight`` holds codes in floating point, which are dequantized as codes are."""
+    """Whether ``weight`` holds packed weights in floating point, which are dequantized as packed weights are."""
     import torch
 
     if weight.has_fp16_weights or torch.compiler.is_compiling() or weight.is_meta or not weight.numel():
@@ -77,7 +77,7 @@ def _is_plain(module: Any, weight: Any) -> bool:
 
 
 def _was_dequantized(weight: Any) -> bool:
-    """Whether ``weight``, an ``Int8Params``, held codes and holds numbers now."""
+    """Whether ``weight``, an ``Int8Params``, held packed weights and holds numbers now."""
     if not weight.dtype.is_floating_point or weight.has_fp16_weights or weight.is_meta:
         return False
     return scale_ownership.was_quantized(weight)
@@ -86,9 +86,9 @@ def _was_dequantized(weight: Any) -> bool:
 def to_plain_parameter(weight: Any) -> Any:
     """``weight``, an ``Int8Params``, as a plain parameter if its module reads numbers; else None: it may be quantized.
 
-    Raises if it holds codes that were cast, which a layer of bitsandbytes would quantize as if they were numbers. A weight
-    that is in no module yet is quantized: accelerate, on bitsandbytes 0.46, makes one of the codes that it reads from the
-    disk, and gives it their scales afterwards.
+    Raises if it holds packed weights that were cast, which a layer of bitsandbytes would quantize as if they were
+    numbers. A weight that is in no module yet is quantized: accelerate, on bitsandbytes 0.46, makes one of the packed
+    weights that it reads from the disk, and gives it their scales afterwards.
     """
     import torch
 

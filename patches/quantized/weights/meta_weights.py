@@ -1,6 +1,6 @@
 """A weight on the meta device, and an input that is not: the operators answer with uninitialized memory.
 
-Those of bitsandbytes do, and ``torch.nn.functional.linear`` does (torch 2.13). Without the plugin a quantized layer hardly
+The operators of bitsandbytes do, and ``torch.nn.functional.linear`` does (torch 2.13). Without the plugin a quantized layer hardly
 gets to meta. The patches that let one run there bring this check along.
 """
 

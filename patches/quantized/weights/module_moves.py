@@ -1,6 +1,6 @@
 """What ``to()``, ``half()``, ``to_empty()`` and the like of a module do to a quantized layer: around its ``_apply``.
 
-``torch.nn.Module`` makes a plain ``Parameter`` of what it cannot put in place by ``.data``, which is so between
+``torch.nn.Module`` makes a plain ``Parameter`` of a tensor that it cannot put in place by ``.data``, as between
 meta and any other device, and refuses to do so for a subclass that its ``detach()`` does not keep.
 """
 

@@ -1,6 +1,6 @@
 """Quantized parameters made again: of another tensor, in pieces, from a pickle, and never by their constructor.
 
-A subclass may have changed the constructor, so what it takes is not known. The class and the attributes are.
+A subclass may have changed the constructor, so its arguments are not known. The class and the attributes are.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_cut(
 
 
 def is_read_by_default(protocol: int) -> bool:
-    """Whether ``torch.load`` may be asked to read with ``weights_only=True`` what is pickled by ``protocol``."""
+    """Whether ``torch.load`` may be asked to read with ``weights_only=True`` a pickle of ``protocol``."""
     return protocol < _NOT_READ_BY_DEFAULT
 
 
@@ -61,7 +61,7 @@ def reduce_with_class(reduced: tuple[Any, ...], parameter: Any, **attributes_now
 
     The class is one more entry of the state, for torch rebuilds a plain ``Parameter`` and then sets what the
     state has. So the pickle names nothing of ours, and no constructor is called. An attribute that is the very
-    data of the parameter (``CB``) stays that: pickled once, not twice. ``attributes_now`` are those that the parameter
+    data of the parameter (``CB``) stays that: pickled once, not twice. ``attributes_now`` are the attributes that the parameter
     shows and does not hold itself.
     """
     if len(reduced[1]) < 4 or not _can_become(type(parameter)):
@@ -99,7 +99,7 @@ def make_setstate(
     """``make`` for ``__setstate__`` of the layer ``owner``: its parameters come back as what they were.
 
     torch pickles the attributes of a parameter and not its class. A plain ``Parameter`` with all the attributes
-    in ``marks`` was a ``cls``, and becomes one where it is: whoever else holds it, holds the same object.
+    in ``marks`` was a ``cls``, and becomes one where it is: every other holder has the same object.
     """
 
     def make(original: Callable[..., None] | None) -> Callable[..., None]:

@@ -65,7 +65,7 @@ PATCH = Patch(
             'device == "cpu" and param_cls.__name__ == "Int8Params" and _patches_needs_accelerator(new_value)',
             names={"_patches_needs_accelerator": _needs_accelerator},
         ),
-        *KEEP_PACKED_WEIGHT_BEFORE_048,  # that branch moves codes, too
+        *KEEP_PACKED_WEIGHT_BEFORE_048,  # that branch moves packed weights, too
     ),
     defect=defect,
 )

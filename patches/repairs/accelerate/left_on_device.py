@@ -2,7 +2,7 @@
 
 accelerate brings the weights of an offloaded layer to the device before its forward and takes them away in a statement
 after it. That statement is not reached if the forward raises. Non-reentrant checkpointing ends every recomputation
-with an exception, once backward has what it needs (``set_checkpoint_early_stop``, the default). So in training the
+with an exception, once backward has all that it needs (``set_checkpoint_early_stop``, the default). So in training the
 last layer of each checkpoint stays on the device until its next forward. If each checkpoint is one layer, all layers
 stay, and offloading saves no memory. The same happens after an out-of-memory error: the layer keeps its weights on the
 device while the caller tries a smaller batch. accelerate up to 1.15, plain and quantized layers.

@@ -37,14 +37,15 @@ def _moved(module: Module, name: str, old: Tensor, device: int | str | torch.dev
     to_meta = torch.device(device).type == "meta"
     kept = _kept_weights(module, name, old) if to_meta else None
     if kept is None:
-        return old if to_meta and old.is_meta else old.to(device, **how)  # not a copy of what is there already
+        return old if to_meta and old.is_meta else old.to(device, **how)  # not a copy of a tensor that is there already
     # accelerate hands the attributes of the old parameter to the new one.
     module._parameters[name] = make_like(old, old.data, quant_state=None, bnb_quantized=False)
     return torch.empty_like(kept, device="meta")
 
 
 def _kept_weights(module: Module, name: str, old: Any) -> Tensor | None:
-    """The weights that the hook of ``module`` keeps for a parameter that was quantized since; None for codes."""
+    """The weights that the hook of ``module`` keeps for a parameter that was quantized since; None for packed
+    weights."""
     state = quant_states.get_quant_state(old)
     if state is None or quant_states.get_quant_state(module) is not None:
         return None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def stays(accelerator: Accelerator, model: Module) -> bool:
-    """Whether the hooks of ``model`` bring what is not on its device."""
+    """Whether the hooks of ``model`` bring the weights that are not on its device."""
     return accelerator.distributed_type.value == "NO" and offloaded_modules.is_trainable_offloaded(model)
 
 
@@ -50,7 +50,7 @@ def defect_prepare() -> Finding:
 
 
 def moved(model: Module, device: torch.device) -> Module:
-    """``model`` on ``device``, or as it is if hooks bring what is not there."""
+    """``model`` on ``device``, or as it is if hooks bring the weights that are not there."""
     return model if offloaded_modules.is_trainable_offloaded(model) else model.to(device)
 
 

@@ -5,7 +5,7 @@ offload`` for every quantized model with "disk" in its device map, and on XPU fo
 were on meta, and backward through offloaded INT8 layers failed. Both work with ``peft-adapters-on-meta``,
 ``bitsandbytes-int8-backward-live-state`` and ``bitsandbytes-params4bit-meta``.
 
-With the repair, this check ignores "cpu" and "disk" if three conditions hold: accelerate's hooks bring what is
+With the repair, this check ignores "cpu" and "disk" if three conditions hold: accelerate's hooks bring whatever is
 offloaded, no offloaded parameter is trained, and there is one process. Otherwise it raises the error as before. The
 same line also refused a model whose device map has one device beside "cpu" and "disk". That device is now checked like
 any other.

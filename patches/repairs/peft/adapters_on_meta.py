@@ -13,7 +13,7 @@ and values that a layer without offloading has, and if an initialization changes
 offloaded. Adapters that read the base weight in their own forward (DoRA, BOFT, OFT, HRA and others) need it there too:
 their layer brings it for the whole of its forward. A layer without an offload hook takes the old path.
 
-What it costs: one look at each target, and bringing each offloaded weight once.
+Cost: one look at each target, and bringing each offloaded weight once.
 
 Prompt and prefix tuning of an offloaded model put their encoder on the meta device. ``PeftModel`` moves a new prompt
 encoder to the device of the model, which transformers reads from the first parameter, usually the embedding. If the
@@ -63,7 +63,7 @@ def home(base_layer: Module, weight: torch.Tensor) -> torch.device:
 
 
 def values(module: Any) -> torch.Tensor:
-    """The weight of ``module``, or what it is brought from."""
+    """The weight of ``module``, or the tensor that it is brought from."""
     hook = accelerate_hooks.hook_of(module)
     weight: torch.Tensor = module.weight if hook is None else hook.weights_map["weight"]
     return weight
@@ -99,7 +99,7 @@ _HOME: dict[str, Any] = {"find": "weight.device", "names": {"_patches_home": hom
 
 
 def device_of(model: Any) -> torch.device | str | None:
-    """What ``model`` says is its device, or that of its forward if its first parameter is offloaded."""
+    """Return the device that ``model`` tells, or the device of its forward if its first parameter is offloaded."""
     device: torch.device | str | None = model.device
     there = offloaded_modules.first_execution_device(model) if str(device) == "meta" else None
     return device if there is None else there

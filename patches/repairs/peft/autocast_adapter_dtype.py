@@ -10,11 +10,11 @@ there, so an adapter on a 16-bit ``nn.Linear`` has 16 bits. A packed weight has 
 Reported as peft #2889. There is no message.
 
 The repair casts the adapters of quantized layers, where a user passes ``False``: on 4-bit layers to the compute dtype, on
-INT8 layers to the dtype of the bias, or without a bias to that of the first floating-point parameter of the model. After
+INT8 layers to the dtype of the bias, or without a bias to the dtype of the first floating-point parameter of the model. After
 ``prepare_model_for_kbit_training`` that is float32. Adapters of unquantized layers, and all with the default ``True``, stay
-as they were. So do those of AdaLoRA, HiRA and FRoD on quantized layers of 16-bit models, which compute in float32.
+as they were. So do the adapters of AdaLoRA, HiRA and FRoD on quantized layers of 16-bit models, which compute in float32.
 
-A second load of such an adapter gives it the dtype that is asked for then; what is saved has the dtype of the adapter.
+A second load of such an adapter gives it the dtype that is asked for then; the saved tensors have the dtype of the adapter.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _cast(model: Any, adapter: str) -> None:
 
 
 def _dtype_of(layer: Any) -> torch.dtype | None:
-    """Return the dtype that a packed ``layer`` itself tells: its compute dtype, or that of its bias."""
+    """Return the dtype that a packed ``layer`` itself tells: its compute dtype, or the dtype of its bias."""
     dtype: torch.dtype | None = getattr(layer, "compute_dtype", None)
     if dtype is None and getattr(layer, "bias", None) is not None:
         dtype = layer.bias.dtype

@@ -1,14 +1,14 @@
-"""HRA, PEANuT, DEFT, HiRA, Bone and MiSS compute with INT8 packed weights as if these were values.
+"""HRA, PEANuT, DEFT, HiRA, Bone and MiSS compute with packed INT8 weights as if these were values.
 
 Most tuners of peft without code for quantized layers call the layer and add their own part, which is right. Six of
 them read ``base_layer.weight`` instead. The weight of a ``Linear8bitLt`` holds packed weights from -127 to 127, and
 its scales are stored elsewhere. There is no message:
 
-- HRA rotates the weight in each forward and multiplies by the result: every output is that of a model with other
+- HRA rotates the weight in each forward and multiplies by the result: every output is the output of a model with other
   weights (relative error 1.17 on a small Llama, also untrained, when HRA should change nothing). peft since 0.16.
 - PEANuT computes its update from the weight: a relative error of 1.4 once it is trained. Since 0.19.
-- DEFT starts as the identity with respect to what it reads: 1.2 before the first step. Since 0.20.
-- HiRA multiplies the weight by what it trains. It has its own INT8 layers for models with ``is_loaded_in_8bit``. A
+- DEFT starts as the identity with respect to the weight that it reads: 1.2 before the first step. Since 0.20.
+- HiRA multiplies the weight by its trained update. It has its own INT8 layers for models with ``is_loaded_in_8bit``. A
   model without this flag, whose user put in the bitsandbytes layers, gets the plain one. Since 0.20.
 - Bone and MiSS with ``init_weights="bat"`` multiply blocks of the weight by what they train, and do not call the layer:
   an output that is tens of times too large, also untrained. Bone in 0.16 to 0.18, MiSS in 0.17 to 0.19.
@@ -19,7 +19,7 @@ KappaTune (peft #3736).
 
 The repair gives them the dequantized weight. INT8 and 4-bit layers then equal the same adapter on the dequantized
 model. Unquantized layers give the same parameter as before. An adapter that was trained on packed weights now gives
-other outputs, those that it has on any other base: train it again.
+other outputs, the same as on any other base: train it again.
 
 None of these tuners can merge into packed weights: the update is lost, and values that do not fit in 8 bits wrap
 around (HRA: 12 % off the unmerged model). For INT8, as for 4 bits, ``merge`` now raises an error that says what to do.
@@ -30,7 +30,7 @@ the layer as well. SHiRA reads ``quant_state`` of a 4-bit weight, which such a p
 gets the weight by the quantization state of the layer. On INT8 layers of a 16-bit model it multiplies its input by a weight
 in float32: ``self and mat2 must have the same dtype``. It gets the weight in the dtype of the input.
 
-What it costs: one dequantized weight for each HRA, PEANuT, HiRA, Bone and MiSS layer in a forward, as these tuners need for any
+Cost: one dequantized weight for each HRA, PEANuT, HiRA, Bone and MiSS layer in a forward, as these tuners need for any
 layer.
 """
 

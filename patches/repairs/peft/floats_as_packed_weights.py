@@ -2,7 +2,7 @@
 
 DoRA, merging and dequantizing use INT8 weights that are kept in floating point as if they were packed. With
 ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point and quantizes it in each
-forward. The class of the weight is that of packed weights, and peft decides by the name of the class: it multiplies
+forward. Its class is the class of packed weights, and peft decides by the name of the class: it multiplies
 the values by row scales. Before the first forward there are no scales, and everything that needs the weight raises
 ``'NoneType' object has no attribute 'to'``: adding DoRA or PiSSA, and ``merge_and_unload()``. After a forward
 (``generate``, an evaluation), the results are silently wrong. The same happens to 4-bit and INT8 layers that were
@@ -12,7 +12,7 @@ The repair looks at the contents: a floating-point weight is used as it is. Pack
 
 ``dequantize()`` uses INT8 weights that are kept in floating point as if they were packed. With
 ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point. ``model.dequantize()`` decides
-by the class of the weight, which is that of packed weights, and multiplies the values by row scales. Before the first
+by the class of the weight, the class of packed weights, and multiplies the values by row scales. Before the first
 forward there are none (``'NoneType' object has no attribute 'view'``). After it every output is silently wrong. Layers
 that were dequantized in place are affected too. All releases.
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def stays(model: Module, asked: Mapping[str, Any]) -> bool:
-    """Whether ``model`` is offloaded and nobody asks for another way."""
+    """Whether ``model`` is offloaded and no other way is asked for."""
     return not {"device_map", "max_memory"} & asked.keys() and offloaded_modules.is_offloaded(model)
 
 

@@ -21,7 +21,7 @@ from ...engine.gate import satisfied
 
 
 def _bias_is_bad(layer: Any, adapter: str, safe_merge: bool) -> bool:
-    """False. Raises where the bias of ``adapter`` cannot be merged into ``layer``, whose weight is still what it was."""
+    """False. Raises where the bias of ``adapter`` cannot be merged into ``layer``, whose weight is unchanged."""
     import torch
 
     if not layer.lora_bias[adapter]:

@@ -9,7 +9,7 @@ Arrow, and no other variant:
 - ``velora_config`` raises ``Linear4bit does not support VeLoRA`` (0.20), although it changes nothing about the base weight.
 - Two variants at once raise an error on ``nn.Linear`` (0.20). On a quantized layer one of them is ignored.
 
-Two initializations take the dtype or the values of the packed weight for those of the weight:
+Two initializations take the dtype or the values of the packed weight instead of the weight's:
 
 - ``init_lora_weights="orthogonal"`` casts the adapter to the dtype of the packed weight: ``Only Tensors of floating point
   and complex dtype can require gradients``. With ``bnb_4bit_quant_storage=torch.bfloat16`` there is no error: a float32
@@ -22,7 +22,7 @@ layer (``Please initialize PiSSA under float32``; ``data set to a tensor that re
 with ``bnb_4bit_quant_storage=torch.bfloat16`` factor packed bits. (OLoRA quantizes the new weight again, by design.)
 
 The repair gives a quantized layer the variant that ``nn.Linear`` gets, with the name of the layer, which BD-LoRA needs.
-What is computed from the weight is computed from the dequantized weight, and an adapter has the dtype in which the layer
+Values that are computed from the weight are computed from the dequantized weight, and an adapter has the dtype in which the layer
 computes. KaSA, PiSSA, CorDA, LoftQ and LoRA-GA raise an error that names the option and the layer and says what works,
 because quantizing the weight that they make again would undo it. Unquantized layers give the same parameters as before, bit
 for bit.

@@ -9,7 +9,7 @@ three raise errors about shapes. FourierFT and WaveFT do so in 4 bits and INT8.
 
 LoRA and DoRA have layers of their own for models with ``is_loaded_in_8bit``. A model without this flag, whose user put
 in the bitsandbytes layers, gets the plain layer: ``merge(safe_merge=True)`` loses LoRA silently, DoRA adds to packed
-weights, and without ``safe_merge`` LoRA raises ``result type Float can't be cast``. So do IA3, which loses what it
+weights, and without ``safe_merge`` LoRA raises ``result type Float can't be cast``. So do IA3, which loses all that it
 multiplies by, RandLoRA, whose merged INT8 layer computes wrong outputs (130 % off), OFT before 0.21, and AdaLoRA, VeRA,
 PVeRA and RoAd, which raise errors about a shape or dtype. GraLoRA, UniLoRA, VB-LoRA, AdaMSS and Super-Tuning raise such
 errors in any quantized model.
@@ -72,7 +72,7 @@ _PLAIN = {
     "unilora.layer:Linear": "peft>=0.20",
     "supertuning.layer:Linear": "peft>=0.21",
 }
-"""Layers for unquantized weights that write into the weight of any layer. VeRA since 0.20 and OFT since 0.21 ask what it is."""
+"""Layers for unquantized weights that write into the weight of any layer. VeRA since 0.20 and OFT since 0.21 ask for its kind."""
 
 
 PATCH = Patch(

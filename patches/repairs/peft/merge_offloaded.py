@@ -15,7 +15,7 @@ right only for a plain linear layer in a model that accelerate dispatched as a w
 - ``set_adapter`` of a merged model, and so ``add_adapter``, unmerges without bringing the weight: it changes the meta
   tensor, and the next forward still has the old adapter.
 
-The repair brings only what is offloaded below a peft layer. After the merge it writes what has changed to where the
+The repair brings only the offloaded modules below a peft layer. After the merge it writes what has changed to where the
 hook reads it: into the map in memory, or to a new file that the map's index then names. The new file is in a folder
 that is removed when the process ends; existing files, perhaps the checkpoint itself, are never changed. The layer
 stays offloaded. A layer without an offload hook takes the old path. All releases of peft.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def brought(layer: Module) -> AbstractContextManager[None]:
-    """What is offloaded below ``layer`` on its device, if ``layer`` is one that peft may merge."""
+    """The offloaded modules below ``layer`` on their device, if ``layer`` is one that peft may merge."""
     merges = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
     return offloaded_modules.onload_to_change(layer) if merges else nullcontext()
 

@@ -7,7 +7,7 @@ These tuners of peft have no code for quantized layers and read ``base_layer.wei
   there is no error: it computes the norm of packed bits, often NaN. Since peft 0.18.
 - TinyLoRA (0.19) and FRoD (0.20) factor the weight and make parameters in its dtype: ``Only Tensors of floating point
   and complex dtype can require gradients``.
-- LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is that of packed bytes: ``shape
+- LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is the shape of packed bytes: ``shape
   '[2048, 1]' is invalid for input of size 4096``. In INT8 they train correctly.
 - OSF (0.18) and PSOFT (0.19) factor the weight, and Super-Tuning (0.21) computes with it. They raise errors about a dtype
   that name no layer, or factor packed bits that are stored as floats.
@@ -25,7 +25,7 @@ dequantized model. Unquantized layers give the same parameter as before.
 None of these tuners can merge into quantized layers: ``merge`` raises errors about a dtype or shape. It now raises an
 error that names the layer and says what to do, as for HRA and C3A (``codes_as_weights.py``).
 
-What it costs: one dequantized weight for each layer while the adapter is made; BOFT, OFT, SHiRA, and FRoD with dropout need
+Cost: one dequantized weight for each layer while the adapter is made; BOFT, OFT, SHiRA, and FRoD with dropout need
 one in each forward.
 """
 

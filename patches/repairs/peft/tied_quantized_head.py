@@ -74,7 +74,7 @@ _TUNERS = {
     "road.model:RoadModel": "peft>=0.18",
     "vera.model:VeraModel": "peft<0.20",
 }
-"""Those that ask, and the releases in which they do."""
+"""The tuners that ask, and the releases in which they do."""
 
 
 def _edits() -> Iterator[Rewrite]:

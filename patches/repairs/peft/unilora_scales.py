@@ -4,7 +4,7 @@ UniLora takes every entry of its low-rank matrices from one shared vector, times
 scales in the dtype of the base weight, which for packed weights is ``torch.int8`` in a ``Linear8bitLt`` and
 ``torch.uint8`` in a ``Linear4bit``. So a scale is 1 if an entry of the vector is used once, and 0 if it is used more
 often, which in a model is always so. The adapter adds nothing, all its gradients are zero, and the training loss stays
-that of the base model, without a message. All releases that have it, peft 0.20 and later. It trains on unquantized
+the output of the base model, without a message. All releases that have it, peft 0.20 and later. It trains on unquantized
 layers, and with a floating-point ``bnb_4bit_quant_storage``.
 
 If the weight is packed, the repair stores the scales in the dtype of the vector. A floating-point weight of two bytes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def dtype_of_scales(base_layer: Any, vector: torch.Tensor) -> torch.dtype:
-    """The dtype of the weight of ``base_layer``, or where that holds codes that of ``vector``."""
+    """The dtype of the weight of ``base_layer``, or, where that is packed, of ``vector``."""
     dtype: torch.dtype = base_layer.weight.dtype
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else vector.dtype
 

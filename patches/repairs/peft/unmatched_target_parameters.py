@@ -1,6 +1,6 @@
 """A name in ``target_parameters`` that matches no parameter is silently ignored if another name matches.
 
-``LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])`` trains what it finds and leaves
+``LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])`` trains the parameters that it finds and leaves
 the rest frozen, for example on a mixture whose experts have other names (``w1``, ``experts.up_proj``), or with a
 typing error. peft warns only if no name matches. The training loss falls, and half of the adapter is missing. All
 releases of peft from 0.17 on.
@@ -34,7 +34,7 @@ def defect() -> Finding:
 
 
 def looked(targets: Any, model: Any) -> Any:
-    """``targets``; warns of those that ``model`` does not have, if it has others."""
+    """``targets``; warns of the ones that ``model`` does not have, if it has others."""
     parameters = {_name(name): parameter for name, parameter in model.named_parameters()}
     missing = [t for t in sorted(targets) if not any(name == t or name.endswith(f".{t}") for name in parameters)]
     if missing and len(missing) < len(targets):

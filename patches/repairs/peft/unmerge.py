@@ -17,7 +17,7 @@ such an adapter. RandLoRA, PVeRA and older VeRA leave floats in the place of pac
 
 When the first adapter is merged, the repair keeps a copy of the packed weight and restores it when the last one is
 unmerged: bit for bit, even if the adapter has changed since. It also keeps a bias that is merged into. The copy is
-pickled and copied with the layer, and is not in its state dict. Before 0.48, bitsandbytes destroys INT8 packed weights
+pickled and copied with the layer, and is not in its state dict. Before 0.48, bitsandbytes destroys packed INT8 weights
 that are moved, as these are in the next dequantization; that is repaired too.
 
 In three cases the copy would be wrong, and peft subtracts as before: the base was loaded, written to or merged into by
@@ -27,7 +27,7 @@ before the patch was applied.
 Merging itself still rounds. If an update is much smaller than a quantization step, little of it survives in the merged
 weight, whatever unmerging does (``docs/limits.md``).
 
-What it costs: one packed copy of each merged weight in CPU memory (about 0.5 byte a parameter in 4 bits, 1 byte in
+Cost: one packed copy of each merged weight in CPU memory (about 0.5 byte a parameter in 4 bits, 1 byte in
 INT8). The unmerge frees it, or ``merge_and_unload`` together with the layer. Restoring takes less time than
 subtracting.
 """

@@ -20,7 +20,7 @@ class _Recorder(logging.Handler):
 
 @contextlib.contextmanager
 def record_logs() -> Iterator[list[logging.LogRecord]]:
-    """The records that the plugin logs meanwhile; nobody else gets them."""
+    """The records that the plugin logs meanwhile; no other handler gets them."""
     recorder = _Recorder()
     propagate, LOGGER.propagate = LOGGER.propagate, False
     LOGGER.addHandler(recorder)

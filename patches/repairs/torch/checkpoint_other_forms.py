@@ -16,13 +16,13 @@ torch 2.6 to 2.15, bitsandbytes 0.46.1 to 0.50.2.
 
 The repair reads these into tensors of the saved form and converts them when all are read: 8 bits to 32 exactly, 32
 bits to 8 as a step of the optimizer rounds, text of any length. Packed weights without a quantization state must equal
-those of the model bit for bit. Otherwise every rank raises an error that names the layer, and the packed weights of
+the model's bit for bit. Otherwise every rank raises an error that names the layer, and the packed weights of
 the model stay as they were.
 
 Ranks with and without the plugin make different plans. A rank with the plugin then warns when it saves, and raises an
 error when it loads, because some ranks would not load the quantization states.
 
-What it costs: a look at each name. A tensor that is converted is in memory twice while it is read.
+Cost: a look at each name. A tensor that is converted is in memory twice while it is read.
 """
 
 from __future__ import annotations

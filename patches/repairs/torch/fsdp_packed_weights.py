@@ -9,11 +9,11 @@ bfloat16, which peft's guide recommends for FSDP1, loses half of the bytes; on a
 (``shape '[64, 32]' is invalid for input of size 1024``). Run on torch 2.13 and 2.15. According to their source,
 earlier releases also cast integers.
 
-The repair leaves packed weights in their dtype, as torch does for integers, so the layer computes what it computes
+The repair leaves packed weights in their dtype, as torch does for integers, so the layer computes the same as
 without a policy. Its bias and everything else is cast as requested. FSDP2 decides once for each parameter, before the
 first forward. A model that has had its first forward keeps what was decided.
 
-What it costs: nothing in a step.
+Cost: nothing in a step.
 
 Upstream: https://github.com/huggingface/peft/pull/1550 (recommended storage under mixed precision)
 
@@ -30,22 +30,22 @@ sharded together with its adapter. On a CPU, FSDP2 of torch before 2.9 adds up t
 averaging them, for every model (ratio 2.0 for one ``nn.Linear`` on two ranks; 1.0 on 2.9). There the error stays, and
 says why.
 
-What it costs: nothing in a step.
+Cost: nothing in a step.
 
 Upstream: https://github.com/pytorch/pytorch/issues/177844 (the same repair, in torch 2.12)
 
 On a GPU, FSDP2's gather changes packed 4-bit weights that read as NaN in the dtype in which they are stored. FSDP2
-copies what it gathers with ``torch._foreach_copy_``, which on CUDA passes bfloat16 and float16 through float32: each
+copies the gathered tensors with ``torch._foreach_copy_``, which on CUDA passes bfloat16 and float16 through float32: each
 NaN becomes the same one (0x7FFF in bfloat16). For values that is no loss. Packed 4-bit weights are bytes, stored as
 bfloat16 where bitsandbytes and peft recommend it for FSDP, and 253 of the 65,536 pairs of bytes are NaNs other than
-that one (2045 in float16). They become weights that nobody trained: outputs are silently wrong, on two ranks or more,
+that one (2045 in float16). They become weights that were never trained: outputs are silently wrong, on two ranks or more,
 whatever the policy. On one rank torch 2.11 and later gather nothing; the report is from one rank, too. On a CPU the
 copy keeps every bit.
 
 The repair gathers the parameters of a group as bytes if one of them is such a weight, as torch itself does for a group of
 several dtypes.
 
-What it costs: a look at each frozen parameter of a group when it is gathered, less than a microsecond each.
+Cost: a look at each frozen parameter of a group when it is gathered, less than a microsecond each.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945
 """
@@ -156,7 +156,7 @@ _METADATA = "_get_all_gather_input_metadatas(param_all_gather_inputs)"
 
 
 def as_bytes(metadata: tuple[Any, Any, torch.dtype], parameters: Sequence[Any]) -> tuple[Any, Any, torch.dtype]:
-    """Dtypes, sizes and the common dtype of what is gathered, the last one bytes if packed weights are among it."""
+    """Dtypes, sizes and the common dtype of the gathered tensors, the last one bytes if packed weights are among them."""
     import torch
 
     dtypes, sizes, common = metadata

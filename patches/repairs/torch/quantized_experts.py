@@ -6,11 +6,11 @@ has quantized, both are ordinary floating-point tensors: the plugin's tensor com
 then needs 58 GB over all ranks, and each layer 1.2 GB while it is gathered.
 
 With the patch a rank holds the packed weights and scales of its experts, FSDP2 gathers these, and a layer computes
-with a quantized parameter. Outputs and gradients equal those of one process. If the number of experts is not a
+with a quantized parameter. Outputs and gradients equal the ones of one process. If the number of experts is not a
 multiple of the number of ranks, they are sharded in floating point as before, and the log says so. Parameters that are
 not quantized take the old path.
 
-What it costs: nothing in a step.
+Cost: nothing in a step.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes does not
 quantize)
@@ -21,7 +21,7 @@ DistributedDataParallel raises an error for a model with quantized experts. When
 result cannot be written back into packed weights. So QLoRA on several GPUs ends before its first step: ``quantized
 experts of shape ... cannot take a Tensor in torch.float32``.
 
-With the patch the packed weights and scales are broadcast, like those of ``Linear4bit``, and all ranks have the
+With the patch the packed weights and scales are broadcast, like the ones of ``Linear4bit``, and all ranks have the
 experts of rank 0. Other parameters are broadcast as before.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes does not
@@ -36,7 +36,7 @@ a layer, 58 GB without checkpointing. The plugin's tensor computes it and logs t
 
 With the patch this sum is never computed (``experts/adapted_experts.py``). Only experts that tokens chose are
 dequantized, one at a time, and their slices of ``lora_A`` and ``lora_B`` are applied to these tokens, for each active
-adapter. Gradients equal those of the dequantized model up to rounding (1e-6). Merging dequantizes, adds and quantizes
+adapter. Gradients equal the dequantized model's up to rounding (1e-6). Merging dequantizes, adds and quantizes
 one expert at a time. Unmerging restores the packed weights from before, as ``peft-unmerge`` does for
 ``Linear4bit``. Parameters in floating point take the old path.
 

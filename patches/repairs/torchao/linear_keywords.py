@@ -20,7 +20,7 @@ _NAMES = ("input", "weight", "bias")
 
 
 def by_position(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` of a call of ``func``; those of ``linear`` by position as far as they are given."""
+    """``args`` and ``kwargs`` of a call of ``func``; the arguments of ``linear`` by position as far as they are given."""
     import torch
 
     if not kwargs or func is not torch.nn.functional.linear:

@@ -14,9 +14,9 @@ training uses: straight through the rounding, times the dequantized weight, ``gr
 static scale clips get no gradient. The gradient of a bias is torchao's. The weight is kept by reference, in 8 bits,
 until backward, so saved-tensor hooks and checkpointing have nothing more to carry. With autograd off, and while
 torch.export traces, nothing changes. Not repaired: fp8 with an upper bound for the activations, because the bound
-depends on what it measures.
+depends on the measured values.
 
-What it costs: in backward one dequantized weight at a time and the product with it, as for every quantized layer that
+Cost: in backward one dequantized weight at a time and the product with it, as for every quantized layer that
 is trained. A compiled model stays one graph, but torch's AOT autograd cache does not store graphs with a custom
 function, so each process compiles the training step again.
 """
@@ -58,7 +58,7 @@ def _dispatched(
 
 
 def _loses_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a gradient is wanted for ``x``, and the product with ``weight`` rounds it to codes."""
+    """Whether a gradient is wanted for ``x``, and the product with ``weight`` rounds it to 8 bits."""
     import torch
 
     if not torch.is_grad_enabled() or not x.requires_grad:

@@ -39,7 +39,7 @@ def _moved(metadata: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     old = dict(enumerate(metadata) if is_list else metadata).get(key)
     if not isinstance(old, torch.dtype) or not old.is_floating_point:
         return metadata
-    # Only the function itself knows to what it casts: ask it, with an empty tensor.
+    # Only the function itself knows the dtype that it casts to: ask it, with an empty tensor.
     with torch.no_grad():
         new = fn(torch.empty(0, dtype=old)).dtype
     if new == old:

@@ -7,12 +7,12 @@ must for packed weights. ``model.dtype`` and outputs are bf16, and models whose 
 transformers 5.0 to 5.20 it affects every tensor that has another name in the file than in the model (GPT-NeoX since
 5.17, and models that transformers 4 saved): ``expected m1 and m2 to have the same dtype``.
 
-The repair casts what is not packed while it is read, as for an unquantized checkpoint: weights of norms, embeddings,
+The repair casts unpacked tensors while they are read, as for an unquantized checkpoint: weights of norms, embeddings,
 the head and skipped layers. Packed weights, whatever their storage dtype, and quantization states are read as they
 are. What the class of a model keeps in float32 stays in float32. If a checkpoint is loaded in its own dtype, nothing
 changes.
 
-What it costs: a look at the name of each tensor.
+Cost: a look at the name of each tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FLOATING = ("F16", "F32", "F64", "BF16")
 
 
 def new_dtype(quantizer: Any, mapping: Any, tensor: Any, dtype: torch.dtype | None, model: Module, name: str) -> Any:
-    """The dtype in which ``tensor`` of the checkpoint is read for the parameter ``name``; None for that of the file."""
+    """The dtype in which ``tensor`` of the checkpoint is read for the parameter ``name``; None for the dtype of the file."""
     if not _of_bitsandbytes(quantizer):
         return quantizer.get_new_dtype(mapping, tensor, dtype)
     # A slice of a safetensors file has get_dtype.

@@ -1,7 +1,7 @@
 """Gradient checkpointing silently does nothing while the base model is in eval mode.
 
 ``from_pretrained`` returns a model in eval mode, and checkpointing layers look at their own ``training``. After
-``prepare_model_for_kbit_training`` and ``get_peft_model``, ``peft_model.training`` is True, but that of the layers
+``prepare_model_for_kbit_training`` and ``get_peft_model``, ``peft_model.training`` is True, but ``training`` of the layers
 below is False. So every layer keeps all its activations, without a message. The Trainer calls ``train()``;
 hand-written training loops run out of memory (bitsandbytes #1927 suspects the order of calls). All releases of
 transformers that have ``GradientCheckpointingLayer``.
@@ -23,7 +23,7 @@ _told: WeakSet[Any] = WeakSet()
 
 
 def in_training(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """``layer.training``, asked by a ``layer`` for which checkpointing is on; what it was called with, for the warning."""
+    """``layer.training``, asked by a ``layer`` for which checkpointing is on; its arguments, for the warning."""
     import torch
 
     training: bool = layer.training

@@ -6,7 +6,7 @@ because transformers takes the whole configuration of the checkpoint; its warnin
 checkpoint that was saved with the default computes in float32, whatever the user gives. All releases (transformers
 #47378, #47661).
 
-Both arguments concern computing, not what is stored. With the repair they take effect if they were given: they go into
+Both arguments concern computing, not storage. With the repair they take effect if they were given: they go into
 the configuration of the model, and so into its layers. Otherwise the file decides. Other arguments (the 4-bit type,
 double quantization, storage) describe the saved tensors and cannot be changed. The set of quantized layers cannot be
 changed either: if ``llm_int8_skip_modules`` was given with such a checkpoint, a warning says that it has no effect.
@@ -26,7 +26,7 @@ _DEFAULTS = {explicit_arguments.COMPUTE: "torch.float32", explicit_arguments.THR
 
 
 def _names_given(config: Any) -> set[str]:
-    """Which of both the user gave; those that are no default, if that was not noted."""
+    """Which of both the user gave; the values that are no default, if that was not noted."""
     noted = explicit_arguments.explicit_names(config) or frozenset()
     return {name for name, default in _DEFAULTS.items() if name in noted or str(getattr(config, name)) != default}
 

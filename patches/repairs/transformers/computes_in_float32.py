@@ -9,7 +9,7 @@ through transformers, which passes the default as if the user had chosen it. All
 The patch changes no number. Once a process, a warning names the dtype that the model computes in, says why that is
 slow, and what to write. It does not warn if a compute dtype was given, also float32.
 
-What it costs: a comparison while loading.
+Cost: a comparison while loading.
 """
 
 from __future__ import annotations

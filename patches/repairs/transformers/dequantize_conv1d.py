@@ -1,15 +1,15 @@
 """A dequantized GPT-2 is saved with transposed weights: it cannot be loaded, or is loaded wrongly.
 
 GPT-2 and its descendants have ``Conv1D`` layers, whose weights are stored transposed. transformers transposes them
-when it quantizes, and notes on each layer what it was made from. ``dequantize()`` ignores this note and makes each
+when it quantizes, and notes on each layer the class that it was made from. ``dequantize()`` ignores this note and makes each
 layer an ``nn.Linear``. The model computes correctly, but ``save_pretrained`` writes the weights of ``nn.Linear`` under
-names for which the class expects those of ``Conv1D``. ``from_pretrained`` then raises ``You set
+names for which the class expects the shapes of ``Conv1D``. ``from_pretrained`` then raises ``You set
 `ignore_mismatched_sizes` to `False```. With ``True``, layers that are not square get random weights, and square ones
 transposed weights (relative error of the logits 0.8); a table in the log says so. All releases that have
 ``dequantize()``.
 
 The repair makes the original kind of layer: a ``Conv1D`` with the dequantized weight in its layout. Outputs equal
-those of the ``nn.Linear`` except for the order of summation. Models without ``Conv1D`` get the same layers as before.
+the outputs of the ``nn.Linear`` except for the order of summation. Models without ``Conv1D`` get the same layers as before.
 If you saved a checkpoint without the repair, save it again.
 """
 

@@ -8,11 +8,11 @@ into an offloaded model to save it dequantized. On transformers 5 it is an error
 meta without an error, and the model computes with what its hooks bring: logits are silently 1.4 off in the reproducer.
 
 The repair replaces the offloaded layers first, one at a time. It brings the weight to its device, dequantizes it like
-that of any other layer, writes it to where the hook reads it (for the disk, a new file) and offloads it again, with
+like any other layer, writes it to where the hook reads it (for the disk, a new file) and offloads it again, with
 its hook. So the model stays offloaded. If the weights of a layer are brought by a module around it, an error is raised
 before anything is changed.
 
-What it costs: the dequantized model takes as much memory or disk as plain weights.
+Cost: the dequantized model takes as much memory or disk as plain weights.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CYCLES = 5
 
 _handles: WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
-"""Of each embedding, those of the hooks that were registered here."""
+"""For each embedding, the hooks on it that were registered here."""
 
 
 def defect() -> Finding:

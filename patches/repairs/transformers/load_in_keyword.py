@@ -9,7 +9,7 @@ Tutorials, notebooks and training scripts since 2023 pass ``load_in_4bit=True`` 
 The repair makes the ``BitsAndBytesConfig``, with its defaults, and says once a process what to write instead. As on
 transformers 4, giving both this and a ``quantization_config`` is an error.
 
-What it costs: a look at the names of the arguments, once for each model that is loaded.
+Cost: a look at the names of the arguments, once for each model that is loaded.
 """
 
 from __future__ import annotations

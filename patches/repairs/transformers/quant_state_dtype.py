@@ -30,7 +30,7 @@ def follow(quantizer: Any, model: Module) -> bool:
 
 
 def _follow(module: Any, dtype: torch.dtype | None) -> None:
-    """``dtype`` is that of the model which ``module`` is a part of; a part that is a model has its own."""
+    """``dtype`` is the dtype of the model that ``module`` is a part of; a part that is a model has its own."""
     dtype = _asked(getattr(module, "config", None)) or dtype
     state = quant_states.get_quant_state(getattr(module, "weight", None))
     if dtype is not None and state is not None:

@@ -67,7 +67,7 @@ def defect() -> Finding:
         expected = AutoModelForCausalLM.from_pretrained(codes, device_map="cpu")(ids).logits
         logits = loaded(ids).logits
     layer = type(loaded.model.layers[0].mlp.up_proj).__name__
-    # NaN is equal to NaN here: on 0.46 the codes of a float16 model lose their scales, which other patches repair.
+    # NaN is equal to NaN here: on 0.46 the packed weights of a float16 model lose their scales, which other patches repair.
     if torch.allclose(logits, expected, rtol=0, atol=0, equal_nan=True):
         return Finding(False, f"loaded into {layer}, the same logits")
     off = ((logits - expected).norm() / expected.norm()).item()

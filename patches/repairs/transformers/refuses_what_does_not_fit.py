@@ -17,7 +17,7 @@ If an embedding or a head is offloaded, ``resize_token_embeddings`` raises an er
 accelerate raise ``Tensor.item() cannot be called on meta tensors`` there, or ``Trying to set a tensor of shape ...`` at the
 next forward, with and without quantization.
 
-What it costs: each use of an offloaded layer copies its packed weights from CPU memory or reads them from the disk.
+Cost: each use of an offloaded layer copies its packed weights from CPU memory or reads them from the disk.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
 
 
 def brought(upstream: Callable[..., Any], module: Any, name: str, written: dict[str, Any], shard: Any) -> Any:
-    """``get_state_dict_from_offload``; what it does not find is in ``shard``: the model's own tensors, statistics."""
+    """``get_state_dict_from_offload``; tensors that it does not find are in ``shard``: the model's own tensors, statistics."""
     found = written if module is None else upstream(module, name, written)
     if isinstance(found[name], str):
         found[name] = shard[name]
@@ -78,13 +78,13 @@ def identity(upstream: Callable[..., Any], model: Any, name: str, tensor: Tensor
 
 
 def _is_looked_up(model: Any) -> bool:
-    """Whether transformers itself looks up what is on meta; before 5.15 it does so only for maps of several devices."""
+    """Whether transformers itself looks up tensors on meta; before 5.15 it does so only for maps of several devices."""
     places = set(getattr(model, "hf_device_map", {}).values())
     return bool({"cpu", "disk"} & places) and (len(places) > 1 or satisfied("transformers>=5.15"))
 
 
 def _is_renamed(model: Any, away: dict[str, Tensor]) -> bool:
-    """Whether transformers gives what is on meta the names of a checkpoint before it looks them up in the model."""
+    """Whether transformers gives tensors on meta the names of a checkpoint before it looks them up in the model."""
     if not away or satisfied("transformers>=5.14"):
         return False
     if satisfied("transformers<5"):

@@ -7,12 +7,12 @@ weights are lost, on the disk and for the model. If there are as many shards as 
 before its last layer is read. This affects programs that fine-tune, merge and save in place, on transformers 4.53 to
 5.24, quantized or not.
 
-With the repair the new files are written beside those that the model reads, and get their names when all are written.
+With the repair the new files are written beside the files that the model reads, and get their names when all are written.
 If saving fails or is interrupted, the checkpoint is as it was, including ``config.json``. The old files stay in a
 folder beside the checkpoint (as links) until the model is deleted, and the model goes on reading from there. If the
 model reads nothing from that folder, nothing changes.
 
-What it costs: the disk holds both sets of files until the model is deleted.
+Cost: the disk holds both sets of files until the model is deleted.
 """
 
 from __future__ import annotations

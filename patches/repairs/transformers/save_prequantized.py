@@ -25,7 +25,7 @@ _DESERIALIZING = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
 
 
 def to_be_reverted(conversions: list[WeightTransform] | None) -> list[WeightTransform] | None:
-    """``conversions`` without those that put a quantized parameter together from what its layer writes."""
+    """``conversions`` without the ones that join a quantized parameter from the tensors that its layer writes."""
     if conversions is None:
         return None
     return [conversion for conversion in conversions if not _deserializes(conversion)]

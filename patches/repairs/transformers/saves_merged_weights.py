@@ -19,7 +19,7 @@ from ..reproducers import tiny_models
 
 
 def revertible(conversions: list[Any], model: Any) -> list[Any]:
-    """``conversions`` without those that would join the weights of quantized layers of ``model``."""
+    """``conversions`` without the ones that would join the weights of quantized layers of ``model``."""
     weights = [f"{path}.weight" for path, module in model.named_modules() if _is_quantized(module)]
     return [each for each in conversions if not weights or not _joins(each, weights)]
 

@@ -14,7 +14,7 @@ the plugin. If a name matches no module, a warning names the nearest ones. A lis
 name, raise an error. For a checkpoint that is already quantized, its file decides
 (``transformers-checkpoint-decides``).
 
-What it costs: one pass over the names of the modules while loading.
+Cost: one pass over the names of the modules while loading.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def to_skip(quantizer: Any, model: Module) -> list[str] | None:
-    """The names that transformers is given in place of those that the user gave."""
+    """The names that transformers is given in place of the user's names."""
     asked: list[str] | None = quantizer.quantization_config.llm_int8_skip_modules
     if asked is None or quantizer.pre_quantized:
         return asked

@@ -17,7 +17,7 @@ from ...engine import Finding, Patch, Rewrite
 
 
 def anchored(converters: list[Any]) -> list[Any]:
-    """``converters``; those that put quantized weights together match whole components of a key."""
+    """``converters``; the ones that join quantized weights match whole components of a key."""
     for converter in converters:
         operations = getattr(converter, "operations", None) or ()
         if any(type(operation).__name__ in ("Bnb4bitDeserialize", "Bnb8bitDeserialize") for operation in operations):

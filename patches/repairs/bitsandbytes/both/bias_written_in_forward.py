@@ -6,7 +6,7 @@ rounded values. If the dtypes differ, torch.compile cannot trace the assignment:
 attribute to different dtype`` (for example in Qwen2, whose attention has biases).
 
 The repair removes the assignment and casts a local copy to the dtype in which the product is computed. Where the
-assignment did no harm, the layer computes what it computed before. Elsewhere there is one rounding less. The cast is
+assignment did no harm, the layer computes the same as before. Elsewhere there is one rounding less. The cast is
 differentiable, so the gradient of a trained bias keeps the dtype of the bias.
 
 torch.compile's rule about such assignments: https://github.com/pytorch/pytorch/issues/152162

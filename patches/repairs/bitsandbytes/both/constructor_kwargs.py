@@ -6,7 +6,7 @@ which accelerate removes only from 1.14 on. So loading, dispatching and offloadi
 ``__new__() got an unexpected keyword argument`` (#1900). Any other attribute causes the same error with any
 accelerate.
 
-The repair is that of bitsandbytes 0.50.0: both constructors accept further keyword arguments and ignore them.
+The repair is the one of bitsandbytes 0.50.0: both constructors accept further keyword arguments and ignore them.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ to read it: ``'EmbeddingNF4' object has no attribute 'quant_storage'``. ``Embedd
 the weight, and asks the user to quantize a layer that is quantized already: ``Embedding layer is not quantized. Please
 call .cuda() or .to(device) first.`` Every rank fails in its first forward. All releases.
 
-When FSDP2 takes the weight, the repair stores on the layer what it lacks: the storage dtype, and for INT8 the row
+When FSDP2 takes the weight, the repair stores on the layer the values that it lacks: the storage dtype, and for INT8 the row
 scales, complete on every rank. Only packed weights are sharded. Any other plain tensor in the place of the weight
 raises an error as before, because nothing shows that the scales of the layer belong to it.
 
 bitsandbytes cannot save these layers (``NotImplementedError``), sharded or not. Save only the adapters, or keep the
 embedding in 16 bits.
 
-What it costs: nothing outside of FSDP2.
+Cost: nothing outside of FSDP2.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563 (storage dtypes of linear layers for FSDP)
 """
@@ -55,7 +55,7 @@ def _note_scales(layer: Any, old: Any) -> None:
 
 
 def scales(layer: Any) -> Tensor | None:
-    """The row scales of an ``Embedding8bit``: those of its weight, or of the weight that FSDP2 took."""
+    """The row scales of an ``Embedding8bit``: the scales of its weight, or of the weight that FSDP2 took."""
     weight = layer.weight
     if row_scales.has_scales(weight):
         return row_scales.get_scales(weight)

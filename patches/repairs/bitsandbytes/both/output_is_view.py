@@ -14,7 +14,7 @@ The repair returns the same memory through ``detach()``, which gives a tensor th
 autograd function no gradient passes there anyway. No value changes, nothing is copied, and a compiler removes the
 call. If the caller passed ``out``, that tensor itself is returned.
 
-What it costs: half a microsecond if there is a view.
+Cost: half a microsecond if there is a view.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/736
 """

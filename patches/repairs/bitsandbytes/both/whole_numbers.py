@@ -8,7 +8,7 @@ INT8 layer does too, without naming the layer: ``result type Float can't be cast
 
 With the repair, ``Linear4bit`` and ``Linear8bitLt`` raise an error that names the layer.
 
-What it costs: a look at the dtype in each forward.
+Cost: a look at the dtype in each forward.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ The repair keeps the kernel but never changes ``weight.data`` or its ``QuantStat
 repacked copy, which belongs to the weight. The copy is made where it saves time: for inputs of few rows (decoding),
 not for large batches, and not for weights that accelerate brings from the disk in each forward. If the weight changes
 with each call, the copy is made less and less often (``operators/packed_copies.py``). Before each use the
-contents of the weight and its scales are compared with those that the copy was made from, because many ways to write
+contents of the weight and its scales are compared with the contents that the copy was made from, because many ways to write
 to them do not raise the version counter (``operators/tensor_contents.py``). The copy is freed with the weight, and by
 the first training forward; a copy that is made after that is kept.
 
@@ -29,7 +29,7 @@ If a weight was repacked before the patch was applied, or was loaded from a pick
 or ``state_dict()`` converts it back, and the report names it. The packed weights come back exactly. The scales come
 back as the kernel used them, rounded to bf16 (exact for a bf16 weight that is not double-quantized).
 
-What it costs: a decoding model holds its 4-bit weights twice (about 0.53 byte more for each weight). Comparing the
+Cost: a decoding model holds its 4-bit weights twice (about 0.53 byte more for each weight). Comparing the
 contents takes 10 us a call for 512 x 512 and 250 us for 4096 x 11008 on a busy machine, whatever the number of
 threads. For small weights, calling the kernel directly saves as much: with one row and one thread a call takes 0.75 to
 1.04 of the unpatched time (``python -m benchmarks.cpu_repack``). If the width is not a multiple of the block size,
@@ -95,7 +95,7 @@ def product_for(layer: Linear4bit, x: torch.Tensor, state: QuantState | None) ->
     if state is None or len(state.shape) != 2:
         return None
     shape = state.shape
-    # Upstream raises for such weights here: what it would compute instead takes wrong scales.
+    # Upstream raises for such weights here: the computation instead would take wrong scales.
     if block_scales.is_misread(shape, state.blocksize):
         return product_by_blocks
     bias_learns = layer.bias is not None and layer.bias.requires_grad and torch.is_grad_enabled()

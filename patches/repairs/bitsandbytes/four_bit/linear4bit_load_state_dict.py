@@ -2,7 +2,7 @@
 
 ``state_dict()`` of a quantized layer holds the packed weight and its quantization state (``weight.absmax``,
 ``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4`` and, double-quantized, two more). But the layer has no
-``_load_from_state_dict``, and that of ``nn.Module`` knows only the packed weight (#1946, 0.46.1 to 0.50.2):
+``_load_from_state_dict``, and ``nn.Module``'s knows only the packed weight (#1946, 0.46.1 to 0.50.2):
 
 - ``strict=True`` raises an error about "unexpected" keys;
 - ``strict=False`` copies the packed weight and keeps the quantization state that the layer had: every output is wrong,
@@ -11,7 +11,7 @@
 
 The repair loads these keys as one group. A complete group that fits becomes the new packed weight and ``QuantState``,
 as copies, or with ``assign=True`` as the given tensors themselves. The parameter stays the same object. Block size,
-quant type, storage dtype and double quantization become those that were saved, as with
+quant type, storage dtype and double quantization become the saved ones, as with
 ``Params4bit.from_prequantized``. If a key is unknown or of another shape, an error names it, also with ``strict=False``,
 because packed weights are meaningless with another quantization state. So it does if a key is missing and ``strict=True``.
 The layer and its bias are then left as they were. With ``strict=False`` a missing key may be in another file, as where
@@ -54,7 +54,7 @@ Tensors = dict[str, "torch.Tensor"]
 
 
 def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[..., None]:
-    """``Linear4bit._load_from_state_dict``, over that of ``nn.Module`` (or one that someone has put there)."""
+    """``Linear4bit._load_from_state_dict``, over ``nn.Module``'s (or one that someone has put there)."""
     from bitsandbytes.nn.modules import Linear4bit
 
     def _load_from_state_dict(
@@ -118,7 +118,7 @@ def _is_packed(layer: Linear4bit, tensor: torch.Tensor) -> bool:
 
 
 def _stands_alone(layer: Linear4bit, group: Tensors, assign: bool) -> bool:
-    """Whether ``group`` is codes alone that ``nn.Module`` may load, for their statistics are there then."""
+    """Whether ``group`` is packed weights alone that ``nn.Module`` may load, for their statistics are there then."""
     if set(group) != {""} or not quant_states.is_packed(layer.weight):
         return False
     return is_own_packed_weight(group[""], layer.weight) or (assign and _carried(group[""]) is not None)
@@ -137,7 +137,8 @@ def _lacking(layer: Linear4bit, group: Tensors) -> set[str]:
 
 
 def _keep_statistics(layer: Linear4bit, old: Params4bit) -> None:
-    """After ``assign=True``: a plain tensor of codes becomes a weight like ``old``; one with statistics brings them."""
+    """After ``assign=True``: a plain tensor of packed weights becomes a weight like ``old``; one with statistics brings
+    them."""
     if layer.weight is old:  # they were copied, and are what was there
         return
     state = _carried(layer.weight)
@@ -148,7 +149,7 @@ def _keep_statistics(layer: Linear4bit, old: Params4bit) -> None:
 
 
 def _with_what_it_carries(group: Tensors) -> Tensors:
-    """``group``, and the statistics of codes that come alone but are themselves a quantized ``Params4bit``."""
+    """``group``, and the statistics of packed weights that come alone but are themselves a quantized ``Params4bit``."""
     state = _carried(group[""]) if set(group) == {""} else None
     if state is None or quant_states.is_for_cpu_kernel(state):  # never saved
         return group
@@ -164,7 +165,7 @@ def _carried(codes: torch.Tensor) -> QuantState | None:
 
 
 def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
-    """Make ``codes`` and ``state`` those of the layer, on the parameter object that it has."""
+    """Give the layer ``codes`` and ``state``, on the parameter object that it has."""
     weight = layer.weight
     if weight.device.type == "meta":  # a parameter cannot leave it
         weight = layer.weight = make_like(weight, codes)
@@ -180,7 +181,7 @@ def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
 
 
 def _statistics(weight: Params4bit) -> Tensors:
-    """What is saved of the quantization state of ``weight``: nothing if a program has dequantized it in place."""
+    """The entries to save of the quantization state of ``weight``: nothing if a program has dequantized it in place."""
     state = quant_states.get_quant_state(weight)
     return {} if state is None or dequantized_in_place.holds_floats(weight) else state.as_dict(packed=True)
 

@@ -3,7 +3,7 @@
 Between meta and any other device, ``torch.nn.Module`` cannot swap ``.data`` and makes a new ``Parameter``. For a
 ``Params4bit``, ``layer.to("meta")`` raises ``Creating a Parameter from an instance of type Params4bit requires that
 detach() returns an instance of the same type``. ``to_empty`` makes a plain ``Parameter``: a layer that was built on
-meta silently never quantizes what is loaded into it, and a quantized layer has lost its quantization state. 0.46.1 to
+meta silently never quantizes a weight that is loaded into it, and a quantized layer has lost its quantization state. 0.46.1 to
 0.50.2.
 
 The repair wraps ``_apply`` of ``Linear4bit`` and ``Embedding4bit``. A parameter that torch makes anew becomes a

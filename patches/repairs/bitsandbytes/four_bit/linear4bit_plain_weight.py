@@ -20,7 +20,7 @@ If a program replaces the weight of a layer by the packed weight of another one 
 its own statistics, and the output is silently wrong. The repair compares both when the weight is replaced, and the next
 forward raises an error that names the layer. The layer's own packed weights as a plain tensor compute as before.
 
-What it costs: 0.1 us a call, for a layer with a quantization state; 0.4 us for each attribute that is set on a layer.
+Cost: 0.1 us a call, for a layer with a quantization state; 0.4 us for each attribute that is set on a layer.
 
 Upstream: https://github.com/huggingface/transformers/issues/45674, https://github.com/unslothai/unsloth/issues/4208
 """

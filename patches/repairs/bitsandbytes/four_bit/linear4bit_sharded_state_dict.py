@@ -10,7 +10,7 @@ both were quantized from the same weights.
 The repair gives the ``DTensor`` the layer's quantization state while a state dict is made, under the names that
 ``torch.distributed.checkpoint.state_dict`` reads with ``getattr``, and reads it from the state dict on loading. Each
 rank saves and holds the whole quantization state, as in forward; only packed weights are sharded. Packed weights
-without a quantization state are accepted if they equal those of the layer (an older checkpoint, resumed over the same
+without a quantization state are accepted if they equal the layer's (an older checkpoint, resumed over the same
 base). Otherwise they raise an error. So does saving a layer that ``bitsandbytes-linear4bit-plain-weight`` has seen to hold
 the packed weights of another one.
 
@@ -99,7 +99,7 @@ def _is_sharded(layer: Linear4bit) -> bool:
 
 
 def _is_sharded_tensor(tensor: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # whoever sharded has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # the program that sharded has imported it
     return module is not None and isinstance(tensor, module.DTensor)
 
 
@@ -119,13 +119,13 @@ def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.T
     if saved:
         if not any(key.startswith("quant_state.") for key in saved):
             raise ValueError("the state dict lacks 'weight.quant_state.bitsandbytes__...'")
-        if own is not None and codes.dtype != layer.weight.dtype:  # torch copies them into those of the layer by value
+        if own is not None and codes.dtype != layer.weight.dtype:  # torch copies them into the layer's by value
             raise ValueError(
                 f"its packed weights have dtype {codes.dtype}, the layer's quant_storage is {layer.weight.dtype}"
             )
         stand_in = torch.empty(1, dtype=torch.uint8).expand(
             bytes_of_packed_weight(layer)
-        )  # the codes are loaded by torch
+        )  # the packed weights are loaded by torch
         return read_quantized_weight(layer, {"": stand_in, **saved}, assign=False)[1]
     if own is None or not is_own_packed_weight(codes, layer.weight):
         raise ValueError(

@@ -9,7 +9,7 @@ dtype of the input. But the quantization state belongs to the weight:
 
 Upstream removed the line in 0.50.0 as dead code. On 0.49.x it is not: without it, a weight that was quantized from
 bfloat16 is dequantized in bfloat16 for a float16 input too, and the output error grows from 2.7e-4 to 1.5e-3. The
-repair computes with a private ``QuantState`` over the same tensors, with the dtype of the input, and leaves that of
+repair computes with a private ``QuantState`` over the same tensors, with the dtype of the input, and leaves the dtype of
 the weight unchanged. The results are the same bit for bit.
 
 If a dtype was overwritten before ``apply()``, it stays wrong, because the right one is not stored anywhere.

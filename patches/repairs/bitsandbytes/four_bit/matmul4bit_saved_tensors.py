@@ -97,7 +97,7 @@ def save(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
 
 
 def _uncounted(operands: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    """What is noted of ``operands`` for which torch does not count."""
+    """The versions noted of ``operands`` for which torch does not count."""
     return *operands, *(None for _ in operands)
 
 
@@ -126,7 +126,7 @@ def recall(ctx: Any) -> Any:
 
 
 def _recall_others(ctx: Any, noted: tuple[Any, ...] | None) -> Any:
-    """The same for what is not as it was noted, or was saved, or is of a forward without the patch."""
+    """The same for an operand that is not as it was noted, or was saved, or is of a forward without the patch."""
     if not ctx.needs_input_grad[0] or noted == ():
         return ctx
     if noted is None:

@@ -8,7 +8,7 @@ keys, and ``strict=False`` loads nothing, so the module keeps its old weights (o
 
 The repair registers a hook for loading. It loads the packed weights under the name that torch has for them, and gives
 their quantization state to the parametrization: copies, or with ``assign=True`` the given tensors. The dtype after
-dequantizing stays that of the module, as for every parameter that is loaded. If a group of keys is incomplete, was
+dequantizing stays the module's, as for every parameter that is loaded. If a group of keys is incomplete, was
 made from another shape or has no quantization state, an error names the key, and the parameter is left as it was. A
 parametrized module cannot be pickled, so the hook never leaves the process.
 
@@ -50,7 +50,8 @@ def load(
     *,
     parameter: str,
 ) -> None:
-    """Take the statistics of ``parameter`` out of ``state_dict``, and leave its codes there under torch's name."""
+    """Take the statistics of ``parameter`` out of ``state_dict``, and leave its packed weights there under torch's
+    name."""
     key = prefix + parameter
     saved = {k[len(key) + 1 :]: v for k, v in state_dict.items() if k.startswith(key + ".")}
     parametrization = _parametrization(module, parameter)
@@ -89,7 +90,8 @@ def _chain(module: torch.nn.Module, parameter: str) -> Any:
 
 
 def _read(parameter: str, old: Any, held: torch.Tensor, group: dict[str, torch.Tensor], assign: bool) -> QuantState:
-    """The state in ``group``. Raises ``ValueError`` if it, or its codes, are not for a parameter like ``held``."""
+    """The state in ``group``. Raises ``ValueError`` if it, or its packed weights, are not for a parameter like
+    ``held``."""
     import torch
 
     codes = group[""]
@@ -98,7 +100,7 @@ def _read(parameter: str, old: Any, held: torch.Tensor, group: dict[str, torch.T
         raise ValueError(f"its packed weights are {found}, expected {expected}")
     weight = QuantizedWeight(parameter, tuple(old.shape), old.quant_type, held.device)
     refuse_cast(repr(parameter), codes)
-    # torch loads the codes themselves, sharded ones as well; here their number and device are enough.
+    # torch loads the packed weights themselves, sharded ones as well; here their number and device are enough.
     stand_in = torch.empty(1, dtype=torch.uint8, device=codes.device).expand(weight.nbytes)
     _, state = read_for_weight(weight, {**group, "": stand_in}, assign)
     state.dtype = old.dtype

@@ -9,7 +9,7 @@ names with ``getattr`` from the module down, so each must be an attribute.
 - Source builds between 0.49.2 and 0.50.0 (#1866) answer in ``Params4bit.__getattr__``. Dynamo cannot trace a
   ``__getattr__`` of a tensor subclass: ``torch.compile(fullgraph=True)`` over a checkpointed block fails (#1904).
 
-The repair is that of 0.50.0 (#1916): one property for each name on ``Params4bit``, which Dynamo traces, no
+The repair is the one of 0.50.0 (#1916): one property for each name on ``Params4bit``, which Dynamo traces, no
 ``__getattr__`` there, and one on ``QuantState`` for the packed key. Unlike in 0.50.0, an attribute of that name that
 was set on an instance takes precedence, because these releases allow it. There are no properties for ``blocksize``,
 ``quant_type``, ``dtype`` and ``shape``: instances and ``torch.Tensor`` have these, and the state dict has them inside

@@ -11,9 +11,9 @@ same is true for any storage and in any module: if a module casts and moves its 
 not cast. A parameter that is not quantized yet is cast as before. So is a parameter that the user casts by hand, as in
 ``weight.to(torch.int32)``.
 
-The repair is in ``torch.nn.Module._apply``, the only place where a cast of a module differs from that of a tensor.
+The repair is in ``torch.nn.Module._apply``, the only place where a cast of a module differs from a cast of a tensor.
 
-What it costs: one call for each parameter that a module moves.
+Cost: one call for each parameter that a module moves.
 """
 
 from __future__ import annotations

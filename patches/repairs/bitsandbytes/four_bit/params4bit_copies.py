@@ -4,7 +4,7 @@ A copy of a ``Params4bit`` still belongs to the layer of the original. ``weight.
 ``QuantState`` when the weight is quantized. After ``copy.deepcopy`` of a layer or model, and after ``copy.copy`` of a
 weight, the copy still points to the original layer. If the copy is quantized, the original layer (still in full
 precision) gets the quantization state of the copy. The copied layer then has none to use when its weight loses its own
-(FSDP). ``deepcopy`` also ignores what it has copied already: weight and layer, which shared one quantization state,
+(FSDP). ``deepcopy`` also ignores objects that it has copied already: weight and layer, which shared one quantization state,
 then have two, at twice the memory. All releases.
 
 The repair passes ``memo`` on, as ``__deepcopy__`` should. The copied weight belongs to the copied layer and shares one
@@ -19,7 +19,7 @@ made under ``torch.device("meta")`` fails in the same way, and so does a copy of
 All releases.
 
 The repair makes the empty weight on meta if the original is there, and only then. As for a plain model, the copy has
-copies of accelerate's hooks and of what they keep in memory, and reads what is on disk from the same files.
+copies of accelerate's hooks and of the tensors that they keep in memory, and reads the others from the same files.
 
 Pickle and ``torch.save`` turn a ``Params4bit`` into a plain ``Parameter``. ``torch.save(model)`` and
 ``pickle.dumps(weight)`` use ``Parameter.__reduce_ex__``, which rebuilds a ``torch.nn.Parameter`` and sets the

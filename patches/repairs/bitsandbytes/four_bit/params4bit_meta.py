@@ -7,10 +7,10 @@ between two forwards, and raise ``Cannot copy out of meta tensor; no data!`` in 
 0.50.2). After ``{name: p.to("meta") for name, p in model.named_parameters()}``, which makes a skeleton of a model, the
 model itself cannot be saved, and on a CPU returns uninitialized memory.
 
-The repair leaves the quantization state where it is if the target is meta, so that whoever brings the packed weights
+The repair leaves the quantization state where it is if the target is meta, so that code which brings the packed weights
 back finds it. It has 1/16 of their size or less.
 
-A quantization state that stays must not be used with other data. accelerate casts what it keeps to the dtype of the
+A quantization state that stays must not be used with other data. accelerate casts the tensors that it keeps to the dtype of the
 weight on meta. For a layer that was offloaded before it was quantized, these are the unquantized values, which are
 meaningless as uint8. They have the shape of the unquantized weight, which packed weights never have, so this is an
 error now. Unquantized values that were not cast are quantized as before. Scales that fit only the layout of the
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 
 def _moves_with(device: torch.device | None, state: QuantState) -> bool:
-    """Whether the statistics follow a weight to ``device``. Those of a repacked one fit no codes but its own."""
+    """Whether the statistics follow a weight to ``device``. The statistics of a repacked one fit its own packed bytes only."""
     return device is None or device.type != "meta" or quant_states.is_for_cpu_kernel(state)
 
 
 def _holds_codes(weight: Params4bit) -> bool:
-    """Whether ``weight`` need not be quantized any more. Raises if it holds what it cannot be."""
+    """Whether ``weight`` need not be quantized any more. Raises if its contents cannot be a weight."""
     state, quantized = quant_states.get_quant_state(weight), quant_states.is_marked(weight)
     if not quantized or state is None or state.shape is None:
         return quantized
     size = quant_states.packed_bytes(state.shape)
     if weight.shape != state.shape or weight.nbytes == size:
         return True
-    if getattr(weight.module, "weight", None) is weight:  # in its layer, so nobody has just made it: `.data` was set
+    if getattr(weight.module, "weight", None) is weight:  # in its layer, so it was not made just now: `.data` was set
         return True
     if weight.is_floating_point():
         return False
@@ -84,7 +84,7 @@ def defect() -> Finding:
         lost = [name for name, saved in layer.state_dict().items() if saved.is_meta]
     except RuntimeError as raised:
         return Finding(True, f"state_dict after {len(skeleton)} parameter to meta: {str(raised).split(';')[0][:80]}")
-    if lost:  # what it computes then is uninitialized memory, which may well be right
+    if lost:  # the result is uninitialized memory then, which may well be right
         return Finding(True, f"{', '.join(lost)} on meta after a copy of the weight went there")
     error = (layer(x) - expected).norm().item()
     return Finding(not error == 0, f"relative error of the output after a copy of the weight went to meta {error:.1e}")

@@ -66,7 +66,7 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
     What the gradient of the weight needs, if that is trained, is saved in any case.
     """
     needs = ctx.needs_input_grad
-    # Codes of a weight that is float are those of no parameter.
+    # Packed weights of a floating-point weight belong to no parameter.
     if needs[1] or state.has_fp16_weights or not saved_for_backward.is_resident(B):
         _save(ctx, B, state, CAt, subA, SCAt, idx, A)
         return
@@ -80,7 +80,7 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
 
 
 def _save(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: Any, A: Any) -> None:
-    """Save codes and scales of ``state``, and the rest if the weight is trained, where hooks see them.
+    """Save packed weights and scales of ``state``, and the rest if the weight is trained, where hooks see them.
 
     A trace always does: it keeps nothing by reference.
     """
@@ -98,7 +98,7 @@ def _save(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
 
 
 def _codes(B: Tensor, CB: Tensor | None) -> Tensor | None:
-    """``CB``, or the same codes seen through the weight, whose version counter tells of a refill."""
+    """``CB``, or the same packed weights seen through the weight, whose version counter tells of a refill."""
     import torch
 
     if CB is None or torch.compiler.is_compiling() or B.dtype != torch.int8 or B.data_ptr() != CB.data_ptr():

@@ -1,4 +1,4 @@
-"""INT8 packed weights are loaded without their scales, silently.
+"""Packed INT8 weights are loaded without their scales, silently.
 
 ``SCB`` is neither a parameter nor a buffer, so ``load_state_dict(strict=True)`` does not report it as missing. If
 packed weights arrive alone, they are combined with the scales that the layer had, and every output is wrong. This
@@ -35,7 +35,8 @@ _SCALES_CAME = "_patches_scales_came_alone"
 
 
 def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., None]:
-    """``load`` (the ``_load_from_state_dict`` of ``nn.Module``), for all but codes whose scales are not known."""
+    """``load`` (the ``_load_from_state_dict`` of ``nn.Module``), for all but packed weights whose scales are not
+    known."""
 
     def checked(
         state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
@@ -78,7 +79,8 @@ def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., No
 
 
 def _in_parts(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
-    """Whether codes of another layer are loaded into packed INT8 weights, and their scales may come from another file."""
+    """Whether packed weights of another layer are loaded into packed INT8 weights, and their scales may come from
+    another file."""
     from bitsandbytes.nn import Int8Params
 
     if local_metadata.get("assign_to_params_buffers", False) or weight.shape != layer.weight.shape:
@@ -89,7 +91,8 @@ def _in_parts(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) 
 
 
 def _make_place(layer: Linear8bitLt, scales: Tensor, alone: bool) -> None:
-    """Before ``scales`` are loaded: make place for them in a ``layer`` whose codes came before, and note that they came."""
+    """Before ``scales`` are loaded: make place for them in a ``layer`` whose packed weights came before, and note that
+    they came."""
     import torch
 
     kept = vars(layer.state)
@@ -102,7 +105,7 @@ def _make_place(layer: Linear8bitLt, scales: Tensor, alone: bool) -> None:
 
 
 def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
-    """Whether ``weight`` is not codes, or codes whose scales are there when it is loaded."""
+    """Whether ``weight`` is not packed weights, or packed weights whose scales are there when it is loaded."""
     import torch
     from bitsandbytes.nn import Int8Params
 
@@ -118,14 +121,16 @@ def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> 
 
 
 def _not_quantized(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
-    """Whether ``weight`` is codes and ``layer`` holds floats, which bitsandbytes sees when the codes are in it."""
+    """Whether ``weight`` is packed weights and ``layer`` holds floats, which bitsandbytes sees when the packed weights
+    are in it."""
     if local_metadata.get("assign_to_params_buffers", False):
         return False
     return row_scales.is_int8(weight) and bool(layer.weight.is_floating_point())
 
 
 def _would_be_cut_off(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
-    """Whether ``weight`` is unquantized, and torch would copy it into int8 codes by value: zeros, most of them."""
+    """Whether ``weight`` is unquantized, and torch would copy it into packed INT8 weights by value: zeros, most of
+    them."""
     quantized = row_scales.is_int8(layer.weight) and not layer.weight.is_meta
     if not quantized or not weight.is_floating_point() or weight.is_meta:
         return False

@@ -34,10 +34,10 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
 
     settled, weight = layer.state, layer.weight
     if settled.has_fp16_weights or not row_scales.has_scales(weight):
-        return None  # tied, sharded or given by functional_call: the state is that of another weight
+        return None  # tied, sharded or given by functional_call: the state belongs to another weight
     # The weight first: with `int8-requantized-codes` it shows the scales of the state, so that an eager forward in
     # between, which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
-    # operation that the graph holds too, where torch.export would make a constant of what it read.
+    # operation that the graph holds too, where torch.export would make a constant of the value that it read.
     scale = row_scales.get_scales(weight)
     if scale is None:
         codes, scale = row_scales.pair_of_product(settled)

@@ -26,7 +26,7 @@ from ....quantized.weights.module_moves import make_apply
 
 
 def _settle(layer: Any, old: dict[str, Any], address: int) -> None:
-    """Put the codes and scales of a quantized ``layer`` where its weight is now."""
+    """Put the packed weights and scales of a quantized ``layer`` where its weight is now."""
     from bitsandbytes.nn import Int8Params
 
     before, weight = old.get("weight"), layer._parameters.get("weight")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _plain_forward(layer: Any, x: Tensor) -> Tensor:
-    """Forward with a weight that carries no codes or scales of its own."""
+    """Forward with a weight that carries no packed weights or scales of its own."""
     import bitsandbytes as bnb
     import torch
 

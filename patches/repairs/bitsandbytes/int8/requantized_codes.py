@@ -21,7 +21,7 @@ from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT
 
 
 def _damage() -> tuple[str, ...]:
-    """Layers whose codes were quantized a second time: every scale is 127 exactly."""
+    """Layers whose packed weights were quantized a second time: every scale is 127 exactly."""
     found = []
     for layer in row_scales.live_layers():
         _, scale = row_scales.pair_of_product(layer.state)

@@ -36,7 +36,7 @@ def _delete_scale(layer: Any) -> None:
 
 
 def _format(layer: Any) -> Tensor:
-    """The layout of the codes as ``state_dict`` saves it, 0 for rows; absent where there are no scales."""
+    """The layout of the packed weights as ``state_dict`` saves it, 0 for rows; absent where there are no scales."""
     import torch
 
     _scale(layer)

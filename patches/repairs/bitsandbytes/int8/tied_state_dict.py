@@ -3,7 +3,7 @@
 ``Linear8bitLt._save_to_state_dict`` reads the scales from the weight. A weight that is tied to an embedding, or
 replaced by FSDP2, is a plain ``Parameter`` without them. On the meta device, transformers also removes the attribute
 from an ``Int8Params``. Saving fails, and so does loading with transformers, which reads the state dict (#1634). Up to
-0.49.2; the repair is that of 0.50.0 (#1897).
+0.49.2; the repair is the one of 0.50.0 (#1897).
 """
 
 from __future__ import annotations

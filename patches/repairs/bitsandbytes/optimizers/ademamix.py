@@ -12,7 +12,7 @@ The repair gives both classes the states of ``AdEMAMix``, and its step if there 
 optimizer bit for bit. A state of the old size, from an optimizer or a file made before, lacks the slow average: a step
 with it raises an error that says so.
 
-What it costs: a comparison for each parameter and step.
+Cost: a comparison for each parameter and step.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2075
 
@@ -23,9 +23,9 @@ have. ``PagedAdEMAMix`` and ``PagedAdEMAMix8bit`` (``paged_ademamix_32bit`` and 
 raise ``Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes``. Before 0.50 no optimizer runs on
 a CPU.
 
-The repair allocates the state like that of ``AdEMAMix``, and the steps equal those of ``AdEMAMix`` bit for bit.
+The repair allocates the state like that of ``AdEMAMix``, and the steps equal the steps of ``AdEMAMix`` bit for bit.
 
-What it costs: on other devices a look at the device when a paged state is made.
+Cost: on other devices a look at the device when a paged state is made.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901
 """

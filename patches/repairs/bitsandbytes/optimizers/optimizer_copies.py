@@ -7,14 +7,14 @@ optimizer, ``step()``, ``load_state_dict()`` and since 0.49.2 ``state_dict()`` r
 attribute 'initialized'`` (or ``'non_castable_tensor_keys'``). All releases; torch's own optimizers can be copied.
 
 The repair returns these attributes as well, and the configuration that overrides gave to the parameters, so that the
-copied parameters have it too. Objects that exist once in a process (the managers) are those of the process of the
+copied parameters have it too. Objects that exist once in a process (the managers) are the ones of the process of the
 copy. A copy steps exactly as the original does, bit for bit.
 
 Paged states are in memory that cannot be copied. Such an optimizer is copied as before, and the copy cannot step: use
-``state_dict()``. A file that was written without the plugin cannot step either, because nothing restores what it
+``state_dict()``. A file that was written without the plugin cannot step either, because nothing restores all that it
 lacks.
 
-What it costs: nothing in a step.
+Cost: nothing in a step.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L189
 """
@@ -55,7 +55,7 @@ def _is_paged(state: dict[str, Any]) -> bool:
 def _overrides(optimizer: Optimizer8bit) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """The parameters of ``optimizer`` that have a configuration of their own, and that."""
     if not optimizer.initialized:
-        optimizer.check_overrides()  # what its first step would do: looks for those that were made by module
+        optimizer.check_overrides()  # what its first step would do: looks for overrides that were made by module
     manager = optimizer.mng
     for gindex, group in enumerate(optimizer.param_groups):
         for pindex, parameter in enumerate(group["params"]):

@@ -20,7 +20,7 @@ the override of its original by its position in the optimizer. With the repair i
 ``torch.utils.swap_tensors`` refuses tensors that are referred to weakly. It swaps registered parameters as before: what
 is noted stays with the object.
 
-What it costs: nothing in a step; before 0.50 one dict lookup for each parameter, as in later releases.
+Cost: nothing in a step; before 0.50 one dict lookup for each parameter, as in later releases.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1269
 
@@ -35,7 +35,7 @@ otherwise.
 The repair stores one dict for each parameter. If the caller passed a dict, later overrides go into a separate layer
 above it, so that changes of the caller's dict count as before.
 
-What it costs: nothing in a step of a parameter without override.
+Cost: nothing in a step of a parameter without override.
 
 Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2029
 """
@@ -85,7 +85,7 @@ def not_ours(references: list[Any]) -> list[Any]:
 
 
 class _Registered:
-    """Stands for a module among those that are registered, and keeps nothing alive.
+    """Stands for a module among the registered ones, and keeps nothing alive.
 
     A parameter may outlive the module that had it, and keeps its override then.
     """
@@ -143,7 +143,7 @@ def is_alive(entry: tuple[Any, str, dict[str, Any]]) -> bool:
 
 
 def alive(noted: list[Any]) -> list[Any]:
-    """What is registered now, without what is gone; another thread may register meanwhile."""
+    """The registered modules, without the ones that are gone; another thread may register meanwhile."""
     return [entry for entry in [*noted] if is_alive(entry)]
 
 
