@@ -96,7 +96,7 @@ def test_a_docstring_as_markdown():
     _, rest = prose.story(REGISTRY.patches["peft-unmerge"])
     assert "[`bitsandbytes-params4bit-meta`](bitsandbytes-params4bit-meta.md) repairs" in rest
     assert "[#3466](https://github.com/huggingface/trl/issues/3466)" in rest
-    _, rest = prose.story(REGISTRY.patches["peft-trained-copies-offloaded"])
+    _, rest = prose.story(REGISTRY.patches["peft-modules-to-save-offloaded"])
     assert "[`peft-adapters-on-meta`](peft-adapters-on-meta.md) repairs" in rest
 
 

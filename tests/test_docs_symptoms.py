@@ -55,7 +55,7 @@ SEARCHED = [
         "ValueError: If you want to dispatch the model on the CPU or the disk while keeping these modules in 32-bit, "
         "you need to set `llm_int8_enable_fp32_cpu_offload=True` and pass a custom `device_map` to `from_pretrained`."
     )),
-    *((half, "transformers-refuses-what-does-not-fit") for half in halves(
+    *((half, "transformers-device-map-refused") for half in halves(
         "Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized model."
     )),
     ("recompile", "bitsandbytes-matmul4bit-aot-cache"),

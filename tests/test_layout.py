@@ -129,7 +129,7 @@ IN_EDITS = {
     ("bitsandbytes-int8-plain-weight", ".CB"): "forward asks whether the weight is a plain tensor, before it asks for more",
     ("bitsandbytes-linear4bit-plain-weight", ".quant_state"): "the same, of 4-bit layers",
     ("bitsandbytes-params4bit-meta", ".quant_state"): "the weight hands its own state to the helper that reads the devices in it",
-    ("accelerate-int8-offload-resident-codes", ".CB"): "written, not read: the hook gives up the codes that it brought",
+    ("accelerate-int8-offload-resident-weights", ".CB"): "written, not read: the hook gives up the codes that it brought",
     ("weight_moves.KEEP_PACKED_WEIGHT", ".SCB"): "an edit of an owner, which many patches share",
 }  # fmt: skip
 """Pieces of state that an edit asks for and the expression that it replaces does not, each with its reason."""

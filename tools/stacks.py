@@ -135,9 +135,9 @@ def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None
 
 
 def write(known: Mapping[str, Any]) -> None:
-    # A row of `verify` on a line of its own: a diff of this file says what a change of the plugin changes.
+    # A record on a line of its own: a diff of this file says what a change of the plugin changes.
     text = json.dumps({name: known[name] for name in declared() if name in known}, indent=1)
-    text = re.sub(r'\{\n +("id": [^{}]+?)\n +\}', lambda row: "{" + re.sub(r"\n +", " ", row[1]) + "}", text)
+    text = re.sub(r"\{\n +([^{}]+?)\n +\}", lambda record: "{" + re.sub(r"\n +", " ", record[1]) + "}", text)
     RESULTS.write_text(text + "\n", "utf-8")
     SHIPPED.write_text(shipped(), "utf-8")
 

@@ -96,7 +96,7 @@ def refuse_if_not_offloadable(found: Iterable[ExpertParameter], load_config: Any
             if not isinstance(device_map, OffloadMap):
                 raise NotImplementedError(
                     f"the device map sends {one.full_name} to the disk, which works for quantized experts only "
-                    "with the patch transformers-refuses-what-does-not-fit. Apply it, or give that layer another device."
+                    "with the patch transformers-device-map-refused. Apply it, or give that layer another device."
                 )
             if load_config.disk_offload_folder is None:
                 raise ValueError(

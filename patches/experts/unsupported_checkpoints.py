@@ -13,5 +13,5 @@ def refuse_divided_experts(keys: Iterable[str]) -> None:
     for key in filter(_OURS.search, keys):
         raise NotImplementedError(
             f"this checkpoint has {key}, but transformers has made linear layers of the experts. The patch "
-            "transformers-checkpoint-decides prevents that: call patches.apply() before the model is loaded."
+            "transformers-skip-list-of-checkpoint prevents that: call patches.apply() before the model is loaded."
         )

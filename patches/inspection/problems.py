@@ -47,7 +47,7 @@ FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
     ("8", "no scales"): (
         "packed INT8 weights have no row scales (SCB): they are quantized a second time, and outputs are 2000 times off",
         "Load the checkpoint again: row scales cannot be computed from packed weights.",
-        "bitsandbytes-int8-requantized-codes",
+        "bitsandbytes-int8-requantized-weights",
         RAISES,
     ),
     ("4", "scales elsewhere"): (
@@ -65,7 +65,7 @@ FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
     ("8", "resident"): (
         "packed weights of offloaded INT8 layers stayed on the execution device after forward: offloading saves no memory",
         "Call patches.apply() before the first forward.",
-        "accelerate-int8-offload-resident-codes",
+        "accelerate-int8-offload-resident-weights",
         PREVENTS,
     ),
     ("4", "packed"): (
@@ -78,8 +78,8 @@ FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
 """By the bits of the layer's class and the fault of its weight: what goes wrong, what to do, patch, what that does."""
 
 ON_META = {
-    "modules_to_save": "peft-trained-copies-offloaded",
-    "trainable_tokens": "peft-trained-copies-offloaded",
+    "modules_to_save": "peft-modules-to-save-offloaded",
+    "trainable_tokens": "peft-modules-to-save-offloaded",
     "prompt": "peft-adapters-on-meta",
 }
 """The patch for what peft leaves on meta, by the kind of adapter; for the others it is one."""

@@ -23,6 +23,7 @@ import transformers
 
 import patches
 from tests import processor
+from tools import records
 from tools.docs.architectures import RESULTS, is_right, wrong_steps
 
 from .found import Architecture, everything
@@ -53,7 +54,7 @@ def main(words: list[str]) -> int:
                 continue
             entry[way] = apart(architecture)
             print(f"{way} {architecture}: {summary(entry[way])}", flush=True)
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", "utf-8")
+            RESULTS.write_text(records.dumps(results), "utf-8")
     wrong = [name for name, entry in results.items() if is_worse(entry)]
     print(f"transformers {transformers.__version__}: {len(results)} architectures, worse with the plugin: {wrong or 0}")
     return int(bool(wrong))

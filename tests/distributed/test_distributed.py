@@ -84,8 +84,8 @@ FIXES = {
     "load/nf4-u8/torch/2-/dcp/same": ("error", "torch-checkpoint-other-forms"),
     "load/nested/torch/0+/dcp/other": ("error", "torch-checkpoint-other-forms"),
     "load/nf4-u8/torch/2-/broadcast/other": ("wrong", "torch-broadcast-unknown-keys"),
-    "train/fsdp2/int8/dora/step": ("wrong", "peft-codes-as-weights"),
-    "train/fsdp2/nf4-u8/shira/step": ("error", "peft-codes-as-weights"),
+    "train/fsdp2/int8/dora/step": ("wrong", "peft-packed-weights-as-values"),
+    "train/fsdp2/nf4-u8/shira/step": ("error", "peft-packed-weights-as-values"),
     "embedding/fsdp2/nf4-u8/whole": ("error", "bitsandbytes-embeddings-sharded"),
     "embedding/fsdp2/int8/whole": ("error", "bitsandbytes-embeddings-sharded"),
 }

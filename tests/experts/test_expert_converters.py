@@ -38,7 +38,7 @@ def counted():
 
 @pytest.fixture
 def patched():
-    with patches.applied(ID, "transformers-save-prequantized", "transformers-checkpoint-decides"):
+    with patches.applied(ID, "transformers-save-prequantized", "transformers-skip-list-of-checkpoint"):
         yield
 
 
@@ -198,6 +198,8 @@ def test_llama4_keeps_its_experts(tmp_path, patched):
     assert all(isinstance(one.parameter, Experts4bit) for one in find_experts(again))
     assert {type(one.module).__name__ for one in find_experts(again)} == {"Llama4TextExperts"}
     assert gap(step(model), step(again)) == 0
-    patches.revert("transformers-checkpoint-decides")
-    with pytest.raises(NotImplementedError, match="_proj.*The patch transformers-checkpoint-decides prevents that"):
+    patches.revert("transformers-skip-list-of-checkpoint")
+    with pytest.raises(
+        NotImplementedError, match="_proj.*The patch transformers-skip-list-of-checkpoint prevents that"
+    ):
         read(tmp_path / "packed")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.one_in(2)
 
 ID = "transformers-experts-of-linear-layers"
 INT8 = dict(load_in_4bit=False, load_in_8bit=True)
-LINEAR = ("bitsandbytes-int8-requantized-codes", "bitsandbytes-int8-copies", "bitsandbytes-int8-load-state-dict")
+LINEAR = ("bitsandbytes-int8-requantized-weights", "bitsandbytes-int8-copies", "bitsandbytes-int8-load-state-dict")
 """What linear layers in INT8 need, on older releases of bitsandbytes to be read at all."""
 FILE = "model.safetensors"
 
@@ -33,7 +33,7 @@ FILE = "model.safetensors"
 @pytest.fixture(autouse=True)
 def patched():
     dense_operations.COUNTS.clear()
-    with patches.applied(ID, "transformers-save-prequantized", "transformers-checkpoint-decides", *LINEAR):
+    with patches.applied(ID, "transformers-save-prequantized", "transformers-skip-list-of-checkpoint", *LINEAR):
         yield
     assert not dense_operations.COUNTS
 

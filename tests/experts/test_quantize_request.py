@@ -80,7 +80,7 @@ def test_saved_and_read_again(tmp_path):
     with patches.quantize_experts():
         model = loaded(tmp_path / "dense")
     model.save_pretrained(tmp_path / "packed")
-    with patches.applied("transformers-checkpoint-decides"):
+    with patches.applied("transformers-skip-list-of-checkpoint"):
         again = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "packed", experts_implementation="eager", device_map={"": "cpu"}
         )

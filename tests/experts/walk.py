@@ -31,6 +31,7 @@ from tests.architectures import judged
 from tests.architectures.found import Architecture, everything
 from tests.architectures.inputs import outputs
 from tests.experts.models import rounded
+from tools import records
 
 RESULTS = Path(__file__).parents[2] / "docs" / "mixtures.json"
 PURPOSES = ("text",)
@@ -203,7 +204,7 @@ def main() -> None:
         found = results[architecture.class_name] = result(architecture)
         wrong = {step: why for step, why in found.items() if why} or "right"
         print(f"{architecture.class_name}: {wrong} ({time.monotonic() - start:.0f} s)", flush=True)
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        RESULTS.write_text(records.dumps(results))
     print(table(results))
 
 

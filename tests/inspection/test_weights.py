@@ -88,14 +88,14 @@ def test_statistics_that_went_to_meta():
 def test_offloaded_codes_that_stay_where_they_ran():
     model = offloaded(load(8))
     assert fine(model)
-    with torch.no_grad(), patches.applied("accelerate-int8-offload-resident-codes"):
+    with torch.no_grad(), patches.applied("accelerate-int8-offload-resident-weights"):
         loss(model)
         assert fine(model)
     model = offloaded(load(8))
     with torch.no_grad():
         loss(model)
     problem = only(model)
-    assert problem.patch == "accelerate-int8-offload-resident-codes" and len(problem.where) == 14
+    assert problem.patch == "accelerate-int8-offload-resident-weights" and len(problem.where) == 14
     assert not model.model.layers[0].mlp.up_proj.state.CB.is_meta
 
 
@@ -160,7 +160,7 @@ def test_float32_that_the_first_input_has_fixed():
     ("options", "patch", "tensors"),
     [
         ({}, "peft-adapters-on-meta", 4),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["layers.1.mlp"]}, "peft-trained-copies-offloaded", 3),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["layers.1.mlp"]}, "peft-modules-to-save-offloaded", 3),
     ],
 )
 def test_adapters_on_meta(options, patch, tensors):

@@ -18,6 +18,7 @@ from typing import Any
 
 from patches import REGISTRY
 from patches.engine import Part, gate
+from tools import records
 
 from . import DOCS, ROOT
 
@@ -70,7 +71,7 @@ def main() -> None:
     parts = ((patch.id, name(patch.id, part.name)) for patch in REGISTRY.patches.values() for part in patch.parts)
     if missing := list(dict.fromkeys(patch_id for patch_id, each in parts if each not in known)):
         known |= measure(missing)
-    FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n", "utf-8")
+    FILE.write_text(records.dumps(known), "utf-8")
 
 
 if __name__ == "__main__":

@@ -76,8 +76,7 @@ def _state_of(weight: Any) -> Any:
 
 
 def was_quantized(weight: Any) -> bool:
-    """Whether ``weight`` holds or had packed weights, whatever is in it now: it keeps them or their scales, or has
-    settled."""
+    """Whether ``weight`` holds or had packed weights: it keeps them or their scales, or has settled."""
     own = vars(weight)
     return own.get("CB") is not None or own.get("SCB") is not None or layer_settled_in(weight) is not None
 
@@ -270,8 +269,7 @@ def clear_state(layer: Any) -> None:
 
 
 def own_packed_weight_and(scale: Tensor | None, layer: Any) -> None:
-    """Let the weight of ``layer`` own the packed weights that it holds and ``scale``; without one, forward raises an
-    error."""
+    """Let the weight of ``layer`` own its packed weights and ``scale``; without one, forward raises an error."""
     row_scales.set_weight_and_scales(layer.weight, layer.weight.data, scale)
     clear_state(layer)
     _noted.pop(layer, None)

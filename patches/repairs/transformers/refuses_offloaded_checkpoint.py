@@ -6,7 +6,7 @@ llm_int8_enable_fp32_cpu_offload=True``. For a checkpoint that is already quanti
 error again. All releases since 4.53.
 
 ``from_pretrained`` reads no row scales and no quantization state for a layer on the disk, so it is right to refuse,
-unless ``transformers-refuses-what-does-not-fit`` is applied, which loads such a model. With the repair the error says
+unless ``transformers-device-map-refused`` is applied, which loads such a model. With the repair the error says
 what works, with the same result bit for bit: load the whole model, then call ``dispatch_model``. A model that is
 quantized while it is loaded is asked for the flag as before.
 """

@@ -12,7 +12,7 @@ Whatever the installed transformers skips, by a regular expression or the end of
 that transformers alone would not find are added to the configuration of the model, so that a saved model loads without
 the plugin. If a name matches no module, a warning names the nearest ones. A list that is not a list, and an empty
 name, raise an error. For a checkpoint that is already quantized, its file decides
-(``transformers-checkpoint-decides``).
+(``transformers-skip-list-of-checkpoint``).
 
 Cost: one pass over the names of the modules while loading.
 """

@@ -14,7 +14,7 @@ transformers 4.53 to 5.23.
 With the repair such a layer stays in floating point when a model is quantized, as with ``llm_int8_skip_modules``, and
 is added to that list in the configuration, so that a saved model loads without the plugin. It affects only the layers
 in ``READ``, and only if the installed source still reads their weight. If only 4 bits lose by the cast, INT8 stays as
-it was. A checkpoint that is already quantized is loaded as its file says; there ``bitsandbytes-whole-numbers`` raises
+it was. A checkpoint that is already quantized is loaded as its file says; there ``bitsandbytes-integer-input`` raises
 an error.
 """
 

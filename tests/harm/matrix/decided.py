@@ -110,7 +110,7 @@ BY_NAME = {
         "without; as is, bitsandbytes 0.46 loads no layer that was made on meta"
     ),
     r"^int8.* scales_(half|bf16|double) .*loads_floats": (
-        "bitsandbytes-int8-codes-without-scales refuses floating-point values for packed INT8 weights, because bitsandbytes "
+        "bitsandbytes-int8-weights-without-scales refuses floating-point values for packed INT8 weights, because bitsandbytes "
         "truncates them to whole numbers, silently; the kernels of 0.46, which take row scales in float32 alone, raise an error "
         "in the next forward"
     ),

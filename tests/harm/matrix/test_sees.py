@@ -100,7 +100,7 @@ def old(name, codes):
     ),
     "A4: a new weight is loaded under the scales of the old": (
         both(
-            behaves("patches.repairs.bitsandbytes.int8.codes_without_scales:_not_quantized", """
+            behaves("patches.repairs.bitsandbytes.int8.weights_without_scales:_not_quantized", """
 def old(layer, weight, local_metadata):
     return False
 """),

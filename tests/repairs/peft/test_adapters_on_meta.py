@@ -1,6 +1,6 @@
 """Adapters put on an offloaded model, trained: losses, gradients and adapters of the whole model, bit for bit.
 
-Also of ``peft-trained-copies-offloaded``, ``peft-trained-copies-offloaded``.
+Also of ``peft-modules-to-save-offloaded``, ``peft-modules-to-save-offloaded``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_modules_to_save(kind, way, base, device):
 
 
 @pytest.mark.skipif(
-    patches.report("peft-trained-copies-offloaded").results[0].status is patches.Status.NOT_AFFECTED,
+    patches.report("peft-modules-to-save-offloaded").results[0].status is patches.Status.NOT_AFFECTED,
     reason="peft has no trainable tokens before 0.15",
 )
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Merge|Unmerge|Adapter cannot be set:UserWarning"),
 ]
 X = torch.linspace(-2, 2, 6 * 64).view(2, 3, 64).cos()
-IDS = ("peft-merge-randlora", "peft-merge-oft", "peft-merge-into-codes")
+IDS = ("peft-merge-randlora", "peft-merge-oft", "peft-merge-into-packed-weights")
 PUT_BACK = ("peft-unmerge", "peft-unmerge")  # OFT's own unmerge from INT8 is 0.18 off
 IN_4BIT = ("bitsandbytes-params4bit-meta",)  # without it RandLoRA leaves a 4-bit layer unquantized
 
@@ -171,7 +171,7 @@ def test_tuners_without_a_merge_say_so_by_name(name, bits):
     with pytest.raises(NotImplementedError) as bare:
         model.merge_adapter()
     assert not str(bare.value)
-    with patches.applied("peft-merge-into-codes"):
+    with patches.applied("peft-merge-into-packed-weights"):
         before = model(X)
         for call in (model.merge_adapter, model.base_model.model[0].unmerge):
             with pytest.raises(
@@ -189,7 +189,7 @@ def test_lora_of_a_model_that_does_not_say_it_is_quantized_is_refused(safe, dora
     torch.manual_seed(0)
     base = torch.nn.Sequential(layer(8, 48)).to("cpu")
     config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, use_dora=dora)
-    with patches.applied("peft-merge-into-codes", *(["peft-dora-replaces-weight"] if dora else [])):
+    with patches.applied("peft-merge-into-packed-weights", *(["peft-dora-replaces-weight"] if dora else [])):
         model = peft.get_peft_model(base, config).eval()
         before = model(X)
         with pytest.raises(

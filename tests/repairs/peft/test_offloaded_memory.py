@@ -1,6 +1,6 @@
 """What is offloaded is on the device for its own forward and its own backward: counted in bytes of live storage.
 
-Also of ``accelerate-int8-offload-resident-codes``.
+Also of ``accelerate-int8-offload-resident-weights``.
 """
 
 from __future__ import annotations

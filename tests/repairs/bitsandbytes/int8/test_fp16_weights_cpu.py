@@ -1,6 +1,6 @@
 """``has_fp16_weights=True`` on a CPU: trains in any shape, evaluates, and never on an older weight's codes.
 
-Also of ``bitsandbytes-int8-stale-codes``.
+Also of ``bitsandbytes-int8-stale-packed-weights``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import patches
 
 CPU = "bitsandbytes-int8-fp16-weights-cpu"
-STALE = "bitsandbytes-int8-stale-codes"
+STALE = "bitsandbytes-int8-stale-packed-weights"
 
 pytestmark = pytest.mark.skipif(
     not hasattr(bnb.autograd._functions, "MatMul8bitFp") or hasattr(bnb.autograd._functions, "ipex_cpu"),

@@ -15,7 +15,7 @@ from tests.repairs.peft.offloading import device_map, logits, quantization, save
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
 
-PATCH = "transformers-refuses-what-does-not-fit"
+PATCH = "transformers-device-map-refused"
 ON_DISK = {"": "cpu", "model.layers.1": "disk"}
 
 

@@ -158,7 +158,8 @@ def defect() -> Finding:
 
 
 PATCH = Patch(
-    id="bitsandbytes-int8-codes-without-scales",
+    id="bitsandbytes-int8-weights-without-scales",
+    former_ids=("bitsandbytes-int8-codes-without-scales",),
     summary="INT8 weights that arrive without SCB are loaded silently, and every output is wrong",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46",),

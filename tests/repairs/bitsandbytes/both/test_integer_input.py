@@ -8,7 +8,7 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
 import patches
 
-ID = "bitsandbytes-whole-numbers"
+ID = "bitsandbytes-integer-input"
 BIAS = "bitsandbytes-bias-written-in-forward"
 """INT8 without it casts its bias to whole numbers before anyone asks."""
 

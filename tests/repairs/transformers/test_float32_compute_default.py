@@ -9,14 +9,14 @@ import torch
 
 import patches
 from patches.repairs.reproducers.log_records import record_logs
-from patches.repairs.transformers import computes_in_float32
+from patches.repairs.transformers import float32_compute_default
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
 
 from . import asking  # noqa: E402
 
-ID, GIVEN = "transformers-computes-in-float32", "transformers-compute-dtype-given"
+ID, GIVEN = "transformers-float32-compute-default", "transformers-compute-dtype-given"
 FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 HALF = {"torch_dtype": torch.bfloat16}
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def first(monkeypatch):
-    monkeypatch.setattr(computes_in_float32, "_told", set())
+    monkeypatch.setattr(float32_compute_default, "_told", set())
 
 
 def said(folder: Path, how, *ids: str, times: int = 1, **also) -> list[str]:

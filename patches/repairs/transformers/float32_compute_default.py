@@ -78,7 +78,8 @@ def defect() -> Finding:
 
 
 PATCH = Patch(
-    id="transformers-computes-in-float32",
+    id="transformers-float32-compute-default",
+    former_ids=("transformers-computes-in-float32",),
     summary="a bf16 model in 4 bits silently computes in float32, the default of bnb_4bit_compute_dtype",
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/quantization_config.py",),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),

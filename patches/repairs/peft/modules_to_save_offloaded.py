@@ -101,13 +101,16 @@ def defect_trainable_token_indices() -> Finding:
 
 
 PATCH = Patch(
-    id="peft-trained-copies-offloaded",
+    id="peft-modules-to-save-offloaded",
     summary="modules_to_save and trainable_token_indices of an offloaded module silently train nothing, or fail",
     links=(
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py#L653",
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/trainable_tokens/layer.py",
     ),
-    former_ids=("peft-trainable-tokens-offloaded",),
+    former_ids=(
+        "peft-trained-copies-offloaded",
+        "peft-trainable-tokens-offloaded",
+    ),
     seen_on=("2.13", "2.15"),
     parts=(
         Part(

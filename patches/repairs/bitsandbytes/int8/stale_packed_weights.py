@@ -72,7 +72,8 @@ _CALL = "_patches_must_quantize(B, state)"
 _NAMES = {"_patches_must_quantize": _must_quantize}
 
 PATCH = Patch(
-    id="bitsandbytes-int8-stale-codes",
+    id="bitsandbytes-int8-stale-packed-weights",
+    former_ids=("bitsandbytes-int8-stale-codes",),
     summary="with has_fp16_weights=True, zero_grad(set_to_none=False) keeps the old quantized weights in use",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),

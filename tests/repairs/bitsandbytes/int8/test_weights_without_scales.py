@@ -10,7 +10,7 @@ from bitsandbytes.nn import Linear8bitLt
 
 import patches
 
-ID = "bitsandbytes-int8-codes-without-scales"
+ID = "bitsandbytes-int8-weights-without-scales"
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(9))
 
 

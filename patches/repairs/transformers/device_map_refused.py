@@ -271,7 +271,8 @@ def _before_5() -> tuple[Rewrite, ...]:
 
 
 PATCH = Patch(
-    id="transformers-refuses-what-does-not-fit",
+    id="transformers-device-map-refused",
+    former_ids=("transformers-refuses-what-does-not-fit",),
     summary="a quantized model that does not fit is refused: some modules are dispatched on the CPU or the disk",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/315",

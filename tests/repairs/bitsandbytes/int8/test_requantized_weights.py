@@ -15,11 +15,11 @@ import patches
 
 pytestmark = pytest.mark.one_in(2)
 
-ID = "bitsandbytes-int8-requantized-codes"
+ID = "bitsandbytes-int8-requantized-weights"
 OFFLOAD = (
     "bitsandbytes-int8-backward-live-state",
     ID,
-    "accelerate-int8-offload-resident-codes",
+    "accelerate-int8-offload-resident-weights",
     "accelerate-int8-cpu-round-trip",
 )
 CPU = torch.device("cpu")

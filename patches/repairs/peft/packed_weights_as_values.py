@@ -78,7 +78,8 @@ def _bat(forward: str, when: str) -> Rewrite:
 
 
 PATCH = Patch(
-    id="peft-codes-as-weights",
+    id="peft-packed-weights-as-values",
+    former_ids=("peft-codes-as-weights",),
     summary="HRA, PEANuT, DEFT, HiRA, Bone and MiSS use INT8 packed weights as if they were dequantized: outputs and gradients are wrong",
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/hra/layer.py",

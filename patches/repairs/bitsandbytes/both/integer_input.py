@@ -65,7 +65,8 @@ def defect() -> Finding:
 _ASKED = "self.compute_dtype is not None"
 
 PATCH = Patch(
-    id="bitsandbytes-whole-numbers",
+    id="bitsandbytes-integer-input",
+    former_ids=("bitsandbytes-whole-numbers",),
     summary="4-bit layers accept integer activations, and return wrong outputs where a model casts to weight.dtype",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py",

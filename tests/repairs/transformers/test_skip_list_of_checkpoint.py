@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from . import asking  # noqa: E402
 
-ID = "transformers-checkpoint-decides"
+ID = "transformers-skip-list-of-checkpoint"
 LISTS = (None, [], ["lm_head"], ["mlp", "lm_head"], ["language_model.model.layers.0.mlp"], ["model.layers.0"])
 
 

@@ -18,7 +18,7 @@ from tests.repairs.peft.stood_for import X, gradients, models, relative_error
 
 pytestmark = pytest.mark.one_in(2)
 
-ID = "peft-codes-as-weights"
+ID = "peft-packed-weights-as-values"
 
 ON = {"target_modules": ["0", "2"]}
 TUNERS = {"HRA": lambda: peft.HRAConfig(r=4, **ON)}

@@ -37,7 +37,8 @@ _TARGET = "accelerate.hooks:AlignDevicesHook.post_forward"
 _CLEARED = "module.state.CxB = None"
 
 PATCH = Patch(
-    id="accelerate-int8-offload-resident-codes",
+    id="accelerate-int8-offload-resident-weights",
+    former_ids=("accelerate-int8-offload-resident-codes",),
     summary="offloaded INT8 weights stay on the execution device after the first forward",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),

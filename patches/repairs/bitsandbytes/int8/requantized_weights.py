@@ -58,7 +58,8 @@ def defect() -> Finding:
 
 
 PATCH = Patch(
-    id="bitsandbytes-int8-requantized-codes",
+    id="bitsandbytes-int8-requantized-weights",
+    former_ids=("bitsandbytes-int8-requantized-codes",),
     summary="an INT8 weight without SCB is quantized a second time: outputs are 2000 times too large",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
