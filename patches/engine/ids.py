@@ -29,7 +29,7 @@ class Ids:
         if patch_id in self.present:
             return patch_id
         if (found := self._former.get(patch_id)) is not None:
-            self._note(f"the patch {patch_id} is part of {found} now; both ids are accepted")
+            self._note(f"the patch {patch_id} is called {found} now; both ids are accepted")
         return found
 
     def choose(self, ids: tuple[str, ...]) -> list[Patch]:

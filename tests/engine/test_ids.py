@@ -18,7 +18,7 @@ def test_a_former_id_is_accepted_and_told_once(toy):
     report = r.report("now")
     assert report["now"] is report["before"] and report.to_dict()["results"][0]["former_ids"] == ["before", "beside"]
     assert [note for note in report.notes if "before" in note] == [
-        "the patch before is part of now now; both ids are accepted"
+        "the patch before is called now now; both ids are accepted"
     ]
     with pytest.raises(ValueError, match="two patches are named before"):
         Registry([*r.patches.values(), patch("before", Rewrite("toy:plain", "y * 2", "y * 4"))])
