@@ -40,7 +40,7 @@ def test_declared_well(patch: Patch):
     assert patch.id == patch.id.lower() and patch.id.startswith(patch.package.lower() + "-")
     assert patch.summary and not patch.summary.endswith(".") and "\n" not in patch.summary
     assert all(link.startswith("https://") for link in patch.links)
-    assert patch.edits and patch.seen_on and patch.tested_up_to
+    assert patch.edits and all(part.tested_up_to for part in patch.parts)
     module = sys.modules[patch.module]
     assert module.PATCH is patch and inspect.getdoc(module)
     for edit in patch.edits:

@@ -44,7 +44,6 @@ PATCH = Patch(
     links=("https://github.com/TODO/{package}/issues/0",),
     requires=("{package}>={installed}",),  # TODO: the first release with the defect; "<..." where it is repaired
     tested_up_to="{installed}",
-    seen_on=("{torch}",),  # TODO: the series of torch on which the reproducer was seen
     edits=(
         Rewrite(
             "{package}.TODO:Class.method",

@@ -51,13 +51,18 @@ def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
         [*dict.fromkeys(edits), f"The changed lines: python -m patches diff {patch.id}"],
         costs or [f"{NO_COST} docs/speed.md."],
         [
-            f"For {', '.join(patch.requires)}; tested up to {patch.package} {patch.tested_up_to}. "
+            f"For {'; '.join(patch.ranges())}. Tested up to {', '.join(_tested(patch))}. "
             "If the installed code differs from what the patch expects, the patch is skipped and reported as `conflict`.",
             f"Here: {_here(patch, result)}.",
             f"To see the defect and its repair: python -m patches verify {patch.id}. "
             f"To disable it: PATCHES_DISABLE={patch.id}, or patches.revert({patch.id!r}) in a running program.",
         ],
     )))  # fmt: skip
+
+
+def _tested(patch: Patch) -> list[str]:
+    """The newest tested release of each package that is repaired."""
+    return list(dict.fromkeys(f"{part.package} {part.tested_up_to}" for part in patch.parts))
 
 
 def sentence(summary: str) -> str:
@@ -90,6 +95,15 @@ def _seen(patch: Patch) -> Iterator[str]:
     yield from known.said(patch.id)
     if patch.id in known.silent:
         yield "In other cases there is no message." if known.said(patch.id) else "There is no message."
+    if patch.effect in EFFECTS:
+        yield EFFECTS[patch.effect]
+
+
+EFFECTS = {
+    "warns": "The patch only warns, or raises an error that says what to do.",
+    "feature": "It repairs no defect of a library, but what patches.quantize_experts brings about.",
+}
+"""Said of a patch that repairs no defect of a library."""
 
 
 def page(patch: Patch, result: Result) -> str:

@@ -14,6 +14,8 @@ ACTED_ON = (Status.CONFLICT, Status.FAILED, Status.SHADOWED, Status.UNTESTED)
 
 _NAMED = 3
 """So many ids of disabled patches are shown."""
+_EFFECTS = {"repairs": "", "warns": "only warns; ", "feature": "a part of quantize_experts; "}
+"""Said of a patch that repairs no defect of a library."""
 _ORDER = sorted(Status, key=lambda status: status is not Status.APPLIED)
 
 
@@ -66,4 +68,4 @@ def _lines(chosen: Iterable[Patch]) -> list[str]:
 
 
 def _row(patch: Patch) -> table.Row:
-    return table.Row((patch.id,), (patch.summary, f"for {', '.join(patch.requires)}"))
+    return table.Row((patch.id,), (patch.summary, f"{_EFFECTS[patch.effect]}for {'; '.join(patch.ranges())}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import requirement
 
@@ -107,11 +107,11 @@ class Patch:
     parts:
         Where one cause shows in several places, in other libraries or in modules that are imported on their own: a
         :class:`Part` for each, in the place of the four fields before.
+    effect:
+        "repairs"; "warns" where the patch only warns or refuses; "feature" where it repairs only what a function of
+        ours brings about.
     former_ids:
         Ids that earlier releases had for this patch, or for patches that are one now. Each is accepted where an id is.
-    seen_on:
-        The series of torch on which it was shown by hand or in CI. One that a stack of the table has
-        is named only if ``make stacks`` has shown it there.
     damage:
         Names, in words, objects alive in this process that the defect had already damaged when
         the patch was applied. Runs once, right after it is applied; changes nothing.
@@ -125,8 +125,8 @@ class Patch:
     edits: tuple[Edit, ...] = ()
     defect: Callable[[], Finding] = _no_defect
     parts: tuple[Part, ...] = ()
+    effect: Literal["repairs", "warns", "feature"] = "repairs"
     former_ids: tuple[str, ...] = ()
-    seen_on: tuple[str, ...] = ()
     damage: Callable[[], tuple[str, ...]] | None = None
 
     def __post_init__(self) -> None:
@@ -145,6 +145,13 @@ class Patch:
     def package(self) -> str:
         """Name of the distribution that is repaired, the first of ``requires``; of several parts the first one's."""
         return self.parts[0].package
+
+    def ranges(self) -> list[str]:
+        """Return the requirements of each part, with the names of the parts that have them where these differ."""
+        found: dict[str, list[str]] = {}
+        for part in self.parts:
+            found.setdefault(", ".join(part.requires), []).append(part.name)
+        return list(found) if len(found) == 1 else [f"{text} ({', '.join(names)})" for text, names in found.items()]
 
     @property
     def module(self) -> str:

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from patches import REGISTRY
 from tests.stacks.flows import is_right
 from tools import stacks as tool
 from tools.docs import stacks
@@ -54,13 +53,6 @@ def test_it_was_run_on_what_the_table_declares(name, torch, found):
     named = (*tool.PACKAGES, "python")
     declared = {package: release for package, release in tool.declared()[name].items() if package in named}
     assert found["versions"] == {**declared, "torch": torch}
-
-
-def test_a_patch_names_a_torch_of_the_table_only_if_it_was_shown_there():
-    of_the_suite = tool.series(tool.declared()["newest"]["torch"])  # the contract of each patch shows it every day
-    measured = {tool.series(torch) for _, torch, _ in RUNS} - {of_the_suite}
-    claimed = {name: measured & set(patch.seen_on) for name, patch in REGISTRY.patches.items()}
-    assert {name: torch for name, torch in claimed.items() if not torch <= stacks.shown_on(name)} == {}
 
 
 def test_the_readme_names_the_torches_that_were_run():

@@ -58,7 +58,12 @@ def _programs(patch: Patch) -> list[str]:
 def index(patches: Mapping[str, Patch], symptoms: Symptoms) -> str:
     """The groups, each a page of its own, which Sphinx puts into the navigation."""
     grouped = symptoms.grouped(patches)
-    lines = ["# The patches\n", INTRODUCTION.format(count=len(patches)), "\n| when | patches |", "|---|---|"]
+    lines = [
+        "# The patches\n",
+        INTRODUCTION.format(count=sum(p.effect == "repairs" for p in patches.values())),
+        "\n| when | patches |",
+        "|---|---|",
+    ]
     lines += [f"| [{symptoms.groups[key]}](group-{key}.md) | {len(ids)} |" for key, ids in grouped.items()]
     lines += ["\n```{toctree}\n:hidden:\n", *(f"group-{key}" for key in grouped), "```"]
     return "\n".join(lines) + "\n"
@@ -79,17 +84,24 @@ def groups(patches: Mapping[str, Patch], symptoms: Symptoms) -> dict[str, str]:
 
 def _row(patch: Patch) -> str:
     upstream = ", ".join(map(link, patch.links))
-    return f"| [{patch.id}]({patch.id}.md)<br>{releases(patch)} | {_escaped(patch.summary)}<br>Upstream: {upstream} |"
+    effect = {"repairs": "", "warns": " *(warns)*", "feature": " *(for quantize_experts)*"}[patch.effect]
+    return f"| [{patch.id}]({patch.id}.md){effect}<br>{releases(patch)} | {_escaped(patch.summary)}<br>Upstream: {upstream} |"
 
 
 def _facts(patch: Patch) -> str:
     rows = [
         ("releases with the defect", releases(patch)),
-        ("shown and repaired on", f"torch {', '.join(sorted({*patch.seen_on, *shown_on(patch.id)}, key=Version))}"),
+        *_shown(patch),
         ("if the installed code is another", "the patch is skipped and reported as `conflict`"),
         ("to leave it out", f"`PATCHES_DISABLE={patch.id}`, or `patches.revert({patch.id!r})`"),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _shown(patch: Patch) -> list[tuple[str, str]]:
+    """The series of torch on which a stack of docs/releases.md showed the defect and its repair, if one did."""
+    found = sorted(shown_on(patch.id), key=Version)
+    return [("shown and repaired on", f"torch {', '.join(found)}")] if found else []
 
 
 def _says(patch: Patch, symptoms: Symptoms) -> Iterator[str]:
@@ -97,6 +109,8 @@ def _says(patch: Patch, symptoms: Symptoms) -> Iterator[str]:
     yield from (_block("text", text) for text in said)
     if patch.id in symptoms.silent:
         yield "In other cases there is no message." if said else "There is no message."
+    if patch.effect in explain.EFFECTS:
+        yield explain.EFFECTS[patch.effect]
     if words := [each for found in symptoms.words if patch.id in found.patches for each in (found.text, *found.also)]:
         yield f"People search for: {', '.join(dict.fromkeys(words))}."
 

@@ -7,13 +7,23 @@ import re
 from packaging.requirements import Requirement
 
 from patches import Patch
+from patches.engine import Part
 
 
 def releases(patch: Patch) -> str:
     """``bitsandbytes 0.46.1 to 0.50.2``: where the defect is; an end without "below" is the last one tested."""
-    first, *others = map(Requirement, patch.requires)
+    by_range: dict[str, list[str]] = {}
+    for part in patch.parts:
+        by_range.setdefault(_range(part), []).append(part.name)
+    if len(by_range) == 1:
+        return next(iter(by_range))
+    return "; ".join(f"{' and '.join(names)}: {found}" for found, names in by_range.items())
+
+
+def _range(part: Part) -> str:
+    first, *others = map(Requirement, part.requires)
     bounds = {s.operator: s.version for s in first.specifier}
-    until = f"to below {bounds['<']}" if "<" in bounds else f"to {bounds.get('<=', patch.tested_up_to)}"
+    until = f"to below {bounds['<']}" if "<" in bounds else f"to {bounds.get('<=', part.tested_up_to)}"
     words = " ".join(filter(None, [first.name, bounds.get(">="), until]))
     return ", ".join([words, *map(_other, others)])
 

@@ -78,7 +78,6 @@ PATCH = Patch(
         "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L278",
     ),
     former_ids=("bitsandbytes-int8-dequantized-in-place",),
-    seen_on=("2.13",),
     parts=(
         Part(
             "offloading",

@@ -57,7 +57,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             "accelerate.utils.modeling:set_module_tensor_to_device",

@@ -65,7 +65,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/bnb.py#L445",),
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             _TARGET,

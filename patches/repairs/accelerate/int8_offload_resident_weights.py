@@ -43,7 +43,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(_TARGET, _CLEARED, "module.state.CB = module.state.CxB = None", when="bitsandbytes!=0.47.0"),
         Rewrite(_TARGET, _CLEARED, "module.state.CB = module.weight.data", when="bitsandbytes==0.47.0"),

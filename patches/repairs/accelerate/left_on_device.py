@@ -55,7 +55,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/hooks.py#L186",),
     requires=("accelerate>=0.26",),
     tested_up_to="1.15.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "accelerate.hooks:add_hook_to_module",

@@ -83,7 +83,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L345",),
     requires=("accelerate>=0.34", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             _TARGET,

@@ -80,7 +80,6 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py#L4750",
     ),
     former_ids=("transformers-trainer-moves-offloaded",),
-    seen_on=("2.13", "2.15"),
     parts=(
         Part(
             "prepare",

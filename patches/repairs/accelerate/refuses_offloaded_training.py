@@ -63,7 +63,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1871",),
     requires=("accelerate>=1.1", "bitsandbytes>=0.46.1", "transformers>=4.53", "peft>=0.14"),
     tested_up_to="1.15.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "accelerate.accelerator:Accelerator.prepare_model",

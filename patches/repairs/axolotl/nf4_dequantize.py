@@ -64,7 +64,6 @@ PATCH = Patch(
         "https://github.com/unslothai/unsloth",
     ),
     former_ids=("unsloth-nf4-dequantize",),
-    seen_on=("2.13",),
     parts=(
         Part(
             "axolotl",

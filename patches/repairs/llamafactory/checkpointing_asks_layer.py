@@ -79,7 +79,6 @@ PATCH = Patch(
     links=("https://github.com/hiyouga/LLaMA-Factory/blob/main/src/llamafactory/model/model_utils/checkpointing.py",),
     requires=("llamafactory>=0.9.4", "transformers>=4.53,<5.23", "torch>=2.7"),
     tested_up_to="0.9.5",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "transformers.modeling_layers:GradientCheckpointingLayer.__call__",

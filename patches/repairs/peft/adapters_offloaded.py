@@ -75,7 +75,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/hooks.py#L473",),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "accelerate.hooks:attach_align_device_hook",

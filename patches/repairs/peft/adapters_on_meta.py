@@ -128,7 +128,6 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py",
     ),
     former_ids=("peft-prompt-encoder-on-meta",),
-    seen_on=("2.13", "2.15"),
     parts=(
         Part(
             "layers",

@@ -118,7 +118,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/issues/2889", "https://github.com/huggingface/peft/pull/2893"),
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13",),
     edits=(
         _edit("BaseTuner._cast_adapter_dtype", "self.model", "peft<0.18"),
         _edit("cast_adapter_dtype", "model", "peft>=0.18"),

@@ -37,7 +37,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/dora.py",),
     requires=("peft>=0.19", "torch>=2.6"),
     tested_up_to="0.21.2",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             "peft.tuners.lora.dora:DoraLinearLayer._cache_clear",

@@ -71,7 +71,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
     requires=("peft>=0.15", "bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.21.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             TARGET,

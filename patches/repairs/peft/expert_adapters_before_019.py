@@ -105,7 +105,6 @@ PATCH = Patch(
     summary="adapters of experts saved by peft 0.17 or 0.18 do not load, or silently load wrongly",
     links=("https://github.com/huggingface/peft/issues/3165",),
     former_ids=("transformers-expert-adapters-before-019",),
-    seen_on=("2.13",),
     parts=(
         Part(
             "PeftModel",

@@ -95,7 +95,6 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",
     ),
     former_ids=("peft-floats-as-codes", "transformers-floats-as-codes"),
-    seen_on=("2.13",),
     parts=(
         Part(
             "peft",

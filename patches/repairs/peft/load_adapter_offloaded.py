@@ -198,7 +198,6 @@ PATCH = Patch(
         "transformers-load-adapter-dispatches-again",
         "transformers-load-adapter-offloaded",
     ),
-    seen_on=("2.13", "2.15"),
     parts=(
         Part(
             "PeftModel",

@@ -98,7 +98,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/loftq_utils.py",),
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(_TARGET.format("loftq_init"), _DEVICE, when="peft>=0.15", **_ON),
         Rewrite(_TARGET.format("loftq_init"), '"cuda"', when="peft<0.15", **_ON),

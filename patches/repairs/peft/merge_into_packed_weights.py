@@ -82,7 +82,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/c3a/layer.py",),
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         dense_weight.refuse_merge("c3a.layer:C3ALinear.merge", "peft>=0.16"),
         dense_weight.refuse_merge("miss.layer:MissLinear.merge", "peft>=0.17,<0.20"),

@@ -97,7 +97,6 @@ PATCH = Patch(
     ),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "peft.tuners.tuners_utils:onload_layer",

@@ -72,7 +72,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/v0.19.1/src/peft/tuners/oft/bnb.py",),
     requires=("peft>=0.16,<0.21", "bitsandbytes>=0.46.1"),
     tested_up_to="0.20.0",
-    seen_on=("2.13",),
     edits=(
         _product("Linear8bitLt.merge"),
         _product("Linear4bit.merge"),

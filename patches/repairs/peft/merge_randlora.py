@@ -45,7 +45,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/randlora/bnb.py",),
     requires=("peft>=0.16", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         *(
             Rewrite(

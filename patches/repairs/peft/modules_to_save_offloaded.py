@@ -111,7 +111,6 @@ PATCH = Patch(
         "peft-trained-copies-offloaded",
         "peft-trainable-tokens-offloaded",
     ),
-    seen_on=("2.13", "2.15"),
     parts=(
         Part(
             "modules_to_save",

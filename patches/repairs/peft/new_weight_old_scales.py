@@ -74,7 +74,6 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",
     ),
     former_ids=("transformers-new-weight-old-scales",),
-    seen_on=("2.13",),
     parts=(
         Part(
             "peft",

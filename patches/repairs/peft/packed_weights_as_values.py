@@ -87,7 +87,6 @@ PATCH = Patch(
     ),
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             f"{_TUNERS}.hra.layer:HRALinear.forward",

@@ -130,7 +130,6 @@ PATCH = Patch(
     ),
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         _shape("loha.layer:LoHaLayer.update_layer"),
         _shape("loha.layer:LoHaLayer.get_delta_weight"),

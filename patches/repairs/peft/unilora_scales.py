@@ -64,7 +64,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/unilora/layer.py",),
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "peft.tuners.unilora.layer:UniLoraLayer.update_scaling",

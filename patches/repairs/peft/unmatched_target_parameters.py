@@ -57,11 +57,11 @@ def _name(name: str) -> str:
 
 PATCH = Patch(
     id="peft-unmatched-target-parameters",
+    effect="warns",
     summary="a name in target_parameters that matches no parameter is silently ignored",
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/tuners_utils.py",),
     requires=("peft>=0.17",),
     tested_up_to="0.21.2",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "peft.tuners.tuners_utils:BaseTuner._inject_parameters",

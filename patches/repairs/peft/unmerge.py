@@ -103,7 +103,6 @@ PATCH = Patch(
         "peft-unmerge-vera",
         "peft-unmerge-through-backend",
     ),
-    seen_on=("2.13", "2.15"),
     parts=(
         Part(
             "LoRA",

@@ -73,6 +73,7 @@ def _loaded_quantized(model: torch.nn.Module) -> bool:
 
 PATCH = Patch(
     id="peft-upcasts-experts",
+    effect="warns",
     summary="prepare_model_for_kbit_training silently doubles the memory of the experts of a quantized model",
     links=(
         "https://github.com/unslothai/unsloth/issues/4032",
@@ -80,7 +81,6 @@ PATCH = Patch(
     ),
     requires=("peft>=0.14", "transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "peft.utils.other:prepare_model_for_kbit_training",

@@ -60,7 +60,6 @@ PATCH = Patch(
     links=("https://github.com/pytorch/pytorch/issues/149516",),
     requires=("torch>=2.7", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",
-    seen_on=("2.13", "2.15"),
     edits=(SKIP_UNKNOWN_KEYS, *TAKE_STATISTICS, WATCH_PACKED_WEIGHTS),
     defect=defect,
 )

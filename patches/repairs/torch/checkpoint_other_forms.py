@@ -88,7 +88,6 @@ PATCH = Patch(
     ),
     requires=("torch>=2.6", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",
-    seen_on=("2.13",),
     edits=(*READ_INTO_STAND_INS, *SAME_ON_ALL_RANKS),
     defect=defect,
 )

@@ -213,7 +213,6 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945",
     ),
     former_ids=("torch-fsdp-casts-codes", "torch-fsdp-integer-weights", "torch-fsdp-nan-codes"),
-    seen_on=("2.8", "2.9", "2.11", "2.13", "2.15"),
     parts=(
         Part(
             "mixed precision",

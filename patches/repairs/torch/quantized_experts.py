@@ -147,13 +147,13 @@ def defect_lora() -> Finding:
 
 PATCH = Patch(
     id="torch-quantized-experts",
+    effect="feature",
     summary="FSDP2, DistributedDataParallel and LoRA dequantize experts that quantize_experts has quantized, or fail",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/axolotl-ai-cloud/axolotl/issues/3395",
     ),
     former_ids=("torch-experts-sharded", "torch-experts-in-ddp", "peft-lora-quantized-experts"),
-    seen_on=("2.13",),
     parts=(
         Part(
             "FSDP2",

@@ -51,7 +51,6 @@ PATCH = Patch(
     links=("https://github.com/pytorch/ao/blob/main/torchao/utils.py",),
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "torchao.utils:_dispatch__torch_function__",

@@ -99,7 +99,6 @@ PATCH = Patch(
     links=("https://github.com/pytorch/ao/issues/4376",),
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             _TARGET,

@@ -90,7 +90,6 @@ PATCH = Patch(
     links=("https://github.com/pytorch/executorch/issues/18975",),
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(SetAttribute("torchao.utils:UnwrapTensorSubclass._apply", make=_make_apply),),
     defect=defect,
 )

@@ -91,7 +91,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L131",),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             _LOADING,

@@ -102,7 +102,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("transformers>=4.53", "peft"),
     tested_up_to="5.24.0",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             _CALL,

@@ -84,7 +84,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",

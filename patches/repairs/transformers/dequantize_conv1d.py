@@ -60,7 +60,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             f"{_MODULE}:dequantize_and_replace",

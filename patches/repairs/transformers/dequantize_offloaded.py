@@ -130,7 +130,6 @@ PATCH = Patch(
     links=(f"{_SOURCE}#L287",),
     requires=("transformers>=4.53", "accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         _first("dequantize_and_replace", "transformers>=5"),
         _first("_dequantize_and_replace", "transformers<5"),

@@ -66,7 +66,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L239",),
     requires=("transformers>=5", "bitsandbytes>=0.46", "peft"),
     tested_up_to="5.24.0",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             "transformers.quantizers.base:HfQuantizer.dequantize",

@@ -280,7 +280,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13",),
     edits=(
         *_from_5(),
         *_before_5(),

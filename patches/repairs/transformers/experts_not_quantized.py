@@ -54,6 +54,7 @@ def tell(model: PreTrainedModel) -> None:
 
 PATCH = Patch(
     id="transformers-experts-not-quantized",
+    effect="warns",
     summary="load_in_4bit silently leaves most of a mixture of experts unquantized",
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
@@ -61,7 +62,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13", "2.15"),
     edits=quantizers.rewrite_both_quantizers(
         quantizers.AFTER_LOADING,
         find="return model",

@@ -108,7 +108,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "transformers.core_model_loading:convert_and_load_state_dict_in_model",

@@ -111,7 +111,6 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/blob/main/src/peft/utils/other.py",
     ),
     former_ids=("peft-input-grads-hook",),
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     parts=(
         Part(
             "transformers",

@@ -67,7 +67,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=5",),
     tested_up_to="5.24.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",

@@ -76,7 +76,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L4094",),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "transformers.modeling_utils:PreTrainedModel.from_pretrained",

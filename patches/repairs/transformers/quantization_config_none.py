@@ -83,7 +83,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",

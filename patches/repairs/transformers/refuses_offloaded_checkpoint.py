@@ -80,7 +80,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         *(_edit(bits, 1, "transformers>=5") for bits in (4, 8)),
         *(_edit(bits, errors, "transformers<5") for bits, errors in ((4, 2), (8, 3))),

@@ -123,7 +123,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3492",),
     requires=("transformers>=4.53", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         *(
             Rewrite(

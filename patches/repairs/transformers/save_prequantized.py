@@ -67,7 +67,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/pull/45743", f"{_SOURCE}#L1887"),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "transformers.core_model_loading:revert_weight_conversion",

@@ -116,7 +116,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13",),
     edits=quantizers.rewrite_both_quantizers(
         quantizers.BEFORE_LOADING,
         find="self.quantization_config.llm_int8_skip_modules",

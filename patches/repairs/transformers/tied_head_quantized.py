@@ -96,7 +96,6 @@ PATCH = Patch(
     ),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13",),
     edits=(
         *_edits("model._keep_in_fp32_modules", "transformers>=5"),
         *_edits("keep_in_fp32_modules", "transformers<5"),

@@ -63,7 +63,6 @@ PATCH = Patch(
     links=("https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/misc.py",),
     requires=("transformers>=4.53", "torch>=2.6"),
     tested_up_to="5.24.0",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             _CALL,

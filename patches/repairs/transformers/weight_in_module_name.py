@@ -67,7 +67,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L956",),
     requires=("transformers>=5.0", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "transformers.core_model_loading:convert_and_load_state_dict_in_model",

@@ -77,7 +77,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/trl/blob/main/trl/kernels/chunked_logprob.py",),
     requires=("trl>=1.16", "torch>=2.8"),
     tested_up_to="1.16.0",
-    seen_on=("2.13",),
     edits=(
         _own_tile("forward"),
         _own_tile("backward"),

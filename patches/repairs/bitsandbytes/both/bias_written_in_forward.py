@@ -59,7 +59,6 @@ PATCH = Patch(
     links=("https://github.com/pytorch/pytorch/issues/152162",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(_FOUR_BIT, _ASSIGNMENT, "", when="bitsandbytes<0.50"),
         Rewrite(_FOUR_BIT, "self.bias.to(self.compute_dtype)", "self.bias.to(x.dtype)", when="bitsandbytes<0.50"),

@@ -49,7 +49,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1900",),
     requires=("bitsandbytes>=0.46,<0.50",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=tuple(
         SetAttribute(
             f"bitsandbytes.nn.modules:{name}.__new__",

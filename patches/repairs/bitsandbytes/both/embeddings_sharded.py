@@ -105,7 +105,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",
-    seen_on=("2.13",),
     edits=(
         SetAttribute(
             "bitsandbytes.nn.modules:Embedding4bit.__setattr__", make=make_setattr("Embedding4bit", _note_storage)

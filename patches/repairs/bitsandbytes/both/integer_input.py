@@ -74,7 +74,6 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             "bitsandbytes.nn.modules:Linear4bit.forward",

@@ -54,7 +54,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/736",),
     requires=("bitsandbytes>=0.46.1", "torch<2.15"),
     tested_up_to="0.50.2",
-    seen_on=("2.13",),
     edits=(
         Rewrite(
             f"{_FUNCTIONS}:MatMul8bitLt.forward",

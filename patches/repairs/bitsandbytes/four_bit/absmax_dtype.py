@@ -54,7 +54,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/functional.py#L501",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.13",),
     edits=(
         *(
             Rewrite(_READ, f'qs_dict["{key}"].to(device)', f'qs_dict["{key}"].to(device, torch.float32)')

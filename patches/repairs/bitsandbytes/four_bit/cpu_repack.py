@@ -189,7 +189,6 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.49",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             _FORWARD,

@@ -63,7 +63,6 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.49",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         _call("bitsandbytes.functional:dequantize_4bit", "quant_state.shape[-1]", "quant_state.blocksize"),
         _call(

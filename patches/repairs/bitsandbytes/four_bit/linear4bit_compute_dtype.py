@@ -116,7 +116,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L623",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         # set_compute_type writes for float32 and bfloat16 alone; for float16 it warns of slow kernels, once
         Rewrite(

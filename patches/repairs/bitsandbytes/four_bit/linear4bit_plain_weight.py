@@ -76,7 +76,6 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         # Not `self.weight`: that is a call of Module.__getattr__. Where there is no such parameter the helpers look, of
         # which the one of bitsandbytes does nothing where there is a state.

@@ -185,7 +185,6 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         SetAttribute(
             "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",

@@ -88,7 +88,6 @@ PATCH = Patch(
     links=("https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(TARGET, **EDIT, count=2, when="bitsandbytes<0.47"),
         Rewrite(TARGET, **EDIT, count=3, when="bitsandbytes>=0.47,<0.48"),

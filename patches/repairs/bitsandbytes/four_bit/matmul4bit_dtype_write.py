@@ -65,7 +65,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1917",),
     requires=("bitsandbytes>=0.49,<0.50",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             "bitsandbytes.autograd._functions:matmul_4bit",

@@ -170,7 +170,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             "bitsandbytes.nn.modules:Linear4bit.forward",

@@ -85,7 +85,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1999",),
     requires=("bitsandbytes>=0.48.2,<0.50",),
     tested_up_to="0.49.2",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             f"{_MODULE}:_register_parametrization_hooks",

@@ -140,7 +140,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720",),
     requires=("bitsandbytes>=0.48.2",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         Rewrite(
             "bitsandbytes.nn.parametrize:_register_parametrization_hooks",

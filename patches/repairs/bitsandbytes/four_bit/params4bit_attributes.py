@@ -92,7 +92,6 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.46,<0.50",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         DeleteAttribute("bitsandbytes.nn.modules:Params4bit.__getattr__", missing_ok=True),
         *(

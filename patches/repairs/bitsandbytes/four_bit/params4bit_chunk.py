@@ -146,7 +146,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L451",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         *(
             SetAttribute(f"{_PARAMETER}.{name}", make=make_cut("Params4bit", name, _pieces), when="bitsandbytes<0.47")

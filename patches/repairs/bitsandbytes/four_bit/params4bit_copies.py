@@ -143,7 +143,6 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L244",
     ),
     former_ids=("bitsandbytes-params4bit-meta-copies", "bitsandbytes-params4bit-pickle"),
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     parts=(
         Part(
             "deepcopy",

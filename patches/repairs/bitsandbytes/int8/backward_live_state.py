@@ -186,7 +186,6 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         SETTLING,  # a hook brings a new weight for each forward, and a new weight settles the state anew
         Rewrite(f"{_LT}.forward", "A.to(torch.float16)", "_patches_half(A)", count=2, names=_NAMES),

@@ -121,7 +121,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         SetAttribute(f"{_PARAM}.__reduce_ex__", make=_make_reduce_ex, when="bitsandbytes>=0.47"),
         SetAttribute(f"{_PARAM}.__copy__", make=_make_copy, when="bitsandbytes<0.47"),

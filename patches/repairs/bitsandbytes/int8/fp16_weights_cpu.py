@@ -51,7 +51,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.48",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite("bitsandbytes.autograd._functions:MatMul8bitFp.backward", "A.t()", "A.reshape(-1, A.shape[-1]).t()"),
         Rewrite(

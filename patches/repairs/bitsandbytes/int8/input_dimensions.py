@@ -41,7 +41,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/autograd/_functions.py",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.13",),
     edits=(
         Rewrite(f"{_LT}.forward", "len(A.shape) == 3", "len(A.shape) > 2"),
         Rewrite(f"{_LT}.forward", "len(input_shape) == 3", "len(input_shape) > 2"),

@@ -71,7 +71,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(_TARGET, "self.weight.SCB", _CALL, count=3, names=_NAMES, when="bitsandbytes<0.50"),
         Rewrite(_TARGET, 'getattr(self.weight, "SCB", None)', _CALL, names=_NAMES, when="bitsandbytes>=0.50"),

@@ -76,7 +76,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(TARGET, "outlier_cols = torch.library.get_ctx().new_dynamic_size()", reach=shape_function),
         Rewrite(

@@ -77,7 +77,6 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             f"{_LAYER}.forward",

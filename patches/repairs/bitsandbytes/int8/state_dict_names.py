@@ -71,7 +71,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         SetAttribute(f"{_LAYER}.SCB", value=property(_scale, _set_scale, _delete_scale)),
         SetAttribute(f"{_LAYER}.weight_format", value=property(_format, _ignore, _ignore)),

@@ -36,7 +36,6 @@ PATCH = Patch(
     ),
     requires=("bitsandbytes>=0.46.1,<0.50",),
     tested_up_to="0.49.2",
-    seen_on=("2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",

@@ -164,7 +164,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
-    seen_on=("2.8", "2.13", "2.14", "2.15"),
     edits=(
         Rewrite(
             "bitsandbytes.nn.modules:Linear8bitLt._load_from_state_dict",

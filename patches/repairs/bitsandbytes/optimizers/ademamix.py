@@ -134,7 +134,6 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/ademamix.py#L260",
     ),
     former_ids=("bitsandbytes-ademamix-32bit", "bitsandbytes-paged-ademamix-cpu"),
-    seen_on=("2.13",),
     parts=(
         Part(
             "32 bits",

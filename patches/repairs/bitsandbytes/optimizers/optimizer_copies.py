@@ -122,7 +122,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L189",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         SetAttribute(f"{_OPTIMIZER}.__getstate__", value=__getstate__),
         Rewrite(

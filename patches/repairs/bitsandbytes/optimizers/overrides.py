@@ -231,7 +231,6 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2029",
     ),
     former_ids=("bitsandbytes-override-outlives-model", "bitsandbytes-override-shared-dict"),
-    seen_on=("2.13", "2.15"),
     parts=(
         Part(
             "model that is gone",

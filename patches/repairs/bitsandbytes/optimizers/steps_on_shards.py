@@ -191,7 +191,6 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",),
     requires=("bitsandbytes>=0.50", "torch>=2.6"),
     tested_up_to="0.50.2",
-    seen_on=("2.13", "2.15"),
     edits=(
         *_init_state(f"{_OPTIMIZER}:Optimizer1State.init_state", 1),
         *_init_state(f"{_OPTIMIZER}:Optimizer2State.init_state", 2),
