@@ -35,7 +35,7 @@ def sources() -> dict[str, str]:
 def test_every_patch_has_a_page_and_a_row_in_the_table():
     for patch in REGISTRY.patches.values():
         assert sources()[f"patches/{patch.id}.md"].startswith(f"# {patch.id}\n")
-        group = KNOWN.groups_of[patch.id][0]
+        group = patch.groups[0]
         assert f"[{patch.id}]({patch.id}.md)" in sources()[f"patches/group-{group}.md"]
     assert navigation(sources()["patches/index.md"]) == [f"group-{key}" for key in KNOWN.grouped(REGISTRY.patches)]
 

@@ -24,12 +24,10 @@ from .test_docs import FIGURES, KNOWN, sources
 
 
 def test_every_patch_has_its_symptoms():
-    assert KNOWN.groups_of.keys() == REGISTRY.patches.keys(), "patches/symptoms/symptoms.json has an entry for each id"
-    for patch_id, groups in KNOWN.groups_of.items():
-        assert groups and set(groups) <= KNOWN.groups.keys(), patch_id
-        assert KNOWN.said(patch_id) or patch_id in KNOWN.silent, f"{patch_id}: what is said without it, if anything"
-    assert set(KNOWN.groups) == {group for groups in KNOWN.groups_of.values() for group in groups}
-    assert {i for message in KNOWN.messages for i in message.patches} <= REGISTRY.patches.keys()
+    for patch in REGISTRY.patches.values():
+        assert patch.groups and set(patch.groups) <= KNOWN.groups.keys(), patch.id
+        assert patch.messages or patch.silent, f"{patch.id}: the messages without it, if there are any"
+    assert set(KNOWN.groups) == {group for patch in REGISTRY.patches.values() for group in patch.groups}
 
 
 @pytest.mark.parametrize(("pasted", "patch_id"), [
@@ -115,32 +113,14 @@ console.log(JSON.stringify(pasted.map((text) => {
 
 
 def test_the_search_of_the_site_finds_the_pages_of_patches_by_these_words():
-    """It looks for words of a page, and knows nothing of `symptoms.json`."""
+    """It looks for words of a page, and knows nothing of `Patch.words`."""
     for words in KNOWN.words:
         for patch_id in words.patches:
             assert words.text in sources()[f"patches/{patch_id}.md"], (patch_id, words.text)
 
 
-def test_words_name_patches_that_there_are():
-    assert {i for words in KNOWN.words for i in words.patches} <= REGISTRY.patches.keys()
-
-
-@pytest.mark.parametrize(("change", "says"), [
-    (lambda data: data["messages"][0].pop("in"), r"messages\[0\] .*has no key 'in'; it needs text, patches, in"),
-    (lambda data: data["patches"]["a-b"].pop("groups"), r"patches\['a-b'\] .*has no key 'groups'"),
-    (lambda data: data["patches"]["a-b"].update(group=[]), r"unknown key 'group'; known are groups, silent"),
-    (lambda data: data["patches"]["a-b"].update(groups=["sav"]), r"a-b: no group 'sav'; there are save"),
-    (lambda data: data.pop("words"), "no key 'words'"),
-])  # fmt: skip
-def test_a_key_that_is_missing_is_named(change, says):
-    data = {
-        "groups": {"save": "Saving"}, "most_met": [], "words": [], "patches": {"a-b": {"groups": ["save"]}},
-        "messages": [{"text": "x", "patches": ["a-b"], "in": "figure"}],
-    }  # fmt: skip
-    features.parse_symptoms(data)
-    change(data)
-    with pytest.raises(ValueError, match=says):
-        features.parse_symptoms(data)
+def test_words_of_patches_are_those_that_are_known():
+    assert {text for patch in REGISTRY.patches.values() for text in patch.words} == features.WORDS.keys()
 
 
 @pytest.mark.parametrize("message", KNOWN.messages, ids=lambda message: message.text[:60])

@@ -172,21 +172,16 @@ def test_all_has_a_line_for_each_patch_and_without_it_a_screen():
     assert all(patch_id in whole for patch_id in REGISTRY.patches)
 
 
-def test_list_is_in_groups_the_most_met_first(capsys):
+def test_list_is_in_groups(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    known = symptoms.read_symptoms()
-    heads = [f"{title} ({key})" for key, title in known.groups.items()]
+    heads = [f"{title} ({key})" for key, title in symptoms.GROUPS.items()]
     assert [line for line in lines if line in heads] == heads
     places = {line.split()[0]: at for at, line in enumerate(lines) if line.split()[:1]}
     assert places.keys() >= REGISTRY.patches.keys()
-    train = [i for i in known.most_met if known.groups_of[i][0] == "train"]
-    others = [i for i, groups in known.groups_of.items() if groups[0] == "train" and i not in train]
-    assert train and max(places[i] for i in train) < min(places[i] for i in others)
-
-
-def test_what_is_most_met_are_patches():
-    assert set(symptoms.read_symptoms().most_met) <= REGISTRY.patches.keys()
+    for head, group in zip(heads, symptoms.GROUPS):
+        own = sorted(places[patch.id] for patch in REGISTRY.patches.values() if patch.groups[0] == group)
+        assert own[0] > lines.index(head) and len([at for at in own if not lines[at - 1].strip()]) <= 1, group
 
 
 # -- one patch, or a message ---------------------------------------------------------------------

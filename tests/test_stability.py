@@ -19,7 +19,7 @@ def promised(row: str) -> set[str]:
 
 def test_every_public_name_is_promised():
     rows = ("functions of `patches`", "what they return and raise", "how a patch is declared")
-    engine = {"Part", "Rewrite", "SetAttribute", "DeleteAttribute"}
+    engine = {"Message", "Part", "Rewrite", "SetAttribute", "DeleteAttribute"}
     assert set.union(*map(promised, rows)) - {"to_dict", "patches.engine"} == set(patches.__all__) | engine
     assert all(hasattr(patches.engine, name) for name in engine)
 

@@ -41,6 +41,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="{id}",
     summary="TODO: what goes wrong for the user without it, in one line",
+    groups=("TODO",),  # of patches/symptoms.py; the first is where it is listed
+    silent=True,  # TODO: or messages=(Message("the message", "the/file/that/says/it.py"),), or both
     links=("https://github.com/TODO/{package}/issues/0",),
     requires=("{package}>={installed}",),  # TODO: the first release with the defect; "<..." where it is repaired
     tested_up_to="{installed}",
@@ -78,7 +80,6 @@ def test_the_healthy_path_stays_bit_identical(device):
 NEXT = """\
 Next (docs/add.md):
   .venv/bin/python -m patches verify {id}
-  say what a user sees: patches/symptoms/symptoms.json, "patches" and "messages"; its keys: patches/symptoms/__init__.py
   its contract, in the environment of CONTRIBUTING.md: PATCH={id} .venv/bin/python -m pytest tests/test_contract.py
   make figures readme docs test, and a line in CHANGELOG.md"""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from patches import REGISTRY
-from tools.docs import symptoms
+from patches import REGISTRY, symptoms
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- counts: written by `make readme` -->", "<!-- end -->"
@@ -13,17 +12,15 @@ BEGIN, END = "<!-- counts: written by `make readme` -->", "<!-- end -->"
 
 def table() -> str:
     """A Markdown table, one row a group of symptoms: how many patches, and how many of these defects say nothing."""
-    known = symptoms.read_symptoms()
     rows = [
         "| what goes wrong | patches that repair it | of these silent | patches that only warn |",
         "|---|---|---|---|",
     ]
-    effects = {patch.id: patch.effect for patch in REGISTRY.patches.values()}
-    for key, title in known.groups.items():
-        own = [patch_id for patch_id, groups in known.groups_of.items() if key in groups]
-        repairs = {patch_id for patch_id in own if effects[patch_id] == "repairs"}
-        warns = [patch_id for patch_id in own if effects[patch_id] == "warns"]
-        rows.append(f"| {title} | {len(repairs)} | {len(repairs & known.silent)} | {len(warns)} |")
+    for key, title in symptoms.GROUPS.items():
+        own = [patch for patch in REGISTRY.patches.values() if key in patch.groups]
+        repairs = [patch for patch in own if patch.effect == "repairs"]
+        warns = sum(patch.effect == "warns" for patch in own)
+        rows.append(f"| {title} | {len(repairs)} | {sum(patch.silent for patch in repairs)} | {warns} |")
     return "\n".join(rows)
 
 

@@ -58,7 +58,6 @@ class Release:
         tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
         expect(tops == {"bnb_patches", "patches", "bnb_patches_autoload.py"}, f"the wheel holds {sorted(tops)}")
         expect({"bnb_patches/py.typed", "patches/py.typed"} <= set(names), "the wheel has no py.typed")
-        expect("patches/symptoms/symptoms.json" in names, "the wheel has no symptoms.json")
         sources = {str(path.relative_to(self.clone)) for path in (self.clone / "patches").rglob("*.py")}
         expect(sources <= set(names), f"the wheel lacks {sorted(sources - set(names))}")
         hard = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]

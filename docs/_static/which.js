@@ -3,7 +3,7 @@
 document.addEventListener("DOMContentLoaded", () => {
   const field = document.getElementById("which");
   const said = document.getElementById("which-said");
-  const RUN = 5; // words in a row, as in patches/symptoms/__init__.py
+  const RUN = 5; // words in a row, as in patches/symptoms.py
   const plain = (text) => text.replace(/[`'"‘’“”]/g, "'").replace(/[\s│|]+/g, " ").trim().toLowerCase();
   const runs = (text) => {
     const words = text.split(" ");

@@ -23,7 +23,7 @@ _ITEMS = re.compile(r"\n(?=[-*] )")
 def matching(text: str, patches: dict[str, Patch]) -> list[str]:
     """The patches that ``text`` may mean: an error message, whole or a part of it, a traceback, or some words."""
     known = symptoms.read_symptoms()
-    entries: list[symptoms.Message | symptoms.Words] = [*known.messages, *known.words]
+    entries: list[symptoms.Said | symptoms.Words] = [*known.messages, *known.words]
     found = [patch_id for entry in entries if entry.fits(text) for patch_id in entry.patches]
     if not found:
         words = re.findall(r"[\w.]+", text.lower())
@@ -93,7 +93,7 @@ def _seen(patch: Patch) -> Iterator[str]:
     known = symptoms.read_symptoms()
     yield sentence(patch.summary)
     yield from known.said(patch.id)
-    if patch.id in known.silent:
+    if patch.silent:
         yield "In other cases there is no message." if known.said(patch.id) else "There is no message."
     if patch.effect in EFFECTS:
         yield EFFECTS[patch.effect]

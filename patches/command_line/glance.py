@@ -46,7 +46,7 @@ def _groups(results: Sequence[Result]) -> Iterator[str]:
     for key, ids in known.grouped(by_id).items():
         states = [by_id[patch_id].status for patch_id in ids]
         counts = ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states)
-        yield table.wrapped(f"{known.groups.get(key, 'Others')}: {counts}")
+        yield table.wrapped(f"{symptoms.GROUPS.get(key, 'Others')}: {counts}")
 
 
 def patches(chosen: Sequence[Patch], headed: bool) -> str:
@@ -57,7 +57,7 @@ def patches(chosen: Sequence[Patch], headed: bool) -> str:
     known, by_id = symptoms.read_symptoms(), {patch.id: patch for patch in chosen}
     parts = []
     for key, ids in known.grouped(by_id).items():
-        title = f"{known.groups.get(key, 'Others')} ({key})" if key else "Others"
+        title = f"{symptoms.GROUPS.get(key, 'Others')} ({key})" if key else "Others"
         parts += [table.wrapped(title), *_lines(by_id[patch_id] for patch_id in ids), ""]
     return "\n".join([*parts, total])
 

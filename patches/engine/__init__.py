@@ -4,6 +4,6 @@ A patch file imports the kinds of declarations from here.
 """
 
 from .edits import DeleteAttribute, Rewrite, SetAttribute
-from .patch import CannotShow, Finding, Part, Patch
+from .patch import CannotShow, Finding, Message, Part, Patch
 
-__all__ = ["CannotShow", "DeleteAttribute", "Finding", "Part", "Patch", "Rewrite", "SetAttribute"]
+__all__ = ["CannotShow", "DeleteAttribute", "Finding", "Message", "Part", "Patch", "Rewrite", "SetAttribute"]

@@ -35,6 +35,18 @@ class CannotShow(Exception):
     """
 
 
+class Message(NamedTuple):
+    """A message that a user sees without the patch."""
+
+    text: str
+    where: str
+    """The file of an installed package that says it, or "figure": the reproducer says it."""
+    parts: tuple[str, ...] = ()
+    """The parts of it that are the same for everyone; the whole text if there are none."""
+    holds: tuple[str, ...] = ()
+    """Strings that the file ``where`` holds; the parts if there are none."""
+
+
 class Feature(NamedTuple):
     """Edits that repair nothing: they are in while someone uses them. See ``Registry.hold``."""
 
@@ -107,6 +119,14 @@ class Patch:
     parts:
         Where one cause shows in several places, in other libraries or in modules that are imported on their own: a
         :class:`Part` for each, in the place of the four fields before.
+    groups:
+        Names of its groups in :data:`patches.symptoms.GROUPS`; it is listed in the first.
+    silent:
+        Whether there are cases without any message.
+    messages:
+        The messages that a user sees without the patch, word for word.
+    words:
+        Entries of :data:`patches.symptoms.WORDS` by which it is found.
     effect:
         "repairs"; "warns" where the patch only warns or refuses; "feature" where it repairs only what a function of
         ours brings about.
@@ -125,6 +145,10 @@ class Patch:
     edits: tuple[Edit, ...] = ()
     defect: Callable[[], Finding] = _no_defect
     parts: tuple[Part, ...] = ()
+    groups: tuple[str, ...] = ()
+    silent: bool = False
+    messages: tuple[Message, ...] = ()
+    words: tuple[str, ...] = ()
     effect: Literal["repairs", "warns", "feature"] = "repairs"
     former_ids: tuple[str, ...] = ()
     damage: Callable[[], tuple[str, ...]] | None = None

@@ -67,11 +67,10 @@ def test_what_logging_raises_has_no_place_in_an_import(forked, broken):
 
 def test_a_group_disables_the_patches_that_are_listed_in_it(caplog):
     from patches import REGISTRY
-    from patches import symptoms
 
     with caplog.at_level(logging.WARNING, "bnb_patches"):
         found = Settings.read(REGISTRY.patches, {"PATCHES_DISABLE": "merge, peft-dora-cache"}).disabled
-    merge = {i for i, groups in symptoms.read_symptoms().groups_of.items() if groups[0] == "merge"}
+    merge = {patch.id for patch in REGISTRY.patches.values() if patch.groups[0] == "merge"}
     assert found == merge | {"peft-dora-cache"} and len(merge) > 5 and not caplog.records
 
 

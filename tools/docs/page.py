@@ -23,7 +23,7 @@ NO_DIFF = (
     "`python -m patches diff {id}` shows it where one is."
 )
 INTRODUCTION = """\
-{count} defects in the groups of `python -m patches list`: by what a user does, the most met first. To find one by an error
+{count} defects in the groups of `python -m patches list`: by what a user does. To find one by an error
 message, go to [](../which.md). The end of a range of releases is the last one tested, or, with "below", the one that
 repaired the defect upstream."""
 REPRODUCER = (
@@ -70,10 +70,10 @@ def index(patches: Mapping[str, Patch], symptoms: Symptoms) -> str:
 
 
 def groups(patches: Mapping[str, Patch], symptoms: Symptoms) -> dict[str, str]:
-    """The page of each group by its name: a table of its patches, the most met first."""
+    """The page of each group by its name: a table of its patches."""
     pages = {}
     for key, ids in symptoms.grouped(patches).items():
-        also = [i for i in symptoms.ranked(patches) if key in symptoms.groups_of[i][1:]]
+        also = sorted(i for i, patch in patches.items() if key in patch.groups[1:])
         lines = [f"# {symptoms.groups[key]}\n", "| patch | without it |", "|---|---|"]
         lines += [_row(patches[patch_id]) for patch_id in ids]
         if also:
@@ -107,7 +107,7 @@ def _shown(patch: Patch) -> list[tuple[str, str]]:
 def _says(patch: Patch, symptoms: Symptoms) -> Iterator[str]:
     said = symptoms.said(patch.id)
     yield from (_block("text", text) for text in said)
-    if patch.id in symptoms.silent:
+    if patch.silent:
         yield "In other cases there is no message." if said else "There is no message."
     if patch.effect in explain.EFFECTS:
         yield explain.EFFECTS[patch.effect]

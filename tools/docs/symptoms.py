@@ -1,4 +1,4 @@
-"""What a user sees, for ``docs/which.md``: the messages and the groups of ``patches/symptoms/symptoms.json``."""
+"""What a user sees, for ``docs/which.md``: the messages and the groups of the patches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Iterable, Iterator
 
-from patches import REGISTRY
+from patches import REGISTRY, Patch
 from patches.symptoms import Symptoms, read_symptoms
 
 __all__ = ["Symptoms", "fragment", "read_symptoms"]
@@ -17,15 +17,13 @@ def fragment() -> str:
     known = read_symptoms()
     lines = ["## By message\n", _search(), "", *_table(known), ""]
     for key, title in known.groups.items():
-        own = [patch_id for patch_id, groups in known.groups_of.items() if key in groups]
-        rows = [_row(patch_id, known) for patch_id in known.ranked(own)]
+        rows = [_row(patch) for _, patch in sorted(REGISTRY.patches.items()) if key in patch.groups]
         lines += [f"## {title}\n", "| what goes wrong | patch |", "|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
-def _row(patch_id: str, known: Symptoms) -> str:
-    summary = REGISTRY.patches[patch_id].summary
-    return f"| {summary}{' *(silent)*' if patch_id in known.silent else ''} | [{patch_id}](patches/{patch_id}.md) |"
+def _row(patch: Patch) -> str:
+    return f"| {patch.summary}{' *(silent)*' if patch.silent else ''} | [{patch.id}](patches/{patch.id}.md) |"
 
 
 def _search() -> str:

@@ -24,7 +24,7 @@ before. If packed weights were cast to floating point, an error names the layer.
 
 from __future__ import annotations
 
-from ...engine import Finding, Part, Patch, Rewrite
+from ...engine import Finding, Message, Part, Patch, Rewrite
 from ...quantized.weights import dequantized_in_place
 
 
@@ -73,6 +73,15 @@ def defect_offloading() -> Finding:
 PATCH = Patch(
     id="accelerate-dequantized-in-place",
     summary="layers that were dequantized in place are quantized again when they are moved, and cannot be offloaded",
+    groups=("offload", "move", "layers"),
+    silent=True,
+    messages=(
+        Message(
+            "expected m1 and m2 to have the same dtype, but got: float != signed char",
+            "torch/lib/libtorch_cpu.so",
+            parts=("expected m1 and m2 to have the same dtype, but got",),
+        ),
+    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L724",
         "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L278",

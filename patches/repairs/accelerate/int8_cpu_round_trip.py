@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 
 if TYPE_CHECKING:
@@ -54,6 +54,14 @@ def defect() -> Finding:
 PATCH = Patch(
     id="accelerate-int8-cpu-round-trip",
     summary="offloaded INT8 layers whose execution device is the CPU fail without an accelerator",
+    groups=("offload", "cpu"),
+    messages=(
+        Message(
+            "Cannot access accelerator device when none is available.",
+            "torch/lib/libtorch_cpu.so",
+            parts=("Cannot access accelerator device when none is available",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",

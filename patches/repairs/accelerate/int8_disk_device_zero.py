@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,14 @@ _TARGET = "accelerate.utils.bnb:quantize_and_offload_8bit"
 PATCH = Patch(
     id="accelerate-int8-disk-device-zero",
     summary="load_and_quantize_model with INT8 layers on disk needs a GPU to quantize them",
+    groups=("offload", "cpu"),
+    messages=(
+        Message(
+            "Cannot access accelerator device when none is available.",
+            "torch/lib/libtorch_cpu.so",
+            parts=("Cannot access accelerator device when none is available",),
+        ),
+    ),
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/bnb.py#L445",),
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",

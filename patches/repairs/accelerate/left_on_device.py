@@ -52,6 +52,9 @@ def defect() -> Finding:
 PATCH = Patch(
     id="accelerate-left-on-device",
     summary="under non-reentrant checkpointing an offloaded layer stays on the device after backward",
+    groups=("offload", "train"),
+    silent=True,
+    words=("OOM (out of memory)",),
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/hooks.py#L186",),
     requires=("accelerate>=0.26",),
     tested_up_to="1.15.0",

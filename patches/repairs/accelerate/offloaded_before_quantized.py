@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...quantized import accelerate_hooks
 from ...quantized.four_bit import quant_states
 from ...quantized.weights.parameter_copies import make_like
@@ -80,6 +80,8 @@ _NAMES = {"_patches_moved": _moved}
 PATCH = Patch(
     id="accelerate-offloaded-before-quantized",
     summary="a 4-bit layer that was offloaded before it was quantized fails in its second forward",
+    groups=("offload",),
+    messages=(Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),),
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L345",),
     requires=("accelerate>=0.34", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...engine import Finding, Part, Patch, Rewrite
+from ...engine import Finding, Message, Part, Patch, Rewrite
 from ...offload import offloaded_modules
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def defect_trainer() -> Finding:
 PATCH = Patch(
     id="accelerate-prepare-moves-offloaded",
     summary="accelerator.prepare and the Trainer raise an error for a model that was offloaded without a device map",
+    groups=("offload", "train"),
+    messages=(Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),),
     links=(
         "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1880",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py#L4750",

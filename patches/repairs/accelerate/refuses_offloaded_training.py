@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...offload import offloaded_modules
 
@@ -60,6 +60,13 @@ def defect() -> Finding:
 PATCH = Patch(
     id="accelerate-refuses-offloaded-training",
     summary="the Trainer refuses adapters on a quantized model with layers on disk",
+    groups=("offload", "train"),
+    messages=(
+        Message(
+            "You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk offload.",
+            "accelerate/accelerator.py",
+        ),
+    ),
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1871",),
     requires=("accelerate>=1.1", "bitsandbytes>=0.46.1", "transformers>=4.53", "peft>=0.14"),
     tested_up_to="1.15.0",

@@ -10,8 +10,6 @@ While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantiz
 which runs the same kernels: one graph, and bit-equal results. Quantization states in the old list format, and eager
 calls, take the old path.
 
-Upstream: https://github.com/axolotl-ai-cloud/axolotl/pull/3677
-
 unsloth's LoRA kernels break the compiled graph wherever they dequantize an NF4 weight.
 ``unsloth.kernels.utils.fast_dequantize`` calls C functions of bitsandbytes through ctypes, with raw pointers and with
 streams in lists by device. Dynamo can trace none of this, so every call of ``matmul_lora`` breaks the graph. 2026.10.1
@@ -20,8 +18,6 @@ has kernels that it can trace.
 While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantize_4bit``, which Dynamo can trace and
 which runs the same kernels. Other weights (float8, NVFP4), quantization states in the old list format, and eager calls
 take the old path.
-
-Upstream: https://github.com/unslothai/unsloth
 """
 
 from __future__ import annotations
@@ -59,6 +55,9 @@ REPLACE = """
 PATCH = Patch(
     id="axolotl-nf4-dequantize",
     summary="torch.compile breaks the graph at every 4-bit weight that LoRA kernels of axolotl or unsloth dequantize",
+    groups=("compile",),
+    silent=True,
+    words=("graph break",),
     links=(
         "https://github.com/axolotl-ai-cloud/axolotl/pull/3677",
         "https://github.com/unslothai/unsloth",

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.input_grads import tie_to_graph
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...process import tracing
 from ..reproducers.graphs import show_graphs
 
@@ -76,6 +76,16 @@ def requiring_grad(args: tuple[Any, ...], hidden: torch.Tensor) -> tuple[Any, ..
 PATCH = Patch(
     id="llamafactory-checkpointing-asks-layer",
     summary="torch.compile splits the train step at every layer that LLaMA-Factory checkpoints",
+    groups=("compile", "train"),
+    messages=(
+        Message(
+            "Dynamo does not know how to trace method `parameters` of class `<unknown type>`",
+            "torch/_dynamo/variables/base.py",
+            parts=("Dynamo does not know how to trace method `parameters`",),
+            holds=("Dynamo does not know how to trace method `", "` of class `"),
+        ),
+    ),
+    words=("graph break",),
     links=("https://github.com/hiyouga/LLaMA-Factory/blob/main/src/llamafactory/model/model_utils/checkpointing.py",),
     requires=("llamafactory>=0.9.4", "transformers>=4.53,<5.23", "torch>=2.7"),
     tested_up_to="0.9.5",

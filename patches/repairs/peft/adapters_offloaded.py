@@ -72,6 +72,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="peft-adapters-offloaded",
     summary="offloading a model with adapters silently drops the values of adapters in a ParameterDict",
+    groups=("offload",),
+    silent=True,
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/hooks.py#L473",),
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",

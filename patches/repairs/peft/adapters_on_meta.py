@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ...adapters import hold_base_weights
-from ...engine import Finding, Part, Patch, Rewrite
+from ...engine import Finding, Message, Part, Patch, Rewrite
 from ...offload import offloaded_modules
 from ...quantized import accelerate_hooks
 
@@ -123,6 +123,20 @@ def defect_prompts() -> Finding:
 PATCH = Patch(
     id="peft-adapters-on-meta",
     summary="adapters added to an offloaded model lose their values: training fails, inference silently ignores them",
+    groups=("offload", "train"),
+    silent=True,
+    messages=(
+        Message(
+            "Function MmBackward0 returned an invalid gradient at index 1 - expected device meta but got cpu",
+            "figure",
+            parts=("expected device meta but got",),
+        ),
+        Message(
+            "Tensor on device cpu is not on the expected device meta!",
+            "figure",
+            parts=("is not on the expected device meta!",),
+        ),
+    ),
     links=(
         "https://github.com/huggingface/peft/issues/1639",
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py",

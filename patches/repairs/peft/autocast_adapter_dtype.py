@@ -115,6 +115,8 @@ def _edit(target: str, model: str, when: str) -> Rewrite:
 PATCH = Patch(
     id="peft-autocast-adapter-dtype",
     summary="autocast_adapter_dtype=False is ignored on quantized layers: adapters are float32, twice as large",
+    groups=("train",),
+    silent=True,
     links=("https://github.com/huggingface/peft/issues/2889", "https://github.com/huggingface/peft/pull/2893"),
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

@@ -9,7 +9,7 @@ The repair does not clear a cache that is empty.
 
 from __future__ import annotations
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers.graphs import show_graphs
 
 
@@ -34,6 +34,15 @@ def defect() -> Finding:
 PATCH = Patch(
     id="peft-dora-cache",
     summary="torch.compile cannot trace a checkpointed DoRA layer",
+    groups=("compile",),
+    messages=(
+        Message(
+            "HOP: Unsafe side effect: Attempted to mutate ConstDictVariable()",
+            "torch/_dynamo/side_effects.py",
+            parts=("mutate ConstDictVariable()",),
+            holds=("HOP: Unsafe side effect", "Attempted to mutate "),
+        ),
+    ),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/dora.py",),
     requires=("peft>=0.19", "torch>=2.6"),
     tested_up_to="0.21.2",

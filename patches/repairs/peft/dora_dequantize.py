@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...quantized.four_bit import quant_states
 from ...quantized.int8 import row_scales
 from ...quantized.weights import dense_weight
@@ -68,6 +68,11 @@ TARGET = "peft.utils.integrations:dequantize_module_weight"
 PATCH = Patch(
     id="peft-dora-dequantize",
     summary="torch.compile breaks the graph at every DoRA layer",
+    groups=("compile",),
+    messages=(
+        Message("Unsupported tensor subclass overridden attribute access", "torch/_dynamo/variables/torch_function.py"),
+    ),
+    words=("graph break",),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
     requires=("peft>=0.15", "bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.21.2",

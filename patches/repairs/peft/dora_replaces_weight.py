@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...quantized.int8 import row_scales
 
 
@@ -45,6 +45,9 @@ def defect() -> Finding:
 PATCH = Patch(
     id="peft-dora-replaces-weight",
     summary="DoRA on INT8 fails on a CPU in the second forward: the first drops SCB",
+    groups=("cpu", "train"),
+    silent=True,
+    messages=(Message("'NoneType' object has no attribute 'unsqueeze'", "figure"),),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
     requires=("peft>=0.15", "bitsandbytes>=0.46.1,!=0.47.0"),
     tested_up_to="0.21.2",

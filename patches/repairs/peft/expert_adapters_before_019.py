@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Part, Patch, Rewrite
+from ...engine import Finding, Message, Part, Patch, Rewrite
 from ...experts import adapter_layout_before_019
 
 
@@ -103,6 +103,16 @@ def _mixture() -> Any:
 PATCH = Patch(
     id="peft-expert-adapters-before-019",
     summary="adapters of experts saved by peft 0.17 or 0.18 do not load, or silently load wrongly",
+    groups=("experts", "save"),
+    silent=True,
+    messages=(
+        Message(
+            "size mismatch for base_model.model.model.layers.0.mlp.experts.lora_A.default.weight: copying a param with shape torch.Size([16, 96]) from checkpoint, the shape in current model is torch.Size([16, 64])",
+            "torch/nn/modules/module.py",
+            parts=("size mismatch for", "experts", "lora_", "copying a param with shape"),
+            holds=("size mismatch for ",),
+        ),
+    ),
     links=("https://github.com/huggingface/peft/issues/3165",),
     former_ids=("transformers-expert-adapters-before-019",),
     parts=(

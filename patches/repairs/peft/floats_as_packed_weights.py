@@ -90,6 +90,8 @@ def defect_dequantize() -> Finding:
 PATCH = Patch(
     id="peft-floats-as-packed-weights",
     summary="merging, DoRA and dequantize() fail or are wrong on INT8 layers with llm_int8_has_fp16_weight=True",
+    groups=("train", "merge", "layers", "save"),
+    silent=True,
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",

@@ -43,7 +43,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...engine import CannotShow, Finding, Part, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Part, Patch, Rewrite
 from ...offload import offloaded_modules
 
 if TYPE_CHECKING:
@@ -188,6 +188,17 @@ def defect_load_adapter_of_transformers_5() -> Finding:
 PATCH = Patch(
     id="peft-load-adapter-offloaded",
     summary="loading an adapter dispatches an offloaded model again, fails, or silently leaves adapters at random values",
+    groups=("offload", "save"),
+    silent=True,
+    messages=(
+        Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),
+        Message(
+            "SafetensorError: device disk is invalid",
+            "safetensors/_safetensors_rust.abi3.so",
+            parts=("device disk is invalid",),
+            holds=(" is invalid",),
+        ),
+    ),
     links=(
         "https://github.com/huggingface/peft/issues/2541",
         "https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/integrations/peft.py#L193",

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
 
@@ -95,6 +95,8 @@ _ON: dict[str, Any] = {
 PATCH = Patch(
     id="peft-loftq-device",
     summary="LoftQ fails without CUDA, and replace_lora_weights_loftq on a second GPU and for INT8 layers",
+    groups=("cpu", "train"),
+    messages=(Message("No bnb LoRA module found on the model", "peft/utils/loftq_utils.py"),),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/loftq_utils.py",),
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
 
 
@@ -91,6 +91,9 @@ def _edits() -> Iterator[Rewrite]:
 PATCH = Patch(
     id="peft-lora-bias-merge",
     summary="merging lora_bias=True into a quantized layer ignores the scaling; safe_merge raises an error",
+    groups=("merge",),
+    silent=True,
+    messages=(Message("Boolean value of Tensor with more than one value is ambiguous", "torch/lib/libtorch_cpu.so"),),
     links=(
         "https://github.com/huggingface/peft/issues/3741",
         "https://github.com/huggingface/peft/pull/3757",

@@ -109,6 +109,8 @@ def _refuse(function: str, statement: str, method: str, when: str = "") -> Rewri
 PATCH = Patch(
     id="peft-lora-options-ignored",
     summary="LoRA variants and initializations are ignored on quantized layers, or computed from packed weights",
+    groups=("train",),
+    silent=True,
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/bnb.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/layer.py",

@@ -79,6 +79,8 @@ PATCH = Patch(
     id="peft-merge-into-packed-weights",
     former_ids=("peft-merge-into-codes",),
     summary="merging C3A, or MiSS and Bone of older peft, into INT8 layers loses the adapter, silently",
+    groups=("merge",),
+    silent=True,
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/c3a/layer.py",),
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

@@ -26,7 +26,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...offload import offloaded_modules
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ _OWN = (  # before 0.18 each kind had a set_adapter of its own
 PATCH = Patch(
     id="peft-merge-offloaded",
     summary="merging into offloaded layers is silently lost, fails, or moves the whole model to the device",
+    groups=("offload", "merge"),
+    silent=True,
+    messages=(Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),),
+    words=("OOM (out of memory)",),
     links=(
         "https://github.com/huggingface/peft/pull/1190",
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py#L77",

@@ -69,6 +69,8 @@ def _config(bits: int, layer: str, options: str) -> Rewrite:
 PATCH = Patch(
     id="peft-merge-oft",
     summary="OFT of older peft silently merges the transposed base weight into quantized layers, or cannot be added to them",
+    groups=("merge",),
+    silent=True,
     links=("https://github.com/huggingface/peft/blob/v0.19.1/src/peft/tuners/oft/bnb.py",),
     requires=("peft>=0.16,<0.21", "bitsandbytes>=0.46.1"),
     tested_up_to="0.20.0",

@@ -42,6 +42,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="peft-merge-randlora",
     summary="RandLoRA silently merges another update than the trained one into quantized layers",
+    groups=("merge",),
+    silent=True,
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/randlora/bnb.py",),
     requires=("peft>=0.16", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

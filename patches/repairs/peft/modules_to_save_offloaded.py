@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...adapters import hold_base_weights
-from ...engine import Finding, Part, Patch, Rewrite, SetAttribute
+from ...engine import Finding, Message, Part, Patch, Rewrite, SetAttribute
 from ...offload import offloaded_modules
 from ...quantized import accelerate_hooks
 
@@ -103,6 +103,17 @@ def defect_trainable_token_indices() -> Finding:
 PATCH = Patch(
     id="peft-modules-to-save-offloaded",
     summary="modules_to_save and trainable_token_indices of an offloaded module silently train nothing, or fail",
+    groups=("offload", "train"),
+    silent=True,
+    messages=(
+        Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),
+        Message(
+            "Tensor on device cpu is not on the expected device meta!",
+            "figure",
+            parts=("is not on the expected device meta!",),
+        ),
+    ),
+    words=("loss is nan, or does not fall",),
     links=(
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py#L653",
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/trainable_tokens/layer.py",

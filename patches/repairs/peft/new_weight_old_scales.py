@@ -69,6 +69,8 @@ def defect_dequantize() -> Finding:
 PATCH = Patch(
     id="peft-new-weight-old-scales",
     summary="merging, DoRA and dequantize() read a new INT8 weight with the row scales of the old one",
+    groups=("merge", "train", "layers", "save"),
+    silent=True,
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",

@@ -81,6 +81,8 @@ PATCH = Patch(
     id="peft-packed-weights-as-values",
     former_ids=("peft-codes-as-weights",),
     summary="HRA, PEANuT, DEFT, HiRA, Bone and MiSS use INT8 packed weights as if they were dequantized: outputs and gradients are wrong",
+    groups=("layers", "train"),
+    silent=True,
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/hra/layer.py",
         "https://github.com/huggingface/peft/issues/3736",

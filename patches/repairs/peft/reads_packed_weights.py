@@ -34,7 +34,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...adapters import base_weight
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
 
@@ -124,6 +124,15 @@ def _shape(function: str, when: str = "", layer: str = "base_layer") -> Rewrite:
 PATCH = Patch(
     id="peft-reads-packed-weights",
     summary="BOFT, DeLoRA, FRoD, LoHa, LoKr, OSF, PSOFT, SHiRA and TinyLoRA fail on quantized layers, or use packed bits as values",
+    groups=("layers", "train"),
+    silent=True,
+    messages=(
+        Message(
+            "linalg.vector_norm: Expected a floating point or complex tensor as input. Got Byte",
+            "torch/lib/libtorch_cpu.so",
+            parts=(": Expected a floating point or complex tensor as input. Got ",),
+        ),
+    ),
     links=(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/delora/layer.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lycoris_utils.py",

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...adapters import merge_snapshot
-from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...quantized.weights import dequantized_in_place
 
 
@@ -99,6 +99,15 @@ def _edits() -> Iterator[Rewrite]:
 PATCH = Patch(
     id="peft-tied-quantized-head",
     summary="adapters on a tied 4-bit head raise AttributeError: 'Parameter' has no 'compress_statistics'",
+    groups=("layers", "train"),
+    messages=(
+        Message(
+            "'Parameter' object has no attribute 'compress_statistics'",
+            "peft/tuners/ia3/model.py",
+            parts=("object has no attribute 'compress_statistics'",),
+            holds=(".weight.compress_statistics",),
+        ),
+    ),
     links=(
         "https://github.com/huggingface/transformers/issues/45674",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",

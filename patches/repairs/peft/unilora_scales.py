@@ -61,6 +61,9 @@ def defect() -> Finding:
 PATCH = Patch(
     id="peft-unilora-scales",
     summary="UniLora silently learns nothing on quantized layers: its scales become zero",
+    groups=("layers", "train"),
+    silent=True,
+    words=("loss is nan, or does not fall",),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/unilora/layer.py",),
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

@@ -59,6 +59,8 @@ PATCH = Patch(
     id="peft-unmatched-target-parameters",
     effect="warns",
     summary="a name in target_parameters that matches no parameter is silently ignored",
+    groups=("experts", "train"),
+    silent=True,
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/tuners_utils.py",),
     requires=("peft>=0.17",),
     tested_up_to="0.21.2",

@@ -92,6 +92,8 @@ def defect_through_a_backend() -> Finding:
 PATCH = Patch(
     id="peft-unmerge",
     summary="merging an adapter and unmerging it silently changes quantized layers for good",
+    groups=("merge",),
+    silent=True,
     links=merge_edits.LINKS,
     former_ids=(
         "peft-unmerge-lora",

@@ -75,6 +75,9 @@ PATCH = Patch(
     id="peft-upcasts-experts",
     effect="warns",
     summary="prepare_model_for_kbit_training silently doubles the memory of the experts of a quantized model",
+    groups=("experts", "train"),
+    silent=True,
+    words=("OOM (out of memory)",),
     links=(
         "https://github.com/unslothai/unsloth/issues/4032",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",

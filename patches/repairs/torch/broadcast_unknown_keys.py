@@ -14,14 +14,12 @@ packed weights have no quantization state (saved sharded, without the plugin) lo
 model's own. Otherwise it raises an error on every rank, strict or not, and the packed weights stay as they were. For
 this the ranks exchange messages through the store of their group, and only in this case. A rank with the plugin warns
 if rank 0 runs without it.
-
-Upstream: https://github.com/pytorch/pytorch/issues/149516
 """
 
 from __future__ import annotations
 
 from ...distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS, WATCH_PACKED_WEIGHTS
-from ...engine import Finding, Patch
+from ...engine import Finding, Message, Patch
 
 
 def defect() -> Finding:
@@ -57,6 +55,15 @@ def defect() -> Finding:
 PATCH = Patch(
     id="torch-broadcast-unknown-keys",
     summary="under FSDP2 a full state dict cannot be loaded into a quantized model: KeyError for weight.absmax",
+    groups=("shard", "save"),
+    messages=(
+        Message(
+            "KeyError: 'base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight.absmax'",
+            "figure",
+            parts=("KeyError: '", "weight.absmax'"),
+            holds=("KeyError: 'weight.absmax'",),
+        ),
+    ),
     links=("https://github.com/pytorch/pytorch/issues/149516",),
     requires=("torch>=2.7", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",

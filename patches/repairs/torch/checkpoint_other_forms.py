@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from ...distributed.checkpoint_loads import READ_INTO_STAND_INS
 from ...distributed.checkpoint_plans import SAME_ON_ALL_RANKS
-from ...engine import Finding, Patch
+from ...engine import Finding, Message, Patch
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -82,6 +82,15 @@ def _packed(layer: Linear4bit) -> Tensor:
 PATCH = Patch(
     id="torch-checkpoint-other-forms",
     summary="DCP loads 8-bit optimizer states into 32-bit ones unconverted, and rejects 4-bit checkpoints with a size mismatch",
+    groups=("shard", "save"),
+    silent=True,
+    messages=(
+        Message(
+            "Size mismatch between saved torch.Size([167]) and current: torch.Size([168])",
+            "torch/distributed/checkpoint/default_planner.py",
+            parts=("Size mismatch between saved",),
+        ),
+    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",

@@ -46,8 +46,6 @@ The repair gathers the parameters of a group as bytes if one of them is such a w
 several dtypes.
 
 Cost: a look at each frozen parameter of a group when it is gathered, less than a microsecond each.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...distributed import gathered_weights
-from ...engine import CannotShow, Finding, Part, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Part, Patch, Rewrite
 from ...engine.gate import satisfied
 
 if TYPE_CHECKING:
@@ -205,6 +203,10 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 PATCH = Patch(
     id="torch-fsdp-packed-weights",
     summary="FSDP2 treats packed weights as values: it refuses integers, and casts and copies bytes as floating point",
+    groups=("shard", "layers"),
+    silent=True,
+    messages=(Message("only Tensors of floating point dtype can require gradients", "torch/lib/libtorch_python.so"),),
+    words=("loss is nan, or does not fall",),
     links=(
         "https://github.com/huggingface/peft/pull/1550",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563",

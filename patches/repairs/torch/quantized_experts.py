@@ -49,7 +49,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import CannotShow, Finding, Part, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Part, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...experts import fsdp, lora_factors
 
@@ -149,6 +149,15 @@ PATCH = Patch(
     id="torch-quantized-experts",
     effect="feature",
     summary="FSDP2, DistributedDataParallel and LoRA dequantize experts that quantize_experts has quantized, or fail",
+    groups=("experts", "train", "merge", "shard"),
+    silent=True,
+    messages=(
+        Message(
+            "quantized experts of shape (4, 32, 64) cannot take a Tensor in torch.float32",
+            "figure",
+            parts=("quantized experts of shape", "cannot take a Tensor in torch"),
+        ),
+    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/axolotl-ai-cloud/axolotl/issues/3395",

@@ -26,7 +26,7 @@ from functools import partial
 from inspect import getclosurevars
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +103,19 @@ _NAMES = {"_patches_casting": _casting}
 PATCH = Patch(
     id="torchao-cast-drops-dtype",
     summary=".float() and .half() leave quantized weights in their old dtype; the next forward fails",
+    groups=("move",),
+    messages=(
+        Message(
+            "self and mat2 must have the same dtype, but got Float and BFloat16",
+            "figure",
+            parts=("self and mat2 must have the same dtype, but got",),
+        ),
+        Message(
+            "mat1 and mat2 must have the same dtype, but got Float and BFloat16",
+            "torch/lib/libtorch_cpu.so",
+            parts=("mat1 and mat2 must have the same dtype, but got",),
+        ),
+    ),
     links=("https://github.com/pytorch/ao/blob/main/torchao/utils.py",),
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",

@@ -48,6 +48,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="torchao-linear-keywords",
     summary="F.linear(x, weight, bias=bias) with a torchao weight silently ignores the bias",
+    groups=("layers",),
+    silent=True,
     links=("https://github.com/pytorch/ao/blob/main/torchao/utils.py",),
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...process import tracing
 
 if TYPE_CHECKING:
@@ -96,6 +96,15 @@ _NAMES = {"_patches_dispatched": _dispatched}
 PATCH = Patch(
     id="torchao-quantized-activations-gradient",
     summary="layers with INT8 activations pass no gradient; with fp8 activations backward raises an error",
+    groups=("train",),
+    silent=True,
+    messages=(
+        Message(
+            "derivative for aten::_scaled_mm is not implemented",
+            "torch/lib/libtorch_cpu.so",
+            holds=("derivative for ",),
+        ),
+    ),
     links=("https://github.com/pytorch/ao/issues/4376",),
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",

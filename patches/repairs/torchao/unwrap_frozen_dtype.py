@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, SetAttribute
+from ...engine import Finding, Message, Patch, SetAttribute
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +87,20 @@ def defect() -> Finding:
 PATCH = Patch(
     id="torchao-unwrap-frozen-dtype",
     summary="a cast after unwrap_tensor_subclass is lost: eager fails, torch.export writes the old dtype",
+    groups=("move", "compile"),
+    silent=True,
+    messages=(
+        Message(
+            "self and mat2 must have the same dtype, but got Float and BFloat16",
+            "figure",
+            parts=("self and mat2 must have the same dtype, but got",),
+        ),
+        Message(
+            "mat1 and mat2 must have the same dtype, but got Float and BFloat16",
+            "torch/lib/libtorch_cpu.so",
+            parts=("mat1 and mat2 must have the same dtype, but got",),
+        ),
+    ),
     links=("https://github.com/pytorch/executorch/issues/18975",),
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers import tiny_models
 
 if TYPE_CHECKING:
@@ -88,6 +88,15 @@ _LOADING = "transformers.core_model_loading:convert_and_load_state_dict_in_model
 PATCH = Patch(
     id="transformers-checkpoint-keeps-dtype",
     summary="dtype= is ignored for the weights of a quantized checkpoint: bf16 weights with fp16 biases",
+    groups=("asked", "save"),
+    silent=True,
+    messages=(
+        Message(
+            "expected scalar type BFloat16 but found Half",
+            "torch/lib/libtorch_cpu.so",
+            parts=("expected scalar type ", " but found "),
+        ),
+    ),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L131",),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

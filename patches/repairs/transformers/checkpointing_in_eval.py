@@ -99,6 +99,9 @@ _CALL = "transformers.modeling_layers:GradientCheckpointingLayer.__call__"
 PATCH = Patch(
     id="transformers-checkpointing-in-eval",
     summary="gradient checkpointing silently does nothing while the base model is in eval mode",
+    groups=("train",),
+    silent=True,
+    words=("OOM (out of memory)",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("transformers>=4.53", "peft"),
     tested_up_to="5.24.0",

@@ -75,6 +75,8 @@ PATCH = Patch(
     id="transformers-compute-dtype-not-floating",
     effect="warns",
     summary="bnb_4bit_compute_dtype=torch.int8 is accepted, and 4-bit layers silently return wrong numbers",
+    groups=("asked",),
+    silent=True,
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/quantization_config.py",),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

@@ -55,6 +55,8 @@ _STORED = {"_patches_as_stored": source_layers.to_source_layout}
 PATCH = Patch(
     id="transformers-dequantize-conv1d",
     summary="a dequantized GPT-2 is saved with transposed weights: it cannot be loaded, or gets random weights",
+    groups=("save", "merge"),
+    silent=True,
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py#L287",
     ),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...loading import source_layers
 from ...offload import offloaded_modules, weights_maps
@@ -127,6 +127,15 @@ _SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transfor
 PATCH = Patch(
     id="transformers-dequantize-offloaded",
     summary="dequantize() of a partly offloaded model fails, or silently gives wrong weights",
+    groups=("offload", "merge"),
+    messages=(
+        Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),
+        Message(
+            "SequentialHook.__init__() got an unexpected keyword argument 'hooks'",
+            "accelerate/hooks.py",
+            holds=("class SequentialHook(",),
+        ),
+    ),
     links=(f"{_SOURCE}#L287",),
     requires=("transformers>=4.53", "accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

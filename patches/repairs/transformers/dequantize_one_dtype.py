@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers import tiny_models
 
 if TYPE_CHECKING:
@@ -63,6 +63,19 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-dequantize-one-dtype",
     summary="a model prepared for k-bit training, merged and dequantized mixes dtypes and cannot compute",
+    groups=("merge", "layers"),
+    messages=(
+        Message(
+            "mat1 and mat2 must have the same dtype, but got Float and BFloat16",
+            "torch/lib/libtorch_cpu.so",
+            parts=("mat1 and mat2 must have the same dtype, but got",),
+        ),
+        Message(
+            "expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16",
+            "figure",
+            parts=("expected m1 and m2 to have the same dtype, but got",),
+        ),
+    ),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L239",),
     requires=("transformers>=5", "bitsandbytes>=0.46", "peft"),
     tested_up_to="5.24.0",

@@ -13,9 +13,8 @@ own inside ``offload_folder``, which is removed with the model. Packed weights o
 stay in the checkpoint and are read from there. accelerate's hooks bring each layer when it is used. With
 ``llm_int8_enable_fp32_cpu_offload=True``, and with maps without "cpu" and "disk", nothing changes.
 
-If an embedding or a head is offloaded, ``resize_token_embeddings`` raises an error that says what to do. transformers and
-accelerate raise ``Tensor.item() cannot be called on meta tensors`` there, or ``Trying to set a tensor of shape ...`` at the
-next forward, with and without quantization.
+If an embedding or a head is offloaded, ``resize_token_embeddings`` raises an error that says what to do. Unpatched it raises
+``Tensor.item() cannot be called on meta tensors``, or the next forward ``Trying to set a tensor of shape ...``.
 
 Cost: each use of an offloaded layer copies its packed weights from CPU memory or reads them from the disk.
 """
@@ -25,7 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...config.quantizers import BEFORE_LOADING, rewrite_both_quantizers
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...loading import (
     checkpoint_keys,
     chunked_quantization,
@@ -57,7 +56,6 @@ def defect() -> Finding:
         except ValueError as error:
             return Finding(True, f"ValueError: {str(error)[:70]}")
         whole = load(base, quantization_config=how, device_map="cpu")
-        # How such a layer computes is the defect of other patches: here only what was loaded counts.
         kept, expected = model.model.layers[0].mlp.up_proj, whole.model.layers[0].mlp.up_proj.weight.data
         if type(kept.weight).__name__ != "Params4bit" or not kept.weight.is_meta:
             return Finding(True, "the layer on the disk is not quantized")
@@ -274,6 +272,14 @@ PATCH = Patch(
     id="transformers-device-map-refused",
     former_ids=("transformers-refuses-what-does-not-fit",),
     summary="a quantized model that does not fit is refused: some modules are dispatched on the CPU or the disk",
+    groups=("offload", "asked"),
+    messages=(
+        Message(
+            "Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized model. If you want to dispatch the model on the CPU or the disk while keeping these modules in 32-bit, you need to set `llm_int8_enable_fp32_cpu_offload=True` and pass a custom `device_map` to `from_pretrained`.",
+            "transformers/quantizers/quantizer_bnb_4bit.py",
+            parts=("Some modules are dispatched on the CPU or the disk.",),
+        ),
+    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/315",
         "https://github.com/huggingface/transformers/issues/26153",

@@ -56,6 +56,9 @@ PATCH = Patch(
     id="transformers-experts-not-quantized",
     effect="warns",
     summary="load_in_4bit silently leaves most of a mixture of experts unquantized",
+    groups=("experts", "layers"),
+    silent=True,
+    words=("OOM (out of memory)",),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/unslothai/unsloth/issues/4032",

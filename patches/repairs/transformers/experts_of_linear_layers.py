@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...config import quantizers
-from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...loading import weights_stored_separately
 from ...quantized.quantized_experts import is_quantized_experts
@@ -102,6 +102,13 @@ _REVERTED = {"_patches_reverted": reverted}
 PATCH = Patch(
     id="transformers-experts-of-linear-layers",
     summary="a quantized mixture of experts that transformers 4 saved cannot be loaded with transformers 5",
+    groups=("experts", "save"),
+    messages=(
+        Message(
+            "You set `ignore_mismatched_sizes` to `False`, thus raising an error. For details look at the above report!",
+            "transformers/utils/loading_report.py",
+        ),
+    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/huggingface/transformers/issues/39859",

@@ -82,6 +82,8 @@ PATCH = Patch(
     former_ids=("transformers-computes-in-float32",),
     effect="warns",
     summary="a bf16 model in 4 bits silently computes in float32, the default of bnb_4bit_compute_dtype",
+    groups=("asked", "train"),
+    silent=True,
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/quantization_config.py",),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.input_grads import require_grads
-from ...engine import Finding, Part, Patch, Rewrite
+from ...engine import Finding, Message, Part, Patch, Rewrite
 from ..reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
@@ -106,6 +106,16 @@ HOOK: dict[str, Any] = {
 PATCH = Patch(
     id="transformers-input-grads-hook",
     summary="torch.compile splits the model at the hook that makes the embedding's output require grad",
+    groups=("compile",),
+    messages=(
+        Message(
+            "An intermediate tensor with requires_grad_() called on it (or a tensor derived from it) is returned from the compiled region.",
+            "torch/_dynamo/variables/tensor.py",
+            parts=("An intermediate tensor with requires_grad_() called on it",),
+        ),
+        Message("Unsupported Tensor.requires_grad_() call", "torch/_dynamo/variables/tensor.py"),
+    ),
+    words=("graph break",),
     links=(
         "https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/utils/other.py",

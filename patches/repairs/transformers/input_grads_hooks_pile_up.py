@@ -61,6 +61,8 @@ def registering(embedding: torch.nn.Module) -> Callable[[Callable[..., Any]], Re
 PATCH = Patch(
     id="transformers-input-grads-hooks-pile-up",
     summary="each time that checkpointing is switched off and on again, the embedding gets one more hook",
+    groups=("train", "compile"),
+    silent=True,
     links=(
         "https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",
         "https://github.com/huggingface/trl/blob/main/trl/models/utils.py",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...process.messages import LOGGER
 
 _SWITCHES = ("load_in_4bit", "load_in_8bit")
@@ -73,6 +73,14 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-load-in-keyword",
     summary="from_pretrained(..., load_in_4bit=True) raises a TypeError on transformers 5",
+    groups=("asked",),
+    messages=(
+        Message(
+            "LlamaForCausalLM.__init__() got an unexpected keyword argument 'load_in_4bit'",
+            "torch/lib/libtorch_python.so",
+            parts=("got an unexpected keyword argument '",),
+        ),
+    ),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L4094",),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

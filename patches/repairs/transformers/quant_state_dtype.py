@@ -74,6 +74,9 @@ _NAMES = {"_patches_follow": follow}
 PATCH = Patch(
     id="transformers-quant-state-dtype",
     summary="4-bit layers of a bf16 checkpoint loaded in fp16 dequantize to bf16",
+    groups=("asked", "merge"),
+    silent=True,
+    words=("loss is nan, or does not fall",),
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py",
     ),

@@ -77,6 +77,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-quantization-config-none",
     summary="quantization_config=None silently loads INT8 packed weights as plain weights; a 4-bit checkpoint raises an error",
+    groups=("save", "layers"),
+    silent=True,
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/auto/auto_factory.py#L340",
         "https://github.com/huggingface/trl/blob/main/trl/scripts/sft.py",

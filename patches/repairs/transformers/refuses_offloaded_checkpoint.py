@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 
 _REMEDY = (
     "This checkpoint is quantized already, and from_pretrained cannot send layers of such a checkpoint to the CPU or "
@@ -75,6 +75,14 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-refuses-offloaded-checkpoint",
     summary="loading a quantized checkpoint with layers on CPU or disk asks for a flag that was given",
+    groups=("offload",),
+    messages=(
+        Message(
+            "Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized model. If you want to dispatch the model on the CPU or the disk while keeping these modules in 32-bit, you need to set `llm_int8_enable_fp32_cpu_offload=True` and pass a custom `device_map` to `from_pretrained`.",
+            "transformers/quantizers/quantizer_bnb_4bit.py",
+            parts=("Some modules are dispatched on the CPU or the disk.",),
+        ),
+    ),
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py",
     ),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...offload import offloaded_modules, retie
 from ...quantized import accelerate_hooks
@@ -120,6 +120,16 @@ _SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"
 PATCH = Patch(
     id="transformers-save-offloaded",
     summary="save_pretrained fails on offloaded INT8 models, and on models offloaded without a device map",
+    groups=("offload", "save"),
+    messages=(
+        Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),
+        Message(
+            "`q_proj.SCB` is neither a parameter, buffer, nor extra state",
+            "transformers/modeling_utils.py",
+            parts=("SCB` is neither a parameter, buffer, nor extra state",),
+            holds=("is neither a parameter, buffer, nor extra state",),
+        ),
+    ),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3492",),
     requires=("transformers>=4.53", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",

@@ -17,7 +17,7 @@ Cost: the disk holds both sets of files until the model is deleted.
 
 from __future__ import annotations
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ...offload import save_over_own_files
 
 
@@ -49,6 +49,8 @@ _SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"
 PATCH = Patch(
     id="transformers-save-over-checkpoint",
     summary="save_pretrained into the folder that an offloaded model reads from destroys the checkpoint",
+    groups=('offload', 'save'),
+    messages=(Message('FileNotFoundError: No such file or directory: .../model-00001-of-00003.safetensors', 'safetensors/_safetensors_rust.abi3.so', parts=('No such file or directory: ', '.safetensors'), holds=('No such file or directory: ',)),),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3540",),
     requires=("transformers>=4.53", "accelerate>=0.31"),
     tested_up_to="5.24.0",

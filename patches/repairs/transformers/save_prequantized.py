@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightTransform
@@ -64,6 +64,11 @@ _SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transfor
 PATCH = Patch(
     id="transformers-save-prequantized",
     summary="a model loaded from a 4-bit or INT8 checkpoint cannot be saved, before or after dequantize()",
+    groups=("save", "merge"),
+    messages=(
+        Message("[op.reverse_op for op in self.operations[::-1]]", "transformers/core_model_loading.py"),
+        Message("We could not revert some weight conversions because of offlading", "transformers/modeling_utils.py"),
+    ),
     links=("https://github.com/huggingface/transformers/pull/45743", f"{_SOURCE}#L1887"),
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

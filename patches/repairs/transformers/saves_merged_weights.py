@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers import tiny_models
 
 
@@ -67,6 +67,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-saves-merged-weights",
     summary="a 4-bit or INT8 model whose checkpoint joins layers (HRM) is saved without its quantization states",
+    groups=("asked", "save"),
+    messages=(Message("'NoneType' object has no attribute 'dtype'", "figure"),),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L1882",),
     requires=("transformers>=5.10", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

@@ -110,6 +110,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-skip-list-ignored",
     summary="llm_int8_skip_modules=['vision_tower'] is silently ignored: the vision tower is quantized",
+    groups=("asked",),
+    silent=True,
     links=(
         "https://github.com/fpgaminer/joycaption/issues/53",
         "https://github.com/unslothai/unsloth/issues/4208",

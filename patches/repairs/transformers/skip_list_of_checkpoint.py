@@ -161,6 +161,8 @@ PATCH = Patch(
     id="transformers-skip-list-of-checkpoint",
     former_ids=("transformers-checkpoint-decides",),
     summary="layers that a 4-bit checkpoint stores in 16 bits become Linear4bit without a quantization state",
+    groups=("asked", "save"),
+    silent=True,
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L190",),
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...config import quantizers, skip_list
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -90,6 +90,17 @@ def _edits(kept: str, when: str) -> tuple[Rewrite, ...]:
 PATCH = Patch(
     id="transformers-tied-head-quantized",
     summary="any llm_int8_skip_modules makes a tied head a quantized layer without a quantization state",
+    groups=("asked", "layers"),
+    silent=True,
+    messages=(
+        Message(
+            "'Parameter' object has no attribute 'compress_statistics'",
+            "peft/tuners/ia3/model.py",
+            parts=("object has no attribute 'compress_statistics'",),
+            holds=(".weight.compress_statistics",),
+        ),
+        Message("`weight` is not an nn.Module", "torch/nn/modules/module.py", parts=("` is not an nn.Module",)),
+    ),
     links=(
         "https://github.com/huggingface/transformers/issues/45674",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers.graphs import show_graphs
 
 ONCE = ("warning_once", "info_once")
@@ -60,6 +60,11 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-warning-once",
     summary="torch.compile splits the model wherever its forward warns through logger.warning_once",
+    groups=("compile",),
+    messages=(
+        Message("logging.Logger methods are not supported for non-export cases.", "torch/_dynamo/variables/misc.py"),
+    ),
+    words=("graph break",),
     links=("https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/misc.py",),
     requires=("transformers>=4.53", "torch>=2.6"),
     tested_up_to="5.24.0",

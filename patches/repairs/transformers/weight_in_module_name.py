@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 
 
 def anchored(converters: list[Any]) -> list[Any]:
@@ -64,6 +64,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-weight-in-module-name",
     summary="a 4-bit layer whose name ends in 'weight' is loaded without its quantization state",
+    groups=("asked", "save"),
+    messages=(Message("quant_state is required", "bitsandbytes/autograd/_functions.py"),),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L956",),
     requires=("transformers>=5.0", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...config import quantizers, skip_list
-from ...engine import Finding, Patch
+from ...engine import Finding, Message, Patch
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -184,6 +184,21 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-weight-read-by-model",
     summary="LongT5, Switch and others are wrong in 4 bits: they cast activations to the dtype of packed weights",
+    groups=("asked", "layers"),
+    silent=True,
+    messages=(
+        Message(
+            "Expected size for first two dimensions of batch2 tensor to be: [2, 1] but got: [2, 8].",
+            "torch/lib/libtorch_cpu.so",
+            parts=("Expected size for first two dimensions of batch2 tensor to be",),
+        ),
+        Message(
+            "result type Float can't be cast to the desired output type Byte",
+            "torch/lib/libtorch_cpu.so",
+            parts=(" can't be cast to the desired output type ",),
+        ),
+    ),
+    words=("loss is nan, or does not fall",),
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/longt5/modeling_longt5.py#L293",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/mamba/modeling_mamba.py#L438",

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
@@ -74,6 +74,9 @@ def _own_tile(method: str) -> Rewrite:
 PATCH = Patch(
     id="trl-fused-head-tiles",
     summary="torch.compile splits the train step at TRL's fused head, and peft's forward runs in eager",
+    groups=("compile",),
+    messages=(Message("Attempted to call op with non-contiguous `out=` tensor", "torch/_dynamo/variables/torch.py"),),
+    words=("graph break",),
     links=("https://github.com/huggingface/trl/blob/main/trl/kernels/chunked_logprob.py",),
     requires=("trl>=1.16", "torch>=2.8"),
     tested_up_to="1.16.0",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,11 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-bias-written-in-forward",
     summary="the first forward rounds the stored bias permanently, and torch.compile cannot trace it",
+    groups=("layers", "compile", "save"),
+    silent=True,
+    messages=(
+        Message("Failed to mutate tensor data attribute to different dtype", "torch/_dynamo/variables/builtin.py"),
+    ),
     links=("https://github.com/pytorch/pytorch/issues/152162",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ....engine import Finding, Patch, SetAttribute
+from ....engine import Finding, Message, Patch, SetAttribute
 
 
 def make_new(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
@@ -46,6 +46,15 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-constructor-kwargs",
     summary="accelerate cannot move weights on which newer transformers set attributes: unexpected keyword argument",
+    groups=("move", "offload"),
+    messages=(
+        Message(
+            "Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'",
+            "transformers/modeling_utils.py",
+            parts=("__new__() got an unexpected keyword argument '_is_hf_initialized'",),
+            holds=("_is_hf_initialized",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1900",),
     requires=("bitsandbytes>=0.46,<0.50",),
     tested_up_to="0.50.2",

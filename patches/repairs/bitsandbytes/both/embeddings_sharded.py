@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import CannotShow, Finding, Patch, Rewrite, SetAttribute
+from ....engine import CannotShow, Finding, Message, Patch, Rewrite, SetAttribute
 from ....quantized.four_bit import quant_states
 from ....quantized.int8 import row_scales
 from ....quantized.weights.weight_assignment import make_setattr
@@ -102,6 +102,12 @@ _EIGHT = "bitsandbytes.nn.modules:Embedding8bit"
 PATCH = Patch(
     id="bitsandbytes-embeddings-sharded",
     summary="Embedding4bit and Embedding8bit crash in their first forward under FSDP2",
+    groups=("shard", "layers"),
+    messages=(
+        Message(
+            "Embedding layer is not quantized. Please call .cuda() or .to(device) first.", "bitsandbytes/nn/modules.py"
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 from ....quantized.int8 import row_scales
 
 if TYPE_CHECKING:
@@ -68,6 +68,15 @@ PATCH = Patch(
     id="bitsandbytes-integer-input",
     former_ids=("bitsandbytes-whole-numbers",),
     summary="4-bit layers accept integer activations, and return wrong outputs where a model casts to weight.dtype",
+    groups=("asked", "layers"),
+    silent=True,
+    messages=(
+        Message(
+            "result type Float can't be cast to the desired output type Byte",
+            "torch/lib/libtorch_cpu.so",
+            parts=(" can't be cast to the desired output type ",),
+        ),
+    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/longt5/modeling_longt5.py#L293",

@@ -15,13 +15,11 @@ autograd function no gradient passes there anyway. No value changes, nothing is 
 call. If the caller passed ``out``, that tensor itself is returned.
 
 Cost: half a microsecond if there is a view.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/736
 """
 
 from __future__ import annotations
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 
 
 def defect() -> Finding:
@@ -51,6 +49,14 @@ _VIEW = "bias is not None and (torch.compiler.is_compiling() or output._is_view(
 PATCH = Patch(
     id="bitsandbytes-output-is-view",
     summary="ReLU(inplace=True), += and peft's C3A raise an error on the output of a quantized layer",
+    groups=("layers", "train"),
+    messages=(
+        Message(
+            "Output 0 of MatMul8bitLt is a view and is being modified inplace. This view was created inside a custom Function",
+            "torch/lib/libtorch_cpu.so",
+            parts=("This view was created inside a custom Function",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/736",),
     requires=("bitsandbytes>=0.46.1", "torch<2.15"),
     tested_up_to="0.50.2",

@@ -51,6 +51,8 @@ _BLOCKS = "bitsandbytes.functional:dequantize_blockwise"
 PATCH = Patch(
     id="bitsandbytes-absmax-dtype",
     summary="a double-quantized 4-bit checkpoint that was cast to half precision loads silently, and outputs are garbage",
+    groups=("save", "layers"),
+    silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/functional.py#L501",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

@@ -45,7 +45,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ....engine import CannotShow, Finding, Patch, Rewrite
+from ....engine import CannotShow, Finding, Message, Patch, Rewrite
 from ....process import live_objects, tracing
 from ....quantized import accelerate_hooks
 from ....quantized.four_bit import block_scales, quant_states
@@ -183,6 +183,15 @@ def damage() -> tuple[str, ...]:
 PATCH = Patch(
     id="bitsandbytes-cpu-repack",
     summary="an eval forward on an AVX512-BF16 CPU corrupts 4-bit weights for training, merging and saving",
+    groups=("cpu", "layers", "train", "merge", "save", "move"),
+    silent=True,
+    messages=(
+        Message(
+            "a view of a leaf Variable that requires grad is being used in an in-place operation.",
+            "torch/lib/libtorch_cpu.so",
+            parts=("a view of a leaf Variable that requires grad is being used in an in-place operation",),
+        ),
+    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2078",

@@ -57,6 +57,8 @@ def _call(function: str, width: str, blocksize: str, when: str = "") -> Rewrite:
 PATCH = Patch(
     id="bitsandbytes-dequantize-wrong-scales",
     summary="on AVX512 CPUs, 4-bit weights whose width is not a multiple of the block size silently get wrong scales",
+    groups=("cpu", "layers"),
+    silent=True,
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1789",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1828",

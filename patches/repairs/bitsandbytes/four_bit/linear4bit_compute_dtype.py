@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,10 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-linear4bit-compute-dtype",
     summary="the dtype of a 4-bit layer's first input lowers the precision of later calls; fullgraph fails on the first call",
+    groups=("layers", "compile"),
+    silent=True,
+    messages=(Message("HOP: Non-nullified side effect", "torch/_dynamo/side_effects.py"),),
+    words=("recompile",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L623",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

@@ -37,7 +37,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....process import call_stack
 from ....quantized.four_bit import partial_loads, quant_states
 from ....quantized.four_bit.quant_state_dict import IncompleteState, bytes_of_packed_weight
@@ -203,6 +203,16 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-linear4bit-load-state-dict",
     summary="Linear4bit cannot load its own state dict; strict=False gives wrong outputs silently",
+    groups=("save",),
+    silent=True,
+    messages=(
+        Message(
+            'Unexpected key(s) in state_dict: "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"',
+            "torch/nn/modules/module.py",
+            parts=("Unexpected key(s) in state_dict", "absmax"),
+            holds=("Unexpected key(s) in state_dict",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

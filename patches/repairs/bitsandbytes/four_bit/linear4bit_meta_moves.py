@@ -14,7 +14,7 @@ quantization state. Its packed weights are uninitialized, like every weight that
 
 from __future__ import annotations
 
-from ....engine import Finding, Patch, SetAttribute
+from ....engine import Finding, Message, Patch, SetAttribute
 from ....quantized.weights import meta_weights
 from ....quantized.weights.module_moves import make_apply
 
@@ -35,6 +35,16 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-linear4bit-meta-moves",
     summary="4-bit layers cannot be moved to meta, and layers moved back are never quantized",
+    groups=("move",),
+    silent=True,
+    messages=(
+        Message(
+            "Creating a Parameter from an instance of type Params4bit requires that detach() returns an instance of the same type",
+            "torch/nn/parameter.py",
+            parts=("Creating a Parameter from an instance of type Params4bit",),
+            holds=("Creating a Parameter from an instance of type ",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1525",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....quantized.four_bit import foreign_weights
 from ....quantized.weights import dequantized_in_place, meta_weights
 from ....quantized.weights.weight_assignment import make_setattr
@@ -70,6 +70,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-linear4bit-plain-weight",
     summary="4-bit layers with a plain 16-bit weight (tied heads, old skip lists) raise a bare AssertionError",
+    groups=("layers",),
+    messages=(Message("assert module.weight.shape[1] == 1", "bitsandbytes/nn/modules.py"),),
     links=(
         "https://github.com/huggingface/transformers/issues/45674",
         "https://github.com/unslothai/unsloth/issues/4208",

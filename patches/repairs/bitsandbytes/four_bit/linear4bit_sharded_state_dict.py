@@ -179,6 +179,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-linear4bit-sharded-state-dict",
     summary="checkpoints of 4-bit models under FSDP2 lack the quantization state; loading one gives wrong weights silently",
+    groups=("shard", "save"),
+    silent=True,
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946",

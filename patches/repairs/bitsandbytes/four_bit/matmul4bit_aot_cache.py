@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 from ....process import tracing
 
 if TYPE_CHECKING:
@@ -85,6 +85,10 @@ EDIT: dict[str, Any] = {
 PATCH = Patch(
     id="bitsandbytes-matmul4bit-aot-cache",
     summary="compiled 4-bit models are recompiled in every process: the cache on disk does not accept their graphs",
+    groups=("compile",),
+    silent=True,
+    messages=(Message("Unsupported call_function target autograd_function_apply", "figure"),),
+    words=("recompile",),
     links=("https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
     tested_up_to="0.50.2",

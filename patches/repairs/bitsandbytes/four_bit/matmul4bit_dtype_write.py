@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,9 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-matmul4bit-dtype-write",
     summary="a CPU forward overwrites the dtype of the 4-bit weight: checkpoints are wrong, fullgraph fails on the first call",
+    groups=("cpu", "compile", "save"),
+    silent=True,
+    messages=(Message("HOP: Non-nullified side effect", "torch/_dynamo/side_effects.py"),),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1917",),
     requires=("bitsandbytes>=0.49,<0.50",),
     tested_up_to="0.50.2",

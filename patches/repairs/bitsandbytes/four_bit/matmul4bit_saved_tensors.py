@@ -14,8 +14,6 @@ mode, which autograd refuses to save, stay on ``ctx`` as before.
 
 If the forward ran before the patch was applied, its backward is as it was. If the forward ran with the patch and the
 backward runs after a revert, it takes the original code; for weights that were saved it raises an error.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034
 """
 
 from __future__ import annotations
@@ -167,6 +165,9 @@ _FUNCTION = "bitsandbytes.autograd._functions:MatMul4Bit"
 PATCH = Patch(
     id=_ID,
     summary="reusing a 4-bit weight buffer silently gives wrong gradients; offloaded weights stay in memory until backward",
+    groups=("train", "offload"),
+    silent=True,
+    words=("OOM (out of memory)",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

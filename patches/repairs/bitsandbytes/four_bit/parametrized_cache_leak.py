@@ -9,8 +9,6 @@ Releases 0.48.2 to 0.49.2; 0.50.0 registers the hook with ``always_call=True`` a
 
 The repair does the same. A module that was prepared before the patch was applied is repaired in its next forward. If a
 cache holds copies by then, the report names it.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1999
 """
 
 from __future__ import annotations
@@ -82,6 +80,9 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-parametrized-cache-leak",
     summary="4-bit expert weights stay dequantized in memory under non-reentrant checkpointing",
+    groups=("experts", "train"),
+    silent=True,
+    words=("OOM (out of memory)",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1999",),
     requires=("bitsandbytes>=0.48.2,<0.50",),
     tested_up_to="0.49.2",

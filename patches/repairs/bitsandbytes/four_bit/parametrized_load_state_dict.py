@@ -137,6 +137,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-parametrized-load-state-dict",
     summary="modules with parametrized 4-bit parameters (MoE experts) cannot load their own state dict",
+    groups=("experts", "save"),
+    silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720",),
     requires=("bitsandbytes>=0.48.2",),
     tested_up_to="0.50.2",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....engine import DeleteAttribute, Finding, Patch, SetAttribute
+from ....engine import DeleteAttribute, Finding, Message, Patch, SetAttribute
 from ....engine.gate import satisfied
 from ....quantized.four_bit import quant_states
 from ....quantized.four_bit.quant_state_names import NESTED, OWN, packed_key
@@ -84,6 +84,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-params4bit-attributes",
     summary="get_model_state_dict (FSDP, DCP) fails on 4-bit models; bitsandbytes built from git before 0.50 breaks fullgraph",
+    groups=("shard", "save", "compile"),
+    messages=(Message("'Params4bit' object has no attribute 'absmax'", "figure"),),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1866",

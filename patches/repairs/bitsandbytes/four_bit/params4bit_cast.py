@@ -86,6 +86,9 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-params4bit-cast",
     summary="half(), float() and to(dtype) destroy 4-bit weights in floating point storage (FSDP-QLoRA)",
+    groups=("move", "layers"),
+    silent=True,
+    words=("loss is nan, or does not fall",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L421",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

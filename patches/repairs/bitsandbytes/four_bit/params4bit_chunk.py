@@ -143,6 +143,8 @@ _PARAMETER = "bitsandbytes.nn.modules:Params4bit"
 PATCH = Patch(
     id="bitsandbytes-params4bit-chunk",
     summary="chunk() and split() of a 4-bit weight drop its quantization state, or copy the whole one to each piece",
+    groups=("save", "layers"),
+    silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L451",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

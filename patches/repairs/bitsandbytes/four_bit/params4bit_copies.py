@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Part, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Part, Patch, Rewrite, SetAttribute
 from ....quantized.four_bit import quant_states
 from ....quantized.weights.parameter_copies import is_read_by_default, make_setstate, reduce_with_class
 
@@ -138,6 +138,14 @@ def defect_pickle() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-params4bit-copies",
     summary="a copy of a 4-bit weight belongs to the original layer, fails on meta, or is a plain Parameter after pickle",
+    groups=("save", "offload"),
+    silent=True,
+    messages=(
+        Message(
+            "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have incompatible tensor type.",
+            "figure",
+        ),
+    ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L341",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L244",

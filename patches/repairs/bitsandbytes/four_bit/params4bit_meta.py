@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 from ....process import live_objects
 from ....quantized.four_bit import quant_states
 from ....quantized.weights import meta_weights
@@ -95,6 +95,11 @@ _TO = "bitsandbytes.nn.modules:Params4bit.to"
 PATCH = Patch(
     id="bitsandbytes-params4bit-meta",
     summary="4-bit models cannot be offloaded: moving one copy of a weight to meta drops the quantization state of all copies",
+    groups=("offload", "move"),
+    messages=(
+        Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),
+        Message("Tensor.item() cannot be called on meta tensors", "figure"),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1525",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 from ....quantized import saved_for_backward
 from ....quantized.int8 import row_scales
 from ....quantized.int8.weight_moves import SETTLING
@@ -180,6 +180,9 @@ def _backward(function: str, *attributes: str, when: str = "") -> tuple[Rewrite,
 PATCH = Patch(
     id=_ID,
     summary="backward of an offloaded INT8 layer raises an error; saved-tensor hooks and checkpointing miss its weights",
+    groups=("offload", "train"),
+    silent=True,
+    messages=(Message("'NoneType' object has no attribute 'unsqueeze'", "figure"),),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034",

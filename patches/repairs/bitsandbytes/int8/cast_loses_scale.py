@@ -31,6 +31,8 @@ _TARGET = "bitsandbytes.nn.modules:Int8Params.to"
 PATCH = Patch(
     id="bitsandbytes-int8-cast-loses-scale",
     summary="Int8Params.to(dtype) silently drops the row scales",
+    groups=("move",),
+    silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.48",),
     tested_up_to="0.50.2",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 
 
 @functools.cache
@@ -43,6 +43,14 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-int8-cast-message",
     summary="'inputs will be cast' is logged at every INT8 call",
+    groups=("layers", "train"),
+    messages=(
+        Message(
+            "MatMul8bitLt: inputs will be cast from torch.bfloat16 to float16 during quantization",
+            "bitsandbytes/autograd/_functions.py",
+            parts=("MatMul8bitLt: inputs will be cast from",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.50",),
     tested_up_to="0.50.2",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 from ....quantized.int8 import row_scales
 from ...reproducers.graphs import show_graphs
 
@@ -63,6 +63,22 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-int8-cold-state",
     summary="torch.compile splits the first step of an INT8 model at every layer",
+    groups=("compile",),
+    messages=(
+        Message(
+            "HOP: Unsafe side effect: Attempted to mutate UserDefinedObjectVariable(MatmulLtState)",
+            "torch/_dynamo/side_effects.py",
+            parts=("mutate UserDefinedObjectVariable(MatmulLtState)",),
+            holds=("HOP: Unsafe side effect", "Attempted to mutate "),
+        ),
+        Message(
+            "Failed serializing node set_",
+            "torch/_export/serde/serialize.py",
+            parts=("Failed serializing node set_",),
+            holds=("Failed serializing node ",),
+        ),
+    ),
+    words=("recompile", "graph break"),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",

@@ -118,6 +118,8 @@ _PARAM = "bitsandbytes.nn.modules:Int8Params"
 PATCH = Patch(
     id="bitsandbytes-int8-copies",
     summary="copy, pickle, torch.save, chunk and split of an INT8 weight lose its class or its scales",
+    groups=("save",),
+    silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

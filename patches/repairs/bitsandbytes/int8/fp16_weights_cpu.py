@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import CannotShow, Finding, Patch, Rewrite
+from ....engine import CannotShow, Finding, Message, Patch, Rewrite
 from ....engine.gate import satisfied
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-int8-fp16-weights-cpu",
     summary="on a CPU has_fp16_weights=True neither trains on 3-D inputs nor evaluates",
+    groups=("cpu", "train"),
+    messages=(Message("t() expects a tensor with <= 2 dimensions, but self is 3D", "figure"),),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.48",),
     tested_up_to="0.50.2",

@@ -11,7 +11,7 @@ old path.
 
 from __future__ import annotations
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 
 
 def defect() -> Finding:
@@ -38,6 +38,12 @@ _LT = "bitsandbytes.autograd._functions:MatMul8bitLt"
 PATCH = Patch(
     id="bitsandbytes-int8-input-dimensions",
     summary="an INT8 layer raises an error for inputs of four dimensions (WavLM, ProphetNet, Aya Vision)",
+    groups=("layers",),
+    messages=(
+        Message(
+            "Only two or three dimensional matrices are supported for argument A", "bitsandbytes/backends/cuda/ops.py"
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/autograd/_functions.py",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

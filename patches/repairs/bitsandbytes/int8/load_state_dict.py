@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 from ....quantized.int8 import row_scales, scale_ownership
 from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 
@@ -68,6 +68,14 @@ _CALL = "_patches_scale_to_fill(self)"
 PATCH = Patch(
     id="bitsandbytes-int8-load-state-dict",
     summary="Linear8bitLt cannot load its own state_dict after a forward, or any with assign=True",
+    groups=("save",),
+    messages=(
+        Message(
+            "Loading a quantized checkpoint into non-quantized Linear8bitLt is not supported. Please call module.cuda() before module.load_state_dict()",
+            "bitsandbytes/nn/modules.py",
+            parts=("Loading a quantized checkpoint into non-quantized Linear8bitLt is not supported",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

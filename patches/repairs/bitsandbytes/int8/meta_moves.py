@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....quantized.int8 import row_scales, weight_moves
 from ....quantized.weights import meta_weights
 from ....quantized.weights.module_moves import make_apply
@@ -56,6 +56,16 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-int8-meta-moves",
     summary="to('meta') and to_empty raise an error on INT8 modules, and leave packed weights and SCB where they were",
+    groups=("move",),
+    silent=True,
+    messages=(
+        Message(
+            "Creating a Parameter from an instance of type Int8Params requires that detach() returns an instance of the same type",
+            "torch/nn/parameter.py",
+            parts=("Creating a Parameter from an instance of type Int8Params",),
+            holds=("Creating a Parameter from an instance of type ",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

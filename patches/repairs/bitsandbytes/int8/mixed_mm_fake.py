@@ -73,6 +73,8 @@ TARGET = "bitsandbytes._ops:int8_mixed_scaled_mm.fake"
 PATCH = Patch(
     id="bitsandbytes-int8-mixed-mm-fake",
     summary="under torch.compile int8_mixed_scaled_mm declares the wrong shape and dtype for the outlier columns",
+    groups=("compile",),
+    silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",

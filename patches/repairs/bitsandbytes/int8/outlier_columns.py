@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 from ....process import tracing
 from ....quantized.int8 import row_scales
 from ...reproducers.graphs import show_graphs
@@ -86,6 +86,16 @@ def _while_tracing(replacement: str, otherwise: str) -> str:
 PATCH = Patch(
     id="bitsandbytes-int8-outlier-columns",
     summary="torch.compile breaks the graph at every INT8 layer that has a threshold",
+    groups=("compile",),
+    messages=(
+        Message(
+            "Operator `bitsandbytes.int8_vectorwise_quant.default`'s output shape depends on input Tensor data.",
+            "torch/_dynamo/utils.py",
+            parts=("Operator `bitsandbytes.int8_",),
+            holds=("'s output shape depends on input Tensor data.",),
+        ),
+    ),
+    words=("graph break",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
     requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",

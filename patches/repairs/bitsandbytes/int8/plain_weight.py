@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....quantized.int8 import plain_weights, row_scales, scale_ownership
 from ....quantized.weights import meta_weights
 from ....quantized.weights.module_moves import make_apply
@@ -71,6 +71,8 @@ _LAYER = "bitsandbytes.nn.modules:Linear8bitLt"
 PATCH = Patch(
     id="bitsandbytes-int8-plain-weight",
     summary="INT8 layers crash with tied, sharded or functional weights: 'Parameter' object has no attribute 'CB'",
+    groups=("layers", "shard"),
+    messages=(Message("'Parameter' object has no attribute 'CB'", "figure"),),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",

@@ -15,7 +15,7 @@ Packed weights are never quantized. If a weight has no scales anywhere, an error
 
 from __future__ import annotations
 
-from ....engine import CannotShow, Finding, Patch
+from ....engine import CannotShow, Finding, Message, Patch
 from ....quantized.int8 import row_scales
 from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT
 
@@ -61,6 +61,10 @@ PATCH = Patch(
     id="bitsandbytes-int8-requantized-weights",
     former_ids=("bitsandbytes-int8-requantized-codes",),
     summary="an INT8 weight without SCB is quantized a second time: outputs are 2000 times too large",
+    groups=("layers", "offload", "save"),
+    silent=True,
+    messages=(Message("'NoneType' object has no attribute 'dtype'", "figure"),),
+    words=("loss is nan, or does not fall",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, SetAttribute
+from ....engine import Finding, Message, Patch, SetAttribute
 from ....quantized.int8 import plain_weights, row_scales
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ _LAYER = "bitsandbytes.nn.modules:Linear8bitLt"
 PATCH = Patch(
     id="bitsandbytes-int8-state-dict-names",
     summary="get_model_state_dict (DCP, FSDP) fails on INT8 layers: no attribute 'SCB'",
+    groups=("shard", "save"),
+    messages=(Message("'Linear8bitLt' object has no attribute 'SCB'", "figure"),),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

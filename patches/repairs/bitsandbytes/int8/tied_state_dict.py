@@ -8,7 +8,7 @@ from an ``Int8Params``. Saving fails, and so does loading with transformers, whi
 
 from __future__ import annotations
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Message, Patch, Rewrite
 from ....quantized.int8 import plain_weights
 
 
@@ -30,6 +30,8 @@ def defect() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-int8-tied-state-dict",
     summary="state_dict of an INT8 layer with a tied or sharded weight crashes: no attribute 'SCB'",
+    groups=("save",),
+    messages=(Message("'Parameter' object has no attribute 'SCB'", "figure"),),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1897",

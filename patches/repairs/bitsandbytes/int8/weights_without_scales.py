@@ -161,6 +161,8 @@ PATCH = Patch(
     id="bitsandbytes-int8-weights-without-scales",
     former_ids=("bitsandbytes-int8-codes-without-scales",),
     summary="INT8 weights that arrive without SCB are loaded silently, and every output is wrong",
+    groups=("save", "shard"),
+    silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

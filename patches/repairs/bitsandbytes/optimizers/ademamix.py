@@ -14,8 +14,6 @@ with it raises an error that says so.
 
 Cost: a comparison for each parameter and step.
 
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2075
-
 Paged AdEMAMix raises an error on a CPU for every parameter that is large enough to be paged. Since 0.50 the optimizers
 run on a CPU, where paged ones allocate their states like others, with a warning. AdEMAMix allocates the state of its
 two averages itself and lacks this: from 100,000 values on it asks the library for managed memory, which a CPU does not
@@ -26,8 +24,6 @@ a CPU.
 The repair allocates the state like that of ``AdEMAMix``, and the steps equal the steps of ``AdEMAMix`` bit for bit.
 
 Cost: on other devices a look at the device when a paged state is made.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ....engine import CannotShow, Finding, Part, Patch, Rewrite, SetAttribute
+from ....engine import CannotShow, Finding, Message, Part, Patch, Rewrite, SetAttribute
 
 if TYPE_CHECKING:
     from bitsandbytes.optim import AdEMAMix32bit
@@ -127,6 +123,21 @@ _PAGED = "buff = F.get_paged(*(2, *p.size()), dtype=dtype, device=p.device)"
 PATCH = Patch(
     id="bitsandbytes-ademamix",
     summary="AdEMAMix32bit allocates one average and updates two; paged AdEMAMix raises an error on a CPU",
+    groups=("train", "cpu"),
+    silent=True,
+    messages=(
+        Message(
+            "output with shape [64] doesn't match the broadcast shape [64, 64]",
+            "torch/lib/libtorch_cpu.so",
+            parts=(" doesn't match the broadcast shape ",),
+        ),
+        Message(
+            "Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes.",
+            "bitsandbytes/cextension.py",
+            parts=(" not available in CPU-only version of bitsandbytes.",),
+        ),
+    ),
+    words=("loss is nan, or does not fall",),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2075",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2076",

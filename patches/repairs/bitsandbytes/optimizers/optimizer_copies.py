@@ -15,8 +15,6 @@ Paged states are in memory that cannot be copied. Such an optimizer is copied as
 lacks.
 
 Cost: nothing in a step.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L189
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....optimizers.parameter_overrides import BY_PARAMETER
 
 if TYPE_CHECKING:
@@ -119,6 +117,14 @@ _OPTIMIZER = "bitsandbytes.optim.optimizer:Optimizer8bit"
 PATCH = Patch(
     id="bitsandbytes-optimizer-copies",
     summary="a deep-copied or unpickled 8-bit optimizer cannot step",
+    groups=("save", "train"),
+    messages=(
+        Message(
+            "'Adam8bit' object has no attribute 'initialized'",
+            "figure",
+            parts=("object has no attribute 'initialized'",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L189",),
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",

@@ -22,8 +22,6 @@ is noted stays with the object.
 
 Cost: nothing in a step; before 0.50 one dict lookup for each parameter, as in later releases.
 
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1269
-
 An optimizer override of one parameter is applied to all parameters that were given in the same call.
 ``GlobalOptimManager.override_config`` takes a list of parameters and stores the same dict for each: the one that it
 was given, or one made of ``key`` and ``value``. A later call for one of these parameters writes into that dict. So the
@@ -36,8 +34,6 @@ The repair stores one dict for each parameter. If the caller passed a dict, late
 above it, so that changes of the caller's dict count as before.
 
 Cost: nothing in a step of a parameter without override.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2029
 """
 
 from __future__ import annotations
@@ -225,6 +221,9 @@ def defect_list_of_parameters() -> Finding:
 PATCH = Patch(
     id="bitsandbytes-overrides",
     summary="optimizer overrides outlive their model, and are applied to parameters that they were not made for",
+    groups=("train",),
+    silent=True,
+    words=("OOM (out of memory)",),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1269",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L119",

@@ -19,8 +19,6 @@ state has 32 bits (small parameters always do), and no rank knows that norm: the
 says why.
 
 Cost: without FSDP2 a type check for each parameter in a step.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ....engine import CannotShow, Finding, Patch, Rewrite
+from ....engine import CannotShow, Finding, Message, Patch, Rewrite
 from ....optimizers.state_bits import BLOCK, SAME_BITS
 
 if TYPE_CHECKING:
@@ -188,6 +186,19 @@ def _init_state(target: str, scales_of: int) -> tuple[Rewrite, ...]:
 PATCH = Patch(
     id="bitsandbytes-steps-on-shards",
     summary="no optimizer of bitsandbytes steps under FSDP2: an error on a CPU, illegal memory access on a GPU",
+    groups=("shard", "train"),
+    messages=(
+        Message(
+            "bitsandbytes.optimizer_update_8bit_blockwise.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed operators!",
+            "torch/lib/libtorch_python.so",
+            parts=("got mixed torch.Tensor and DTensor, need to convert all",),
+        ),
+        Message(
+            "Operator bitsandbytes.optimizer_update_32bit.default does not have a sharding strategy registered.",
+            "torch/distributed/tensor/_sharding_prop.py",
+            parts=("does not have a sharding strategy registered.",),
+        ),
+    ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",),
     requires=("bitsandbytes>=0.50", "torch>=2.6"),
     tested_up_to="0.50.2",
