@@ -42,7 +42,7 @@ def test_declared_well(patch: Patch):
     assert all(link.startswith("https://") for link in patch.links)
     assert patch.edits and all(part.tested_up_to for part in patch.parts)
     module = sys.modules[patch.module]
-    assert module.PATCH is patch and inspect.getdoc(module)
+    assert module.PATCH is patch and inspect.getdoc(module) and patch.why and patch.repair
     for edit in patch.edits:
         if isinstance(edit, Rewrite):
             check(edit)

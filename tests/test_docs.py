@@ -92,12 +92,14 @@ def test_releases_with_the_same_change_stand_together_whatever_its_lines():
     assert (second.releases, second.beside) == (["1.1"], ["0.48.2"])
 
 
-def test_a_docstring_as_markdown():
-    _, rest = prose.story(REGISTRY.patches["peft-unmerge"])
-    assert "[`bitsandbytes-params4bit-meta`](bitsandbytes-params4bit-meta.md) repairs" in rest
-    assert "[#3466](https://github.com/huggingface/trl/issues/3466)" in rest
-    _, rest = prose.story(REGISTRY.patches["peft-modules-to-save-offloaded"])
-    assert "[`peft-adapters-on-meta`](peft-adapters-on-meta.md) repairs" in rest
+def test_a_text_as_markdown():
+    unmerge, copies = REGISTRY.patches["peft-unmerge"], REGISTRY.patches["peft-modules-to-save-offloaded"]
+    rest = prose.markdown(unmerge.why, unmerge)
+    assert "[`bitsandbytes-params4bit-meta`](bitsandbytes-params4bit-meta.md) repairs" in " ".join(rest.split())
+    assert re.search(r"\[(trl )?#3466\]\(https://github\.com/huggingface/trl/issues/3466\)", rest)
+    assert "[`peft-adapters-on-meta`](peft-adapters-on-meta.md) repairs" in " ".join(
+        prose.markdown(copies.why, copies).split()
+    )
 
 
 def test_every_public_name_and_every_command_has_its_place():

@@ -15,11 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PATCH = '''"""TODO: what goes wrong, who hits it, on which releases.
-
-TODO: why it goes wrong, why this repair is right, what it costs.
-Upstream: TODO.
-"""
+PATCH = '''"""TODO: what goes wrong, in one sentence."""
 
 from __future__ import annotations
 
@@ -44,6 +40,13 @@ PATCH = Patch(
     groups=("TODO",),  # of patches/symptoms.py; the first is where it is listed
     silent=True,  # TODO: or messages=(Message("the message", "the/file/that/says/it.py"),), or both
     links=("https://github.com/TODO/{package}/issues/0",),
+    why="""
+        TODO: what is wrong in the source, who meets it, on which releases.
+    """,
+    repair="""
+        TODO: what the patch does, why that is right, what stays as it was.
+    """,
+    cost="TODO: measured, or leave it out",
     requires=("{package}>={installed}",),  # TODO: the first release with the defect; "<..." where it is repaired
     tested_up_to="{installed}",
     edits=(

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
+import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from .. import symptoms
 from ..engine import needs, table
 from ..engine.patch import Patch
 from ..engine.report import Result, Status
 
-HEADINGS = ("What you see", "Why", "What changes", "Cost", "Safe when")
+HEADINGS = ("What you see", "Why", "Repair", "Cost", "Turn it off")
 NO_COST = "Not measured for this patch alone. What all patches cost together is in"
-_COSTS = "Cost: "
-"""What follows it in a story is about cost, to the end of the paragraph; nothing else is."""
 _ITEMS = re.compile(r"\n(?=[-*] )")
 
 
@@ -27,35 +23,36 @@ def matching(text: str, patches: dict[str, Patch]) -> list[str]:
     found = [patch_id for entry in entries if entry.fits(text) for patch_id in entry.patches]
     if not found:
         words = re.findall(r"[\w.]+", text.lower())
-        texts = {i: f"{i} {p.summary} {story(p)} {' '.join(known.said(i))}".lower() for i, p in patches.items()}
+        texts = {
+            i: f"{i} {p.summary} {p.why} {p.repair} {p.cost} {' '.join(known.said(i))}".lower()
+            for i, p in patches.items()
+        }
         found = [i for ids in known.grouped(texts).values() for i in ids if all(word in texts[i] for word in words)]
     return list(dict.fromkeys(patch_id for patch_id in found if patch_id in patches))
 
 
-def story(patch: Patch) -> str:
-    """The docstring of the file of ``patch``, also where Python keeps none (``-OO``); empty without sources."""
-    module = patch.module
-    spec = importlib.util.find_spec(module)
-    loader: Any = None if spec is None else spec.loader
-    source = loader.get_source(module) if hasattr(loader, "get_source") else None
-    return (ast.get_docstring(ast.parse(source)) if source else "") or ""
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs of a field of a patch, without its indentation."""
+    return list(filter(None, map(str.strip, inspect.cleandoc(text).split("\n\n"))))
 
 
 def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
     """The paragraphs under each of :data:`HEADINGS`."""
-    why, costs = told(story(patch).partition("\n\n")[2])
     edits = [edit.target for edit in needs.edits(patch) or patch.edits]
     return dict(zip(HEADINGS, (
         [*_seen(patch)],
-        [*(why or ["The source file of the patch explains it, and is not installed here."]), *patch.links],
-        [*dict.fromkeys(edits), f"The changed lines: python -m patches diff {patch.id}"],
-        costs or [f"{NO_COST} docs/speed.md."],
+        [*paragraphs(patch.why), *patch.links],
         [
+            *paragraphs(patch.repair),
+            f"It changes {', '.join(dict.fromkeys(edits))}. The changed lines: python -m patches diff {patch.id}",
+        ],
+        paragraphs(patch.cost) or [f"{NO_COST} docs/speed.md."],
+        [
+            f"PATCHES_DISABLE={patch.id}, or patches.revert({patch.id!r}) in a running program.",
             f"For {'; '.join(patch.ranges())}. Tested up to {', '.join(_tested(patch))}. "
             "If the installed code differs from what the patch expects, the patch is skipped and reported as `conflict`.",
             f"Here: {_here(patch, result)}.",
-            f"To see the defect and its repair: python -m patches verify {patch.id}. "
-            f"To disable it: PATCHES_DISABLE={patch.id}, or patches.revert({patch.id!r}) in a running program.",
+            f"To see the defect and its repair: python -m patches verify {patch.id}.",
         ],
     )))  # fmt: skip
 
@@ -69,16 +66,6 @@ def sentence(summary: str) -> str:
     """A summary as a sentence; names of code keep their case."""
     first = summary[0].upper() if summary.split()[0].isalpha() else summary[0]
     return f"{first}{summary[1:]}."
-
-
-def told(text: str) -> tuple[list[str], list[str]]:
-    """The paragraphs of a story, and the paragraphs about the cost of the repair."""
-    why, costs = [], []
-    for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
-        said, _, cost = paragraph.partition(_COSTS)
-        why += [said.strip()] if said.strip() else []
-        costs += [f"{cost[0].upper()}{cost[1:]}"] if cost else []
-    return why, costs
 
 
 def _here(patch: Patch, result: Result) -> str:

@@ -119,6 +119,13 @@ class Patch:
     parts:
         Where one cause shows in several places, in other libraries or in modules that are imported on their own: a
         :class:`Part` for each, in the place of the four fields before.
+    why:
+        What is wrong in the source: who meets it, on which releases, the report upstream. Paragraphs; ``cleandoc``
+        gives them without their indentation, as of the next two.
+    repair:
+        What the patch does, why that is right, and what stays as it was.
+    cost:
+        What it costs a program, measured; empty if it was not measured alone.
     groups:
         Names of its groups in :data:`patches.symptoms.GROUPS`; it is listed in the first.
     silent:
@@ -145,6 +152,9 @@ class Patch:
     edits: tuple[Edit, ...] = ()
     defect: Callable[[], Finding] = _no_defect
     parts: tuple[Part, ...] = ()
+    why: str = ""
+    repair: str = ""
+    cost: str = ""
     groups: tuple[str, ...] = ()
     silent: bool = False
     messages: tuple[Message, ...] = ()

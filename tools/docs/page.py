@@ -34,13 +34,15 @@ REPRODUCER = (
 
 def page(patch: Patch, symptoms: Symptoms, measured: Mapping[str, Figure], changes: Iterable[Seen]) -> str:
     """A page in Markdown, under the headings of ``python -m patches explain``."""
-    first, rest = prose.story(patch)
+    why, repair, cost = (
+        [prose.markdown(p, patch) for p in explain.paragraphs(text)] for text in (patch.why, patch.repair, patch.cost)
+    )
+    first = prose.title(patch)
     upstream = ", ".join(map(link, patch.links))
-    why, cost = explain.told(rest)
     parts = (
         [*_says(patch, symptoms), *_measured(patch, measured)],
         [first, *why, f"Upstream: {upstream}. File: `{prose.file(patch)}`."],
-        [*_changed(patch, list(changes))],
+        [*repair, *_changed(patch, list(changes))],
         cost or [f"{explain.NO_COST} [](../speed.md)."],
         [_facts(patch), REPRODUCER.format(id=patch.id), *_programs(patch)],
     )

@@ -1,4 +1,4 @@
-"""The docstring of a patch as Markdown."""
+"""The texts of a patch as Markdown."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _URL = re.compile(r"(?<![(<])https://[^\s),]+")
 _NUMBER = re.compile(r"(?:\b\w+ )?#(\d+)\b")
 
 
-def story(patch: Patch) -> tuple[str, str]:
-    """The first line of the docstring of its file, and the rest; names of other patches are links to their pages."""
-    first, _, rest = (inspect.getdoc(sys.modules[patch.module]) or "").partition("\n\n")
-    return _markdown(first, patch), _markdown(rest, patch)
+def title(patch: Patch) -> str:
+    """The docstring of its file: the defect in one sentence."""
+    return markdown(inspect.getdoc(sys.modules[patch.module]) or "", patch)
 
 
 def file(patch: Patch) -> str:
@@ -26,7 +25,8 @@ def file(patch: Patch) -> str:
     return patch.module.removeprefix("bnb_").replace(".", "/") + ".py"  # it lies below `patches`
 
 
-def _markdown(text: str, patch: Patch) -> str:
+def markdown(text: str, patch: Patch) -> str:
+    """``text``; names of other patches are links to their pages."""
     numbers = {number: url for url in patch.links if (number := url.rpartition("/")[2]).isdecimal()}
     parts = _CODE.split(text)
     parts[::2] = [_prose(part, numbers) for part in parts[::2]]

@@ -1,26 +1,4 @@
-"""A quantized layer that was dequantized in place is quantized again when it is moved, and cannot be offloaded.
-
-An INT8 layer that was dequantized in place is quantized again by the next ``.to()``, and then fails.
-``layer.weight.data = dequantized`` and ``layer.__class__ = torch.nn.Linear`` turn a ``Linear8bitLt`` into a plain
-layer without touching its parents. Its weight is still an ``Int8Params``, which quantizes its values when it is moved.
-After ``model.to(device)`` the plain layer multiplies floats by int8: ``expected m1 and m2 to have the same dtype``.
-All releases.
-
-The repair moves the values of such a weight as they are. It looks for the module only if a floating-point weight still
-has packed weights or scales of an earlier quantization. A weight in a ``Linear8bitLt`` is quantized as before, also if
-it was given other values.
-
-4-bit and INT8 layers that were dequantized in place cannot be offloaded. ``layer.weight.data = dequantized`` leaves
-the class of the weight as it was, ``Params4bit`` or ``Int8Params``, and accelerate decides by the name of the class.
-It treats the values of a 4-bit layer as packed weights and raises ``Cannot copy out of meta tensor; no data!``. It
-quantizes the values of an INT8 layer again. The forward then multiplies floats by int8, or, if the user gave the layer
-a forward of its own, silently uses packed weights as if they were values. accelerate up to 1.15.
-
-The repair puts a plain ``Parameter`` in the place of such a weight when accelerate moves it. A 4-bit weight counts as
-dequantized if it is larger than its packed weights would be. An INT8 weight counts if its module is no longer a
-``Linear8bitLt``, or has a forward of its own. A ``Linear8bitLt`` with new floating-point weights is quantized as
-before. If packed weights were cast to floating point, an error names the layer.
-"""
+"""A quantized layer that was dequantized in place is quantized again when it is moved, and cannot be offloaded."""
 
 from __future__ import annotations
 
@@ -86,6 +64,30 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L724",
         "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L278",
     ),
+    why="""
+        An INT8 layer that was dequantized in place is quantized again by the next ``.to()``, and then fails.
+        ``layer.weight.data = dequantized`` and ``layer.__class__ = torch.nn.Linear`` turn a ``Linear8bitLt`` into a
+        plain layer without touching its parents. Its weight is still an ``Int8Params``, which quantizes its values
+        when it is moved. After ``model.to(device)`` the plain layer multiplies floats by int8: ``expected m1 and m2
+        to have the same dtype``. All releases.
+
+        4-bit and INT8 layers that were dequantized in place cannot be offloaded. ``layer.weight.data =
+        dequantized`` leaves the class of the weight as it was, ``Params4bit`` or ``Int8Params``, and accelerate
+        decides by the name of the class. It treats the values of a 4-bit layer as packed weights and raises
+        ``Cannot copy out of meta tensor; no data!``. It quantizes the values of an INT8 layer again. The forward
+        then multiplies floats by int8, or, if the user gave the layer a forward of its own, silently uses packed
+        weights as if they were values. accelerate up to 1.15.
+    """,
+    repair="""
+        The repair moves the values of such a weight as they are. It looks for the module only if a floating-point
+        weight still has packed weights or scales of an earlier quantization. A weight in a ``Linear8bitLt`` is
+        quantized as before, also if it was given other values.
+
+        The repair puts a plain ``Parameter`` in the place of such a weight when accelerate moves it. A 4-bit weight
+        counts as dequantized if it is larger than its packed weights would be. An INT8 weight counts if its module
+        is no longer a ``Linear8bitLt``, or has a forward of its own. A ``Linear8bitLt`` with new floating-point
+        weights is quantized as before. If packed weights were cast to floating point, an error names the layer.
+    """,
     former_ids=("bitsandbytes-int8-dequantized-in-place",),
     parts=(
         Part(

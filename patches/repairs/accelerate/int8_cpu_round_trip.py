@@ -1,15 +1,4 @@
-"""Offloading an INT8 model with the CPU as execution device needs a GPU.
-
-To put an ``Int8Params`` on ``"cpu"``, ``set_module_tensor_to_device`` moves it to device 0 and back. This dates from
-releases in which only a GPU could quantize. ``dispatch_model`` passes that string whenever the whole device map is CPU
-and disk. Without an accelerator the first forward raises ``Cannot access accelerator device when none is available``.
-With one, packed weights are copied to it and back for nothing, and a weight whose scales are passed separately raises
-an error in ``new_value.SCB.to("cpu")``. accelerate up to 1.15.
-
-The repair takes this branch only for a weight that is not quantized yet, and only if there is an accelerator. All
-other weights take the branch of every other device, as they do for ``torch.device("cpu")``. bitsandbytes before 0.48
-destroys packed weights that are moved in that branch, so the repair of that defect is part of this patch.
-"""
+"""Offloading an INT8 model with the CPU as execution device needs a GPU."""
 
 from __future__ import annotations
 
@@ -63,6 +52,20 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        To put an ``Int8Params`` on ``"cpu"``, ``set_module_tensor_to_device`` moves it to device 0 and back. This
+        dates from releases in which only a GPU could quantize. ``dispatch_model`` passes that string whenever the
+        whole device map is CPU and disk. Without an accelerator the first forward raises ``Cannot access
+        accelerator device when none is available``. With one, packed weights are copied to it and back for nothing,
+        and a weight whose scales are passed separately raises an error in ``new_value.SCB.to("cpu")``. accelerate
+        up to 1.15.
+    """,
+    repair="""
+        The repair takes this branch only for a weight that is not quantized yet, and only if there is an
+        accelerator. All other weights take the branch of every other device, as they do for
+        ``torch.device("cpu")``. bitsandbytes before 0.48 destroys packed weights that are moved in that branch, so
+        the repair of that defect is part of this patch.
+    """,
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
     edits=(

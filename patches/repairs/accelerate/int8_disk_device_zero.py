@@ -1,13 +1,4 @@
-"""``load_and_quantize_model`` needs a GPU if INT8 layers go to the disk.
-
-accelerate quantizes these layers on device 0 before it writes them. Without an accelerator this raises ``Cannot access
-accelerator device when none is available``. Layers that are not offloaded are quantized where they are, also on a CPU.
-accelerate up to 1.15, with every bitsandbytes that quantizes on a CPU.
-
-The repair quantizes on the CPU if there is no accelerator; with one, nothing changes. It writes the packed weights as
-a plain tensor, because in bitsandbytes 0.46 the writer's call of ``weight.cpu()`` quantizes packed weights a second
-time, and the scales are written after that.
-"""
+"""``load_and_quantize_model`` needs a GPU if INT8 layers go to the disk."""
 
 from __future__ import annotations
 
@@ -71,6 +62,16 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/bnb.py#L445",),
+    why="""
+        accelerate quantizes these layers on device 0 before it writes them. Without an accelerator this raises
+        ``Cannot access accelerator device when none is available``. Layers that are not offloaded are quantized
+        where they are, also on a CPU. accelerate up to 1.15, with every bitsandbytes that quantizes on a CPU.
+    """,
+    repair="""
+        The repair quantizes on the CPU if there is no accelerator; with one, nothing changes. It writes the packed
+        weights as a plain tensor, because in bitsandbytes 0.46 the writer's call of ``weight.cpu()`` quantizes
+        packed weights a second time, and the scales are written after that.
+    """,
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
     edits=(

@@ -1,15 +1,4 @@
-"""After the forward of an offloaded INT8 layer, its packed weights stay on the execution device.
-
-``AlignDevicesHook.post_forward`` moves the weight to meta and clears ``state.SCB`` and ``state.CxB``. bitsandbytes no
-longer uses ``CxB``: the packed weights are in ``state.CB``, which nothing clears. So all bytes of an offloaded INT8
-model end up on the execution device (524288 of 524288 for 8 layers of 256x256), and a model that was offloaded because
-it does not fit runs out of memory. accelerate up to 1.15, with any bitsandbytes.
-
-The repair clears ``state.CB`` too. Backward does not need it: see ``bitsandbytes-int8-backward-live-state``.
-
-bitsandbytes 0.47.0 does not mark a weight that is brought back as new. If it found no ``CB``, it would use packed
-weights as values. So on 0.47.0 ``state.CB`` goes to meta with the weight, and such a use raises an error.
-"""
+"""After the forward of an offloaded INT8 layer, its packed weights stay on the execution device."""
 
 from __future__ import annotations
 
@@ -44,6 +33,21 @@ PATCH = Patch(
     silent=True,
     words=("OOM (out of memory)",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        ``AlignDevicesHook.post_forward`` moves the weight to meta and clears ``state.SCB`` and ``state.CxB``.
+        bitsandbytes no longer uses ``CxB``: the packed weights are in ``state.CB``, which nothing clears. So all
+        bytes of an offloaded INT8 model end up on the execution device (524288 of 524288 for 8 layers of 256x256),
+        and a model that was offloaded because it does not fit runs out of memory. accelerate up to 1.15, with any
+        bitsandbytes.
+    """,
+    repair="""
+        The repair clears ``state.CB`` too. Backward does not need it: see
+        ``bitsandbytes-int8-backward-live-state``.
+
+        bitsandbytes 0.47.0 does not mark a weight that is brought back as new. If it found no ``CB``, it would use
+        packed weights as values. So on 0.47.0 ``state.CB`` goes to meta with the weight, and such a use raises an
+        error.
+    """,
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
     edits=(

@@ -1,15 +1,4 @@
-"""If the forward of an offloaded layer raises an exception, its weights stay on the device.
-
-accelerate brings the weights of an offloaded layer to the device before its forward and takes them away in a statement
-after it. That statement is not reached if the forward raises. Non-reentrant checkpointing ends every recomputation
-with an exception, once backward has all that it needs (``set_checkpoint_early_stop``, the default). So in training the
-last layer of each checkpoint stays on the device until its next forward. If each checkpoint is one layer, all layers
-stay, and offloading saves no memory. The same happens after an out-of-memory error: the layer keeps its weights on the
-device while the caller tries a smaller batch. accelerate up to 1.15, plain and quantized layers.
-
-The repair takes the weights away in this case too, and raises the exception again. Models that were dispatched before
-the patch was applied keep their old forward. A compiled model has as many graphs and graph breaks as before.
-"""
+"""If the forward of an offloaded layer raises an exception, its weights stay on the device."""
 
 from __future__ import annotations
 
@@ -56,6 +45,20 @@ PATCH = Patch(
     silent=True,
     words=("OOM (out of memory)",),
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/hooks.py#L186",),
+    why="""
+        accelerate brings the weights of an offloaded layer to the device before its forward and takes them away in
+        a statement after it. That statement is not reached if the forward raises. Non-reentrant checkpointing ends
+        every recomputation with an exception, once backward has all that it needs (``set_checkpoint_early_stop``,
+        the default). So in training the last layer of each checkpoint stays on the device until its next forward.
+        If each checkpoint is one layer, all layers stay, and offloading saves no memory. The same happens after an
+        out-of-memory error: the layer keeps its weights on the device while the caller tries a smaller batch.
+        accelerate up to 1.15, plain and quantized layers.
+    """,
+    repair="""
+        The repair takes the weights away in this case too, and raises the exception again. Models that were
+        dispatched before the patch was applied keep their old forward. A compiled model has as many graphs and
+        graph breaks as before.
+    """,
     requires=("accelerate>=0.26",),
     tested_up_to="1.15.0",
     edits=(

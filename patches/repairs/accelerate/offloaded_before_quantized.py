@@ -1,19 +1,4 @@
-"""A 4-bit layer that is offloaded before it is quantized runs only once.
-
-``Linear4bit`` quantizes when it is moved to a device. Under ``cpu_offload``, ``disk_offload`` and ``dispatch_model``
-that happens before the first forward, and accelerate keeps what the layer had before: the unquantized weight. After
-the forward it puts the layer on meta as a quantized one, with its quantization state. The gradient of that forward is
-silently computed from uninitialized memory. Before the next forward, accelerate casts the unquantized weight to the
-dtype of packed weights and raises ``Cannot copy out of meta tensor; no data!``. accelerate up to 1.15, with any
-bitsandbytes.
-
-The repair puts such a layer on meta as a layer that is not quantized. Every forward then quantizes it again, to the
-same packed weights, and the offloaded copy has the size of the unquantized weight. To avoid both, quantize first with
-``model.to(device)`` and then offload.
-
-The repair recognizes such a layer by what its hook keeps: a floating-point tensor in the shape that was quantized,
-which packed weights never have. It looks only at layers that do not know of a quantization of their weight.
-"""
+"""A 4-bit layer that is offloaded before it is quantized runs only once."""
 
 from __future__ import annotations
 
@@ -83,6 +68,23 @@ PATCH = Patch(
     groups=("offload",),
     messages=(Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),),
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/modeling.py#L345",),
+    why="""
+        ``Linear4bit`` quantizes when it is moved to a device. Under ``cpu_offload``, ``disk_offload`` and
+        ``dispatch_model`` that happens before the first forward, and accelerate keeps what the layer had before:
+        the unquantized weight. After the forward it puts the layer on meta as a quantized one, with its
+        quantization state. The gradient of that forward is silently computed from uninitialized memory. Before the
+        next forward, accelerate casts the unquantized weight to the dtype of packed weights and raises ``Cannot
+        copy out of meta tensor; no data!``. accelerate up to 1.15, with any bitsandbytes.
+    """,
+    repair="""
+        The repair puts such a layer on meta as a layer that is not quantized. Every forward then quantizes it
+        again, to the same packed weights, and the offloaded copy has the size of the unquantized weight. To avoid
+        both, quantize first with ``model.to(device)`` and then offload.
+
+        The repair recognizes such a layer by what its hook keeps: a floating-point tensor in the shape that was
+        quantized, which packed weights never have. It looks only at layers that do not know of a quantization of
+        their weight.
+    """,
     requires=("accelerate>=0.34", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
     edits=(

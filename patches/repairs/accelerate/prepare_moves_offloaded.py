@@ -1,21 +1,4 @@
-"""``accelerator.prepare`` and the Trainer raise an error for a model that was offloaded without a device map.
-
-``accelerator.prepare`` raises an error for a model that was offloaded without a device map. ``prepare_model`` leaves a
-model where it is if it has a device map. ``cpu_offload``, ``disk_offload`` and offloading a single module set none.
-The model is then moved to the device of the process, which raises ``Cannot copy out of meta tensor; no data!`` at the
-first offloaded parameter. All releases of accelerate.
-
-With the repair, an offloaded model stays where its hooks have it if no offloaded parameter is trained and there is one
-process. In a distributed run the error stays. It also stays if offloaded parameters are trained, because accelerate
-would drop their gradients.
-
-The Trainer raises an error for a model that was offloaded without a device map. ``Trainer`` leaves a plain model where
-it is if it has a device map. ``cpu_offload``, ``disk_offload`` and offloading a single module set none, so creating
-the Trainer raises ``Cannot copy out of meta tensor; no data!``. transformers 4.53 also moves models with a device map.
-The Accelerator, which the Trainer calls next, has the same defect.
-
-With the repair an offloaded model stays where its hooks have it, if no offloaded parameter is trained.
-"""
+"""``accelerator.prepare`` and the Trainer raise an error for a model that was offloaded without a device map."""
 
 from __future__ import annotations
 
@@ -81,6 +64,24 @@ PATCH = Patch(
         "https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1880",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py#L4750",
     ),
+    why="""
+        ``accelerator.prepare`` raises an error for a model that was offloaded without a device map.
+        ``prepare_model`` leaves a model where it is if it has a device map. ``cpu_offload``, ``disk_offload`` and
+        offloading a single module set none. The model is then moved to the device of the process, which raises
+        ``Cannot copy out of meta tensor; no data!`` at the first offloaded parameter. All releases of accelerate.
+
+        The Trainer raises an error for a model that was offloaded without a device map. ``Trainer`` leaves a plain
+        model where it is if it has a device map. ``cpu_offload``, ``disk_offload`` and offloading a single module
+        set none, so creating the Trainer raises ``Cannot copy out of meta tensor; no data!``. transformers 4.53
+        also moves models with a device map. The Accelerator, which the Trainer calls next, has the same defect.
+    """,
+    repair="""
+        With the repair, an offloaded model stays where its hooks have it if no offloaded parameter is trained and
+        there is one process. In a distributed run the error stays. It also stays if offloaded parameters are
+        trained, because accelerate would drop their gradients.
+
+        With the repair an offloaded model stays where its hooks have it, if no offloaded parameter is trained.
+    """,
     former_ids=("transformers-trainer-moves-offloaded",),
     parts=(
         Part(

@@ -1,15 +1,4 @@
-"""The Trainer refuses to train adapters on a quantized model that is offloaded.
-
-``prepare_model`` raises ``You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk
-offload`` for every quantized model with "disk" in its device map, and on XPU for "cpu". This was justified: adapters
-were on meta, and backward through offloaded INT8 layers failed. Both work with ``peft-adapters-on-meta``,
-``bitsandbytes-int8-backward-live-state`` and ``bitsandbytes-params4bit-meta``.
-
-With the repair, this check ignores "cpu" and "disk" if three conditions hold: accelerate's hooks bring whatever is
-offloaded, no offloaded parameter is trained, and there is one process. Otherwise it raises the error as before. The
-same line also refused a model whose device map has one device beside "cpu" and "disk". That device is now checked like
-any other.
-"""
+"""The Trainer refuses to train adapters on a quantized model that is offloaded."""
 
 from __future__ import annotations
 
@@ -68,6 +57,18 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/accelerator.py#L1871",),
+    why="""
+        ``prepare_model`` raises ``You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU
+        or disk offload`` for every quantized model with "disk" in its device map, and on XPU for "cpu". This was
+        justified: adapters were on meta, and backward through offloaded INT8 layers failed. Both work with
+        ``peft-adapters-on-meta``, ``bitsandbytes-int8-backward-live-state`` and ``bitsandbytes-params4bit-meta``.
+    """,
+    repair="""
+        With the repair, this check ignores "cpu" and "disk" if three conditions hold: accelerate's hooks bring
+        whatever is offloaded, no offloaded parameter is trained, and there is one process. Otherwise it raises the
+        error as before. The same line also refused a model whose device map has one device beside "cpu" and "disk".
+        That device is now checked like any other.
+    """,
     requires=("accelerate>=1.1", "bitsandbytes>=0.46.1", "transformers>=4.53", "peft>=0.14"),
     tested_up_to="1.15.0",
     edits=(

@@ -1,24 +1,4 @@
-"""LoRA kernels of axolotl and unsloth break the compiled graph wherever they dequantize an NF4 weight.
-
-axolotl's LoRA kernels break the compiled graph wherever they dequantize an NF4 weight.
-``axolotl.kernels.quantize.dequantize`` calls C functions of bitsandbytes through ctypes, with raw pointers. Dynamo can
-trace neither: each pointer breaks the graph, and ``get_ptr`` is compiled again for every shape. ``kernels.lora`` and
-``kernels.dora`` import the function under the same name. Affects double-quantized weights on axolotl up to 0.17; 0.18
-has an operator for this.
-
-While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantize_4bit``, which Dynamo can trace and
-which runs the same kernels: one graph, and bit-equal results. Quantization states in the old list format, and eager
-calls, take the old path.
-
-unsloth's LoRA kernels break the compiled graph wherever they dequantize an NF4 weight.
-``unsloth.kernels.utils.fast_dequantize`` calls C functions of bitsandbytes through ctypes, with raw pointers and with
-streams in lists by device. Dynamo can trace none of this, so every call of ``matmul_lora`` breaks the graph. 2026.10.1
-has kernels that it can trace.
-
-While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantize_4bit``, which Dynamo can trace and
-which runs the same kernels. Other weights (float8, NVFP4), quantization states in the old list format, and eager calls
-take the old path.
-"""
+"""LoRA kernels of axolotl and unsloth break the compiled graph wherever they dequantize an NF4 weight."""
 
 from __future__ import annotations
 
@@ -62,6 +42,27 @@ PATCH = Patch(
         "https://github.com/axolotl-ai-cloud/axolotl/pull/3677",
         "https://github.com/unslothai/unsloth",
     ),
+    why="""
+        axolotl's LoRA kernels break the compiled graph wherever they dequantize an NF4 weight.
+        ``axolotl.kernels.quantize.dequantize`` calls C functions of bitsandbytes through ctypes, with raw pointers.
+        Dynamo can trace neither: each pointer breaks the graph, and ``get_ptr`` is compiled again for every shape.
+        ``kernels.lora`` and ``kernels.dora`` import the function under the same name. Affects double-quantized
+        weights on axolotl up to 0.17; 0.18 has an operator for this.
+
+        unsloth's LoRA kernels break the compiled graph wherever they dequantize an NF4 weight.
+        ``unsloth.kernels.utils.fast_dequantize`` calls C functions of bitsandbytes through ctypes, with raw
+        pointers and with streams in lists by device. Dynamo can trace none of this, so every call of
+        ``matmul_lora`` breaks the graph. 2026.10.1 has kernels that it can trace.
+    """,
+    repair="""
+        While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantize_4bit``, which Dynamo can
+        trace and which runs the same kernels: one graph, and bit-equal results. Quantization states in the old list
+        format, and eager calls, take the old path.
+
+        While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantize_4bit``, which Dynamo can
+        trace and which runs the same kernels. Other weights (float8, NVFP4), quantization states in the old list
+        format, and eager calls take the old path.
+    """,
     former_ids=("unsloth-nf4-dequantize",),
     parts=(
         Part(

@@ -1,25 +1,4 @@
-"""LLaMA-Factory's checkpointing splits the compiled train step at every layer.
-
-LLaMA-Factory wraps ``torch.utils.checkpoint`` in a function of its own, in every train run without
-``disable_gradient_checkpointing``. This function asks the layer whether any of its parameters is trained, and makes
-the hidden states require grad. With ``torch_compile: true`` Dynamo can trace neither:
-
-- the layer is ``func.func.__self__``, where ``func`` is ``partial(super().__call__, **kwargs)`` from transformers'
-  ``GradientCheckpointingLayer``. Dynamo can call ``super().__call__``, but knows nothing else about it: "does not know
-  how to trace method ``parameters``";
-- ``arg.requires_grad_(True)`` changes a tensor that leaves the graph.
-
-With ``fullgraph=True`` this raises an error. Without it a 4-bit Llama of two layers becomes 5 graphs, and the frames
-of peft and of the model run in eager, so that other repairs for compilation have no effect. Releases from 0.9.4, which
-pass layers as such a ``partial``; also without quantization.
-
-While compiling, the repair gives the partial the layer's ``_wrapped_call_impl``, which is what ``nn.Module.__call__``
-is, bound to the layer: the same call, but with a ``__self__`` that Dynamo knows. A layer with another
-``super().__call__`` keeps it. The hidden states are tied to an anchor, as ``transformers-input-grads-hook`` does at
-the embedding. The values stay the same, and a reentrant checkpoint, LLaMA-Factory's default, gets an input that
-requires grad even if the graph ends before it. Eager steps run the original lines. A model that was loaded before the
-patch was applied keeps its function.
-"""
+"""LLaMA-Factory's checkpointing splits the compiled train step at every layer."""
 
 from __future__ import annotations
 
@@ -87,6 +66,28 @@ PATCH = Patch(
     ),
     words=("graph break",),
     links=("https://github.com/hiyouga/LLaMA-Factory/blob/main/src/llamafactory/model/model_utils/checkpointing.py",),
+    why="""
+        LLaMA-Factory wraps ``torch.utils.checkpoint`` in a function of its own, in every train run without
+        ``disable_gradient_checkpointing``. This function asks the layer whether any of its parameters is trained,
+        and makes the hidden states require grad. With ``torch_compile: true`` Dynamo can trace neither:
+
+        - the layer is ``func.func.__self__``, where ``func`` is ``partial(super().__call__, **kwargs)`` from
+          transformers' ``GradientCheckpointingLayer``. Dynamo can call ``super().__call__``, but knows nothing else
+          about it: "does not know how to trace method ``parameters``";
+        - ``arg.requires_grad_(True)`` changes a tensor that leaves the graph.
+
+        With ``fullgraph=True`` this raises an error. Without it a 4-bit Llama of two layers becomes 5 graphs, and
+        the frames of peft and of the model run in eager, so that other repairs for compilation have no effect.
+        Releases from 0.9.4, which pass layers as such a ``partial``; also without quantization.
+    """,
+    repair="""
+        While compiling, the repair gives the partial the layer's ``_wrapped_call_impl``, which is what
+        ``nn.Module.__call__`` is, bound to the layer: the same call, but with a ``__self__`` that Dynamo knows. A
+        layer with another ``super().__call__`` keeps it. The hidden states are tied to an anchor, as
+        ``transformers-input-grads-hook`` does at the embedding. The values stay the same, and a reentrant
+        checkpoint, LLaMA-Factory's default, gets an input that requires grad even if the graph ends before it.
+        Eager steps run the original lines. A model that was loaded before the patch was applied keeps its function.
+    """,
     requires=("llamafactory>=0.9.4", "transformers>=4.53,<5.23", "torch>=2.7"),
     tested_up_to="0.9.5",
     edits=(

@@ -1,17 +1,4 @@
-"""Offloading a model that has adapters leaves some adapters on the meta device: outputs are garbage.
-
-``cpu_offload``, ``disk_offload`` and ``dispatch_model`` put a hook on each module with parameters, which brings them
-when that module is called. Some adapters keep theirs in a ``ParameterDict`` (HiRA, LoHa, LoKr, LILY, VeRA, DoRA's
-magnitudes), which is never called. They stay on meta, and a CPU silently multiplies by uninitialized memory. Other
-adapters read the weight of their base layer outside of that layer's forward, where it is not brought, and fail. On
-4-bit layers all adapters fail (``Cannot copy out of meta tensor``) without ``bitsandbytes-params4bit-meta``.
-
-With the repair an offloaded peft layer brings everything below it, adapters and base layer, for the whole of its own
-forward, as ``peft-adapters-on-meta`` does for adapters that are added to an offloaded model. Adapters that were
-offloaded cannot be trained, because accelerate drops their gradients after backward (unpatched: silently). The step of
-an optimizer with such adapters raises an error that says what to do. Gradients of the inputs are right. Other modules,
-and models that are not offloaded, stay as they were. All releases of peft and accelerate.
-"""
+"""Offloading a model that has adapters leaves some adapters on the meta device: outputs are garbage."""
 
 from __future__ import annotations
 
@@ -75,6 +62,22 @@ PATCH = Patch(
     groups=("offload",),
     silent=True,
     links=("https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/hooks.py#L473",),
+    why="""
+        ``cpu_offload``, ``disk_offload`` and ``dispatch_model`` put a hook on each module with parameters, which
+        brings them when that module is called. Some adapters keep theirs in a ``ParameterDict`` (HiRA, LoHa, LoKr,
+        LILY, VeRA, DoRA's magnitudes), which is never called. They stay on meta, and a CPU silently multiplies by
+        uninitialized memory. Other adapters read the weight of their base layer outside of that layer's forward,
+        where it is not brought, and fail. On 4-bit layers all adapters fail (``Cannot copy out of meta tensor``)
+        without ``bitsandbytes-params4bit-meta``.
+    """,
+    repair="""
+        With the repair an offloaded peft layer brings everything below it, adapters and base layer, for the whole
+        of its own forward, as ``peft-adapters-on-meta`` does for adapters that are added to an offloaded model.
+        Adapters that were offloaded cannot be trained, because accelerate drops their gradients after backward
+        (unpatched: silently). The step of an optimizer with such adapters raises an error that says what to do.
+        Gradients of the inputs are right. Other modules, and models that are not offloaded, stay as they were. All
+        releases of peft and accelerate.
+    """,
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
     edits=(

@@ -1,29 +1,4 @@
-"""Adapters that are added to an offloaded model are created on the meta device and lose their values.
-
-Adapters that are added to an offloaded model are created on the meta device and lose their values. peft puts a new
-adapter on the device of the base weight. In a model that was loaded with a device map and does not fit, offloaded
-weights are on meta between two forwards. So after ``get_peft_model`` the adapters of these layers have lost their
-initial values. The first backward raises ``Function MmBackward0 returned an invalid gradient at index 1 - expected
-device meta but got cpu``. A forward, ``generate`` and ``merge_and_unload`` silently ignore the adapter. Affects every
-kind of adapter, on plain and quantized layers, in every release. Adapters that are computed from the base weight
-(DoRA, PiSSA, OLoRA) cannot be created at all.
-
-The repair brings the base layer to its execution device while an adapter is added to it. peft then finds the device
-and values that a layer without offloading has, and if an initialization changes the base weight, the changed weight is
-offloaded. Adapters that read the base weight in their own forward (DoRA, BOFT, OFT, HRA and others) need it there too:
-their layer brings it for the whole of its forward. A layer without an offload hook takes the old path.
-
-Cost: one look at each target, and bringing each offloaded weight once.
-
-Prompt and prefix tuning of an offloaded model put their encoder on the meta device. ``PeftModel`` moves a new prompt
-encoder to the device of the model, which transformers reads from the first parameter, usually the embedding. If the
-embedding is offloaded (``cpu_offload``, ``disk_offload``, a device map with "cpu"), that is meta between two forwards.
-The trainable values are lost, and the first forward raises ``Tensor on device cpu is not on the expected device
-meta!``. All releases.
-
-With the repair the encoder goes to the execution device of the offloaded module. For any other model the device is
-read as before and used as it is; models outside of transformers may return ``"cpu"`` or None.
-"""
+"""Adapters that are added to an offloaded model are created on the meta device and lose their values."""
 
 from __future__ import annotations
 
@@ -141,6 +116,35 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/issues/1639",
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py",
     ),
+    why="""
+        Adapters that are added to an offloaded model are created on the meta device and lose their values. peft
+        puts a new adapter on the device of the base weight. In a model that was loaded with a device map and does
+        not fit, offloaded weights are on meta between two forwards. So after ``get_peft_model`` the adapters of
+        these layers have lost their initial values. The first backward raises ``Function MmBackward0 returned an
+        invalid gradient at index 1 - expected device meta but got cpu``. A forward, ``generate`` and
+        ``merge_and_unload`` silently ignore the adapter. Affects every kind of adapter, on plain and quantized
+        layers, in every release. Adapters that are computed from the base weight (DoRA, PiSSA, OLoRA) cannot be
+        created at all.
+
+        Prompt and prefix tuning of an offloaded model put their encoder on the meta device. ``PeftModel`` moves a
+        new prompt encoder to the device of the model, which transformers reads from the first parameter, usually
+        the embedding. If the embedding is offloaded (``cpu_offload``, ``disk_offload``, a device map with "cpu"),
+        that is meta between two forwards. The trainable values are lost, and the first forward raises ``Tensor on
+        device cpu is not on the expected device meta!``. All releases.
+    """,
+    repair="""
+        The repair brings the base layer to its execution device while an adapter is added to it. peft then finds
+        the device and values that a layer without offloading has, and if an initialization changes the base weight,
+        the changed weight is offloaded. Adapters that read the base weight in their own forward (DoRA, BOFT, OFT,
+        HRA and others) need it there too: their layer brings it for the whole of its forward. A layer without an
+        offload hook takes the old path.
+
+        With the repair the encoder goes to the execution device of the offloaded module. For any other model the
+        device is read as before and used as it is; models outside of transformers may return ``"cpu"`` or None.
+    """,
+    cost="""
+        One look at each target, and bringing each offloaded weight once.
+    """,
     former_ids=("peft-prompt-encoder-on-meta",),
     parts=(
         Part(

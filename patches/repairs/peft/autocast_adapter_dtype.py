@@ -1,21 +1,4 @@
-"""``autocast_adapter_dtype=False`` is ignored on quantized layers: the adapters are float32, and take twice the memory.
-
-peft makes an adapter in float32 and moves it to the dtype of its base layer. With ``autocast_adapter_dtype=False`` it stays
-there, so an adapter on a 16-bit ``nn.Linear`` has 16 bits. A packed weight has an integer dtype:
-
-- on INT8 layers every adapter stays float32, in each release. peft #2893 left that open: "they don't have a compute dtype".
-- on 4-bit layers adapters stay float32 before peft 0.18. Since then they have the compute dtype, except the magnitude of
-  DoRA: it has the dtype that the weight had before it was quantized.
-
-Reported as peft #2889. There is no message.
-
-The repair casts the adapters of quantized layers, where a user passes ``False``: on 4-bit layers to the compute dtype, on
-INT8 layers to the dtype of the bias, or without a bias to the dtype of the first floating-point parameter of the model. After
-``prepare_model_for_kbit_training`` that is float32. Adapters of unquantized layers, and all with the default ``True``, stay
-as they were. So do the adapters of AdaLoRA, HiRA and FRoD on quantized layers of 16-bit models, which compute in float32.
-
-A second load of such an adapter gives it the dtype that is asked for then; the saved tensors have the dtype of the adapter.
-"""
+"""``autocast_adapter_dtype=False`` is ignored on quantized layers: the adapters are float32, and take twice the memory."""
 
 from __future__ import annotations
 
@@ -118,6 +101,28 @@ PATCH = Patch(
     groups=("train",),
     silent=True,
     links=("https://github.com/huggingface/peft/issues/2889", "https://github.com/huggingface/peft/pull/2893"),
+    why="""
+        peft makes an adapter in float32 and moves it to the dtype of its base layer. With
+        ``autocast_adapter_dtype=False`` it stays there, so an adapter on a 16-bit ``nn.Linear`` has 16 bits. A
+        packed weight has an integer dtype:
+
+        - on INT8 layers every adapter stays float32, in each release. peft #2893 left that open: "they don't have a
+          compute dtype".
+        - on 4-bit layers adapters stay float32 before peft 0.18. Since then they have the compute dtype, except the
+          magnitude of DoRA: it has the dtype that the weight had before it was quantized.
+
+        Reported as peft #2889. There is no message.
+    """,
+    repair="""
+        The repair casts the adapters of quantized layers, where a user passes ``False``: on 4-bit layers to the
+        compute dtype, on INT8 layers to the dtype of the bias, or without a bias to the dtype of the first
+        floating-point parameter of the model. After ``prepare_model_for_kbit_training`` that is float32. Adapters
+        of unquantized layers, and all with the default ``True``, stay as they were. So do the adapters of AdaLoRA,
+        HiRA and FRoD on quantized layers of 16-bit models, which compute in float32.
+
+        A second load of such an adapter gives it the dtype that is asked for then; the saved tensors have the dtype
+        of the adapter.
+    """,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(

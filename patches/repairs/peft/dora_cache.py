@@ -1,11 +1,4 @@
-"""torch.compile cannot trace a checkpointed DoRA layer, because each call clears a cache.
-
-``DoraLinearLayer`` keeps a cache for inference and empties it in every training forward. Inside a checkpoint Dynamo
-allows no write to an object outside of it, even if nothing changes. The result is 5 graphs and 5 breaks, and every
-decoder layer runs in eager. peft >= 0.19, which added the cache.
-
-The repair does not clear a cache that is empty.
-"""
+"""torch.compile cannot trace a checkpointed DoRA layer, because each call clears a cache."""
 
 from __future__ import annotations
 
@@ -44,6 +37,14 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/dora.py",),
+    why="""
+        ``DoraLinearLayer`` keeps a cache for inference and empties it in every training forward. Inside a
+        checkpoint Dynamo allows no write to an object outside of it, even if nothing changes. The result is 5
+        graphs and 5 breaks, and every decoder layer runs in eager. peft >= 0.19, which added the cache.
+    """,
+    repair="""
+        The repair does not clear a cache that is empty.
+    """,
     requires=("peft>=0.19", "torch>=2.6"),
     tested_up_to="0.21.2",
     edits=(

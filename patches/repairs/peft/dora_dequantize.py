@@ -1,15 +1,4 @@
-"""torch.compile breaks the graph at every DoRA layer, where the base weight is dequantized.
-
-DoRA needs the dequantized base weight in every forward. ``dequantize_module_weight`` recognizes weights by the names
-of classes and modules (``type(weight).__module__.startswith``, ``weight.__class__.__name__``), which Dynamo cannot
-trace on a parameter. It also reads ``.data``, and on a CPU assigns the weight to the module again. Each of these
-breaks the graph in each layer: 45 graphs and 33 breaks in a 4-bit Llama of 3 layers with LoRA on all linear layers.
-All releases that have the function.
-
-While compiling, the repair recognizes bitsandbytes weights and plain parameters by their type, and dequantizes them by
-the same call: ``dequantize_4bit`` on the parameter, or ``int8_vectorwise_dequant`` with the scales of the layer or its
-weight. The result is bit-equal. Eager calls run as before.
-"""
+"""torch.compile breaks the graph at every DoRA layer, where the base weight is dequantized."""
 
 from __future__ import annotations
 
@@ -74,6 +63,18 @@ PATCH = Patch(
     ),
     words=("graph break",),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
+    why="""
+        DoRA needs the dequantized base weight in every forward. ``dequantize_module_weight`` recognizes weights by
+        the names of classes and modules (``type(weight).__module__.startswith``, ``weight.__class__.__name__``),
+        which Dynamo cannot trace on a parameter. It also reads ``.data``, and on a CPU assigns the weight to the
+        module again. Each of these breaks the graph in each layer: 45 graphs and 33 breaks in a 4-bit Llama of 3
+        layers with LoRA on all linear layers. All releases that have the function.
+    """,
+    repair="""
+        While compiling, the repair recognizes bitsandbytes weights and plain parameters by their type, and
+        dequantizes them by the same call: ``dequantize_4bit`` on the parameter, or ``int8_vectorwise_dequant`` with
+        the scales of the layer or its weight. The result is bit-equal. Eager calls run as before.
+    """,
     requires=("peft>=0.15", "bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.21.2",
     edits=(

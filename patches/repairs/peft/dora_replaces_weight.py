@@ -1,17 +1,4 @@
-"""DoRA gives the base layer a new weight in every forward, and INT8 layers lose their scales by that.
-
-``dequantize_module_weight`` once moved CPU weights to CUDA, and still moves them back at its end: ``module.weight =
-module.weight.to(device)``. Since peft 0.15 nothing was moved, and ``to`` makes a second parameter over the same
-memory. After its first forward an INT8 layer keeps the scales in its state, so the new parameter has packed weights
-without scales. The next forward reads both from it, and training fails with ``'NoneType' object has no attribute
-'unsqueeze'`` (bitsandbytes >= 0.48). On 0.46.1 ``to`` quantizes the packed weights as if they were values: every scale
-silently becomes 127, as soon as the adapter is added. Affects DoRA on INT8 models on a CPU; bitsandbytes 0.47 is not
-affected.
-
-The repair does not replace a weight that is already on its device. The parameter of a 4-bit layer stays the same
-object too. Before its first forward an INT8 weight lists its packed weights twice, as data and as ``CB``. If a program
-has replaced the data alone, the new parameter had both from there, so the weight that stays gets them from there, too.
-"""
+"""DoRA gives the base layer a new weight in every forward, and INT8 layers lose their scales by that."""
 
 from __future__ import annotations
 
@@ -49,6 +36,21 @@ PATCH = Patch(
     silent=True,
     messages=(Message("'NoneType' object has no attribute 'unsqueeze'", "figure"),),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",),
+    why="""
+        ``dequantize_module_weight`` once moved CPU weights to CUDA, and still moves them back at its end:
+        ``module.weight = module.weight.to(device)``. Since peft 0.15 nothing was moved, and ``to`` makes a second
+        parameter over the same memory. After its first forward an INT8 layer keeps the scales in its state, so the
+        new parameter has packed weights without scales. The next forward reads both from it, and training fails
+        with ``'NoneType' object has no attribute 'unsqueeze'`` (bitsandbytes >= 0.48). On 0.46.1 ``to`` quantizes
+        the packed weights as if they were values: every scale silently becomes 127, as soon as the adapter is
+        added. Affects DoRA on INT8 models on a CPU; bitsandbytes 0.47 is not affected.
+    """,
+    repair="""
+        The repair does not replace a weight that is already on its device. The parameter of a 4-bit layer stays the
+        same object too. Before its first forward an INT8 weight lists its packed weights twice, as data and as
+        ``CB``. If a program has replaced the data alone, the new parameter had both from there, so the weight that
+        stays gets them from there, too.
+    """,
     requires=("peft>=0.15", "bitsandbytes>=0.46.1,!=0.47.0"),
     tested_up_to="0.21.2",
     edits=(

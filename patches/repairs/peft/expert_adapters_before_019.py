@@ -1,24 +1,4 @@
-"""Adapters of experts that peft 0.17 or 0.18 saved do not load in 0.19 and later, or load wrongly without a message.
-
-Adapters of experts that peft 0.17 or 0.18 saved do not load in 0.19 and later, or load wrongly without a message. For
-a parameter (experts, out, in), as transformers stores experts, peft before 0.19 applies ``lora_A`` to the rows and
-``lora_B`` to the columns of each expert. Since 0.19 it is the other way round. Files are not converted. If the numbers
-of rows and columns differ, loading raises ``size mismatch for ...lora_A.default.weight``. If they are equal (both
-directions of an OLMoE's ``gate_up_proj``, 2048), the adapter loads silently and adds another update: in the program
-below the output is wrong by as much as the adapter adds. Upstream: peft #3165. All releases from 0.19 on.
-
-The file holds the trained values in another order, so the repair permutes them on reading. The shapes of the adapter,
-all its parameters together, decide which layout it has. If all are square, the release that wrote it decides
-(``peft_version`` in ``adapter_config.json``, which 0.17 does not write), and a warning says so. An adapter with both
-layouts raises an error. Files in the layout of 0.19 are read as before.
-
-``model.load_adapter`` loads adapters of experts that peft 0.17 or 0.18 saved wrongly. transformers loads adapters
-without peft's own loading code, so the repair above does not run. If the matrices of the experts are square, the adapter loads silently and adds another update. If not, loading
-raises ``MISMATCH ... Reinit due to size mismatch``. transformers 5.
-
-The repair reads such a file, and only such a file, before transformers does, and passes its contents in the layout of
-the installed peft.
-"""
+"""Adapters of experts that peft 0.17 or 0.18 saved do not load in 0.19 and later, or load wrongly without a message."""
 
 from __future__ import annotations
 
@@ -114,6 +94,29 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/huggingface/peft/issues/3165",),
+    why="""
+        Adapters of experts that peft 0.17 or 0.18 saved do not load in 0.19 and later, or load wrongly without a
+        message. For a parameter (experts, out, in), as transformers stores experts, peft before 0.19 applies
+        ``lora_A`` to the rows and ``lora_B`` to the columns of each expert. Since 0.19 it is the other way round.
+        Files are not converted. If the numbers of rows and columns differ, loading raises ``size mismatch for
+        ...lora_A.default.weight``. If they are equal (both directions of an OLMoE's ``gate_up_proj``, 2048), the
+        adapter loads silently and adds another update: in the program below the output is wrong by as much as the
+        adapter adds. Upstream: peft #3165. All releases from 0.19 on.
+
+        ``model.load_adapter`` loads adapters of experts that peft 0.17 or 0.18 saved wrongly. transformers loads
+        adapters without peft's own loading code, so the repair above does not run. If the matrices of the experts
+        are square, the adapter loads silently and adds another update. If not, loading raises ``MISMATCH ... Reinit
+        due to size mismatch``. transformers 5.
+    """,
+    repair="""
+        The file holds the trained values in another order, so the repair permutes them on reading. The shapes of
+        the adapter, all its parameters together, decide which layout it has. If all are square, the release that
+        wrote it decides (``peft_version`` in ``adapter_config.json``, which 0.17 does not write), and a warning
+        says so. An adapter with both layouts raises an error. Files in the layout of 0.19 are read as before.
+
+        The repair reads such a file, and only such a file, before transformers does, and passes its contents in the
+        layout of the installed peft.
+    """,
     former_ids=("transformers-expert-adapters-before-019",),
     parts=(
         Part(

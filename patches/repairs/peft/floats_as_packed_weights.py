@@ -1,23 +1,4 @@
-"""INT8 weights that are kept in floating point are used as if they were packed.
-
-DoRA, merging and dequantizing use INT8 weights that are kept in floating point as if they were packed. With
-``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point and quantizes it in each
-forward. Its class is the class of packed weights, and peft decides by the name of the class: it multiplies
-the values by row scales. Before the first forward there are no scales, and everything that needs the weight raises
-``'NoneType' object has no attribute 'to'``: adding DoRA or PiSSA, and ``merge_and_unload()``. After a forward
-(``generate``, an evaluation), the results are silently wrong. The same happens to 4-bit and INT8 layers that were
-dequantized in place (``layer.weight.data = ...``). All releases with the function.
-
-The repair looks at the contents: a floating-point weight is used as it is. Packed weights are dequantized as before.
-
-``dequantize()`` uses INT8 weights that are kept in floating point as if they were packed. With
-``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point. ``model.dequantize()`` decides
-by the class of the weight, the class of packed weights, and multiplies the values by row scales. Before the first
-forward there are none (``'NoneType' object has no attribute 'view'``). After it every output is silently wrong. Layers
-that were dequantized in place are affected too. All releases.
-
-The repair looks at the contents: a floating-point weight is used as it is.
-"""
+"""INT8 weights that are kept in floating point are used as if they were packed."""
 
 from __future__ import annotations
 
@@ -96,6 +77,29 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",
     ),
+    why="""
+        DoRA, merging and dequantizing use INT8 weights that are kept in floating point as if they were packed. With
+        ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point and quantizes it in
+        each forward. Its class is the class of packed weights, and peft decides by the name of the class: it
+        multiplies the values by row scales. Before the first forward there are no scales, and everything that needs
+        the weight raises ``'NoneType' object has no attribute 'to'``: adding DoRA or PiSSA, and
+        ``merge_and_unload()``. After a forward (``generate``, an evaluation), the results are silently wrong. The
+        same happens to 4-bit and INT8 layers that were dequantized in place (``layer.weight.data = ...``). All
+        releases with the function.
+
+        ``dequantize()`` uses INT8 weights that are kept in floating point as if they were packed. With
+        ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point.
+        ``model.dequantize()`` decides by the class of the weight, the class of packed weights, and multiplies the
+        values by row scales. Before the first forward there are none (``'NoneType' object has no attribute
+        'view'``). After it every output is silently wrong. Layers that were dequantized in place are affected too.
+        All releases.
+    """,
+    repair="""
+        The repair looks at the contents: a floating-point weight is used as it is. Packed weights are dequantized
+        as before.
+
+        The repair looks at the contents: a floating-point weight is used as it is.
+    """,
     former_ids=("peft-floats-as-codes", "transformers-floats-as-codes"),
     parts=(
         Part(

@@ -1,42 +1,4 @@
-"""Loading an adapter into an offloaded model dispatches the model a second time, or does not load the adapter.
-
-Loading an adapter into an offloaded model dispatches the model a second time. If the device map of a model names the
-CPU or the disk, ``PeftModel.from_pretrained`` removes accelerate's hooks. ``load_adapter`` then infers a device map
-from the memory that it finds, and dispatches the whole model with it:
-
-- What was on disk has no hook in between, and the inferred map may be a single device: ``Cannot copy out of meta
-  tensor; no data!``.
-- What was in CPU memory is moved to the device if it has room at the moment. The user's device map is lost.
-- Or the adapters are offloaded too, and nothing is trained.
-- A folder that accelerate wrote (``dispatch_model``, ``disk_offload``) has no ``safetensors_file``: ``KeyError``.
-- ``AutoPeftModel.from_pretrained(..., device_map=...)`` loads the base model by that map and dispatches it again by the same
-  map, whose names the model under the adapter no longer has: ``KeyError``, or a weight on meta without a value.
-- ``load_adapter`` alone, which the Trainer calls to resume and to load the best model, dispatches a model that still
-  has its hooks.
-
-All releases.
-
-With the repair the model stays dispatched as it is, and the adapters go where their layers run
-(``peft-adapters-on-meta``). If you pass a ``device_map`` or ``max_memory`` to ``PeftModel.from_pretrained`` or
-``load_adapter``, the model is dispatched with it, as before. So is a model without hooks.
-
-``model.load_adapter`` on an offloaded model fails, or dispatches the model a second time. transformers 4.53 to 4.57
-read the file of the adapter to the first device of the model's device map. If that is "disk", it raises
-``SafetensorError: device disk is invalid``. If it is a device, the whole model, with hooks and adapters, is dispatched
-again by a map that is inferred from free memory, as above. transformers 5.0
-does neither.
-
-With the repair an offloaded model stays dispatched as it is, and the file is read to the device where its layers run.
-Any other model is read and dispatched as before.
-
-``model.load_adapter`` silently leaves adapters of layers on the disk at random values. transformers loads the tensors
-of an adapter by the device map of the model. If the map has a layer on the disk, the tensor counts as offloaded and is
-not loaded: the adapter silently keeps its random initial values. If the map has a layer on the CPU, the tensor goes
-there, although the layer runs on the device. Since 5.4; before 5.0 there was the defect above.
-
-The repair loads adapters to the device where they are, which is where their layers run (``peft-adapters-on-meta``).
-For a model without offload hooks the device map is used as before.
-"""
+"""Loading an adapter into an offloaded model dispatches the model a second time, or does not load the adapter."""
 
 from __future__ import annotations
 
@@ -204,6 +166,48 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/integrations/peft.py#L193",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/peft.py#L296",
     ),
+    why="""
+        Loading an adapter into an offloaded model dispatches the model a second time. If the device map of a model
+        names the CPU or the disk, ``PeftModel.from_pretrained`` removes accelerate's hooks. ``load_adapter`` then
+        infers a device map from the memory that it finds, and dispatches the whole model with it:
+
+        - What was on disk has no hook in between, and the inferred map may be a single device: ``Cannot copy out of
+          meta tensor; no data!``.
+        - What was in CPU memory is moved to the device if it has room at the moment. The user's device map is lost.
+        - Or the adapters are offloaded too, and nothing is trained.
+        - A folder that accelerate wrote (``dispatch_model``, ``disk_offload``) has no ``safetensors_file``:
+          ``KeyError``.
+        - ``AutoPeftModel.from_pretrained(..., device_map=...)`` loads the base model by that map and dispatches it
+          again by the same map, whose names the model under the adapter no longer has: ``KeyError``, or a weight on
+          meta without a value.
+        - ``load_adapter`` alone, which the Trainer calls to resume and to load the best model, dispatches a model
+          that still has its hooks.
+
+        All releases.
+
+        ``model.load_adapter`` on an offloaded model fails, or dispatches the model a second time. transformers 4.53
+        to 4.57 read the file of the adapter to the first device of the model's device map. If that is "disk", it
+        raises ``SafetensorError: device disk is invalid``. If it is a device, the whole model, with hooks and
+        adapters, is dispatched again by a map that is inferred from free memory, as above. transformers 5.0 does
+        neither.
+
+        ``model.load_adapter`` silently leaves adapters of layers on the disk at random values. transformers loads
+        the tensors of an adapter by the device map of the model. If the map has a layer on the disk, the tensor
+        counts as offloaded and is not loaded: the adapter silently keeps its random initial values. If the map has
+        a layer on the CPU, the tensor goes there, although the layer runs on the device. Since 5.4; before 5.0
+        there was the defect above.
+    """,
+    repair="""
+        With the repair the model stays dispatched as it is, and the adapters go where their layers run
+        (``peft-adapters-on-meta``). If you pass a ``device_map`` or ``max_memory`` to ``PeftModel.from_pretrained``
+        or ``load_adapter``, the model is dispatched with it, as before. So is a model without hooks.
+
+        With the repair an offloaded model stays dispatched as it is, and the file is read to the device where its
+        layers run. Any other model is read and dispatched as before.
+
+        The repair loads adapters to the device where they are, which is where their layers run
+        (``peft-adapters-on-meta``). For a model without offload hooks the device map is used as before.
+    """,
     former_ids=(
         "peft-load-adapter-dispatches-again",
         "transformers-load-adapter-dispatches-again",

@@ -1,20 +1,4 @@
-"""``replace_lora_weights_loftq`` works only on CUDA and XPU, and only for 4-bit layers.
-
-It moves the original weight to ``"cuda"``, wherever the quantized layer is. On a CPU this raises ``Torch not compiled
-with CUDA enabled``. For a layer on a second GPU, or on the CPU of a machine with a GPU, it raises an error about two
-devices. For an INT8 model it raises ``No bnb LoRA module found on the model``. All releases of peft that have it.
-
-``init_lora_weights="loftq"`` moves the weight of an unquantized layer to ``"cuda"`` in the same way, and fails where there is
-none.
-
-In peft 0.14 every merge into a quantized layer on a CPU, and OLoRA there, moves the weight to ``"cuda"``, too. Since 0.15
-they ask whether there is one.
-
-The repair computes on the device of the quantized weight, and for ``init_lora_weights="loftq"`` on the device of the weight
-where there is neither CUDA nor XPU. It initializes LoRA on INT8 layers in the same way: by the
-leading singular vectors of the quantization error, which peft's own function computes. On CUDA the 4-bit result stays
-the same.
-"""
+"""``replace_lora_weights_loftq`` works only on CUDA and XPU, and only for 4-bit layers."""
 
 from __future__ import annotations
 
@@ -98,6 +82,24 @@ PATCH = Patch(
     groups=("cpu", "train"),
     messages=(Message("No bnb LoRA module found on the model", "peft/utils/loftq_utils.py"),),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/loftq_utils.py",),
+    why="""
+        It moves the original weight to ``"cuda"``, wherever the quantized layer is. On a CPU this raises ``Torch
+        not compiled with CUDA enabled``. For a layer on a second GPU, or on the CPU of a machine with a GPU, it
+        raises an error about two devices. For an INT8 model it raises ``No bnb LoRA module found on the model``.
+        All releases of peft that have it.
+
+        ``init_lora_weights="loftq"`` moves the weight of an unquantized layer to ``"cuda"`` in the same way, and
+        fails where there is none.
+
+        In peft 0.14 every merge into a quantized layer on a CPU, and OLoRA there, moves the weight to ``"cuda"``,
+        too. Since 0.15 they ask whether there is one.
+    """,
+    repair="""
+        The repair computes on the device of the quantized weight, and for ``init_lora_weights="loftq"`` on the
+        device of the weight where there is neither CUDA nor XPU. It initializes LoRA on INT8 layers in the same
+        way: by the leading singular vectors of the quantization error, which peft's own function computes. On CUDA
+        the 4-bit result stays the same.
+    """,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(

@@ -1,15 +1,4 @@
-"""Merging LoRA with ``lora_bias=True`` into a quantized layer adds another bias than the trained one.
-
-In a forward the bias of ``lora_B`` is scaled, like everything that LoRA adds. ``merge`` of INT8 and 4-bit layers adds
-it unscaled: with ``lora_alpha=32`` and ``r=4`` an eighth of it, silently. ``unmerge`` subtracts the same, so a round
-trip looks right (peft #3741; #2489 repaired only plain layers, in 0.16). ``safe_merge=True`` raises ``Boolean value of
-Tensor with more than one value is ambiguous``, because its check for finite values lacks an ``all()``. By then the
-weight has been merged, but the layer does not count as merged. The same happens if the base layer has no bias:
-``'NoneType' object has no attribute 'data'``. All releases that have ``lora_bias``; plain layers before 0.16.
-
-The repair scales the bias in both directions. Before it changes the weight, it checks that the base layer has a bias
-and that all of the new bias is finite, so an error leaves the layer as it was.
-"""
+"""Merging LoRA with ``lora_bias=True`` into a quantized layer adds another bias than the trained one."""
 
 from __future__ import annotations
 
@@ -99,6 +88,19 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/pull/3757",
         "https://github.com/huggingface/peft/pull/2489",
     ),
+    why="""
+        In a forward the bias of ``lora_B`` is scaled, like everything that LoRA adds. ``merge`` of INT8 and 4-bit
+        layers adds it unscaled: with ``lora_alpha=32`` and ``r=4`` an eighth of it, silently. ``unmerge`` subtracts
+        the same, so a round trip looks right (peft #3741; #2489 repaired only plain layers, in 0.16).
+        ``safe_merge=True`` raises ``Boolean value of Tensor with more than one value is ambiguous``, because its
+        check for finite values lacks an ``all()``. By then the weight has been merged, but the layer does not count
+        as merged. The same happens if the base layer has no bias: ``'NoneType' object has no attribute 'data'``.
+        All releases that have ``lora_bias``; plain layers before 0.16.
+    """,
+    repair="""
+        The repair scales the bias in both directions. Before it changes the weight, it checks that the base layer
+        has a bias and that all of the new bias is finite, so an error leaves the layer as it was.
+    """,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=tuple(_edits()),

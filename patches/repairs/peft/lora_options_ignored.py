@@ -1,36 +1,4 @@
-"""LoRA options that quantized layers ignore, or compute from packed weights: another adapter is trained than was asked for.
-
-peft has LoRA layers of its own for models with ``is_loaded_in_4bit`` or ``is_loaded_in_8bit``. They know DoRA, aLoRA and
-Arrow, and no other variant:
-
-- ``monteclora_config``, ``use_bdlora`` and ``kasa_config`` are ignored, and there is no message: plain LoRA is trained and
-  saved, under a configuration that names the other method. ``use_bdlora`` since peft 0.19, ``monteclora_config`` since
-  0.20, ``kasa_config`` since 0.21.
-- ``velora_config`` raises ``Linear4bit does not support VeLoRA`` (0.20), although it changes nothing about the base weight.
-- Two variants at once raise an error on ``nn.Linear`` (0.20). On a quantized layer one of them is ignored.
-
-Two initializations take the dtype or the values of the packed weight instead of the weight's:
-
-- ``init_lora_weights="orthogonal"`` casts the adapter to the dtype of the packed weight: ``Only Tensors of floating point
-  and complex dtype can require gradients``. With ``bnb_4bit_quant_storage=torch.bfloat16`` there is no error: a float32
-  adapter is rounded to bfloat16, and its product is 1.5e-4 at the start where it should be 9e-9. Since peft 0.16.
-- ``init_lora_weights="mica"`` needs the singular vectors of the weight: ``Please initialize MiCA under float32, float16,
-  or bfloat16``. Since 0.20.
-
-PiSSA, CorDA, LoftQ and LoRA-GA replace the base weight when they start. On packed weights they raise errors that name no
-layer (``Please initialize PiSSA under float32``; ``data set to a tensor that requires gradients must be floating point``), or
-with ``bnb_4bit_quant_storage=torch.bfloat16`` factor packed bits. (OLoRA quantizes the new weight again, by design.)
-
-The repair gives a quantized layer the variant that ``nn.Linear`` gets, with the name of the layer, which BD-LoRA needs.
-Values that are computed from the weight are computed from the dequantized weight, and an adapter has the dtype in which the layer
-computes. KaSA, PiSSA, CorDA, LoftQ and LoRA-GA raise an error that names the option and the layer and says what works,
-because quantizing the weight that they make again would undo it. Unquantized layers give the same parameters as before, bit
-for bit.
-
-An adapter that was trained as plain LoRA under such a configuration has no weights of the variant. With MonteCLoRA it loads
-as before, with a warning of missing keys; with BD-LoRA and KaSA loading it raises an error. Remove the option from its
-``adapter_config.json`` to load it as the plain LoRA that it is.
-"""
+"""LoRA options that quantized layers ignore, or compute from packed weights: another adapter is trained than was asked for."""
 
 from __future__ import annotations
 
@@ -115,6 +83,42 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/bnb.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/layer.py",
     ),
+    why="""
+        peft has LoRA layers of its own for models with ``is_loaded_in_4bit`` or ``is_loaded_in_8bit``. They know
+        DoRA, aLoRA and Arrow, and no other variant:
+
+        - ``monteclora_config``, ``use_bdlora`` and ``kasa_config`` are ignored, and there is no message: plain LoRA
+          is trained and saved, under a configuration that names the other method. ``use_bdlora`` since peft 0.19,
+          ``monteclora_config`` since 0.20, ``kasa_config`` since 0.21.
+        - ``velora_config`` raises ``Linear4bit does not support VeLoRA`` (0.20), although it changes nothing about
+          the base weight.
+        - Two variants at once raise an error on ``nn.Linear`` (0.20). On a quantized layer one of them is ignored.
+
+        Two initializations take the dtype or the values of the packed weight instead of the weight's:
+
+        - ``init_lora_weights="orthogonal"`` casts the adapter to the dtype of the packed weight: ``Only Tensors of
+          floating point and complex dtype can require gradients``. With ``bnb_4bit_quant_storage=torch.bfloat16``
+          there is no error: a float32 adapter is rounded to bfloat16, and its product is 1.5e-4 at the start where
+          it should be 9e-9. Since peft 0.16.
+        - ``init_lora_weights="mica"`` needs the singular vectors of the weight: ``Please initialize MiCA under
+          float32, float16, or bfloat16``. Since 0.20.
+
+        PiSSA, CorDA, LoftQ and LoRA-GA replace the base weight when they start. On packed weights they raise errors
+        that name no layer (``Please initialize PiSSA under float32``; ``data set to a tensor that requires
+        gradients must be floating point``), or with ``bnb_4bit_quant_storage=torch.bfloat16`` factor packed bits.
+        (OLoRA quantizes the new weight again, by design.)
+    """,
+    repair="""
+        The repair gives a quantized layer the variant that ``nn.Linear`` gets, with the name of the layer, which
+        BD-LoRA needs. Values that are computed from the weight are computed from the dequantized weight, and an
+        adapter has the dtype in which the layer computes. KaSA, PiSSA, CorDA, LoftQ and LoRA-GA raise an error that
+        names the option and the layer and says what works, because quantizing the weight that they make again would
+        undo it. Unquantized layers give the same parameters as before, bit for bit.
+
+        An adapter that was trained as plain LoRA under such a configuration has no weights of the variant. With
+        MonteCLoRA it loads as before, with a warning of missing keys; with BD-LoRA and KaSA loading it raises an
+        error. Remove the option from its ``adapter_config.json`` to load it as the plain LoRA that it is.
+    """,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(

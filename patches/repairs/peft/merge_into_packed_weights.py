@@ -1,24 +1,4 @@
-"""Merging C3A, or MiSS and Bone of older peft, into INT8 layers silently loses the adapter.
-
-These tuners do not know quantized layers. They train beside them, which is right, but merge by adding to
-``base_layer.weight``, which in a ``Linear8bitLt`` holds packed weights from -127 to 127. C3A leaves floats there; MiSS
-and Bone cast back to INT8. The layer goes on computing with the packed weights in its state, so the merged model
-computes what the base model does, silently. A saved model holds neither the base nor the merged weights. C3A: peft
-since 0.16. MiSS: 0.17 to 0.19, before it merged through a backend that quantizes. Bone: up to 0.18. In 4 bits all
-three raise errors about shapes. FourierFT and WaveFT do so in 4 bits and INT8.
-
-LoRA and DoRA have layers of their own for models with ``is_loaded_in_8bit``. A model without this flag, whose user put
-in the bitsandbytes layers, gets the plain layer: ``merge(safe_merge=True)`` loses LoRA silently, DoRA adds to packed
-weights, and without ``safe_merge`` LoRA raises ``result type Float can't be cast``. So do IA3, which loses all that it
-multiplies by, RandLoRA, whose merged INT8 layer computes wrong outputs (130 % off), OFT before 0.21, and AdaLoRA, VeRA,
-PVeRA and RoAd, which raise errors about a shape or dtype. GraLoRA, UniLoRA, VB-LoRA, AdaMSS and Super-Tuning raise such
-errors in any quantized model.
-
-IA3 and AdaLoRA have no merge into quantized layers, and raise a ``NotImplementedError`` without a message.
-
-With the repair, ``merge`` raises an error before anything is changed. It names the tuner and the layer and says what
-to do, as for HRA, PEANuT and DEFT (``codes_as_weights.py``). Merging into unquantized layers works as before.
-"""
+"""Merging C3A, or MiSS and Bone of older peft, into INT8 layers silently loses the adapter."""
 
 from __future__ import annotations
 
@@ -82,6 +62,29 @@ PATCH = Patch(
     groups=("merge",),
     silent=True,
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/c3a/layer.py",),
+    why="""
+        These tuners do not know quantized layers. They train beside them, which is right, but merge by adding to
+        ``base_layer.weight``, which in a ``Linear8bitLt`` holds packed weights from -127 to 127. C3A leaves floats
+        there; MiSS and Bone cast back to INT8. The layer goes on computing with the packed weights in its state, so
+        the merged model computes what the base model does, silently. A saved model holds neither the base nor the
+        merged weights. C3A: peft since 0.16. MiSS: 0.17 to 0.19, before it merged through a backend that quantizes.
+        Bone: up to 0.18. In 4 bits all three raise errors about shapes. FourierFT and WaveFT do so in 4 bits and
+        INT8.
+
+        LoRA and DoRA have layers of their own for models with ``is_loaded_in_8bit``. A model without this flag,
+        whose user put in the bitsandbytes layers, gets the plain layer: ``merge(safe_merge=True)`` loses LoRA
+        silently, DoRA adds to packed weights, and without ``safe_merge`` LoRA raises ``result type Float can't be
+        cast``. So do IA3, which loses all that it multiplies by, RandLoRA, whose merged INT8 layer computes wrong
+        outputs (130 % off), OFT before 0.21, and AdaLoRA, VeRA, PVeRA and RoAd, which raise errors about a shape or
+        dtype. GraLoRA, UniLoRA, VB-LoRA, AdaMSS and Super-Tuning raise such errors in any quantized model.
+
+        IA3 and AdaLoRA have no merge into quantized layers, and raise a ``NotImplementedError`` without a message.
+    """,
+    repair="""
+        With the repair, ``merge`` raises an error before anything is changed. It names the tuner and the layer and
+        says what to do, as for HRA, PEANuT and DEFT (``codes_as_weights.py``). Merging into unquantized layers
+        works as before.
+    """,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(

@@ -1,25 +1,4 @@
-"""Merging adapters into offloaded layers is silently lost, fails, or brings the whole model to the device.
-
-``merge_and_unload``, ``merge_adapter`` and ``unmerge_adapter`` bring an offloaded layer with ``onload_layer``. That is
-right only for a plain linear layer in a model that accelerate dispatched as a whole:
-
-- Layers that were offloaded one by one (``cpu_offload(layer)``) have two hooks in a ``SequentialHook``, which
-  ``onload_layer`` does not look into. On a plain layer the merge is written to the meta device and silently lost with
-  the next forward. On a quantized layer it raises ``Cannot copy out of meta tensor; no data!``.
-- ``unmerge_adapter`` fails on INT8 layers, because the row scales are not brought (``'NoneType' object has no
-  attribute 'to'``).
-- A merge below the wrapped layer (``trainable_token_indices``) is not written back.
-- ``merge_and_unload`` brings every module of the model, the outermost too, and with it everything below at once: the
-  whole model, several times.
-- Weights that were on disk stay in memory after the merge.
-- ``set_adapter`` of a merged model, and so ``add_adapter``, unmerges without bringing the weight: it changes the meta
-  tensor, and the next forward still has the old adapter.
-
-The repair brings only the offloaded modules below a peft layer. After the merge it writes what has changed to where the
-hook reads it: into the map in memory, or to a new file that the map's index then names. The new file is in a folder
-that is removed when the process ends; existing files, perhaps the checkpoint itself, are never changed. The layer
-stays offloaded. A layer without an offload hook takes the old path. All releases of peft.
-"""
+"""Merging adapters into offloaded layers is silently lost, fails, or brings the whole model to the device."""
 
 from __future__ import annotations
 
@@ -99,6 +78,31 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/pull/1190",
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py#L77",
     ),
+    why="""
+        ``merge_and_unload``, ``merge_adapter`` and ``unmerge_adapter`` bring an offloaded layer with
+        ``onload_layer``. That is right only for a plain linear layer in a model that accelerate dispatched as a
+        whole:
+
+        - Layers that were offloaded one by one (``cpu_offload(layer)``) have two hooks in a ``SequentialHook``,
+          which ``onload_layer`` does not look into. On a plain layer the merge is written to the meta device and
+          silently lost with the next forward. On a quantized layer it raises ``Cannot copy out of meta tensor; no
+          data!``.
+        - ``unmerge_adapter`` fails on INT8 layers, because the row scales are not brought (``'NoneType' object has
+          no attribute 'to'``).
+        - A merge below the wrapped layer (``trainable_token_indices``) is not written back.
+        - ``merge_and_unload`` brings every module of the model, the outermost too, and with it everything below at
+          once: the whole model, several times.
+        - Weights that were on disk stay in memory after the merge.
+        - ``set_adapter`` of a merged model, and so ``add_adapter``, unmerges without bringing the weight: it
+          changes the meta tensor, and the next forward still has the old adapter.
+    """,
+    repair="""
+        The repair brings only the offloaded modules below a peft layer. After the merge it writes what has changed
+        to where the hook reads it: into the map in memory, or to a new file that the map's index then names. The
+        new file is in a folder that is removed when the process ends; existing files, perhaps the checkpoint
+        itself, are never changed. The layer stays offloaded. A layer without an offload hook takes the old path.
+        All releases of peft.
+    """,
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
     edits=(

@@ -1,18 +1,4 @@
-"""OFT of older peft silently merges the transposed base weight into quantized layers, or cannot be added to them.
-
-``merge`` of quantized layers dequantizes the weight, transposes it, rotates it, transposes the product back, and then
-quantizes the transposed weight instead of the product. After that a square layer, such as most attention projections,
-holds its own transpose, silently: relative error 1.4 in INT8 and in 4 bits. Other layers get the wrong shape.
-``unmerge`` of 4-bit layers has the same mistake. peft 0.16 to 0.20; from 0.21 on OFT merges through a backend that is
-right.
-
-peft 0.20 cannot add OFT to a model that says that it is quantized, as ``from_pretrained`` makes it: ``Linear4bit.__init__()
-missing 1 required positional argument: 'config'``. What makes the layer passes the configuration as ``oft_config``.
-
-The repair quantizes the product, so the merge is as exact as quantizing the merged weight. Unquantized layers have
-their own ``merge``, which is right. ``peft-unmerge`` makes unmerging exact. In peft 0.20 the configuration is passed as
-``config``, and unmerging is exact with this patch alone, because such a layer could not be unmerged before.
-"""
+"""OFT of older peft silently merges the transposed base weight into quantized layers, or cannot be added to them."""
 
 from __future__ import annotations
 
@@ -72,6 +58,23 @@ PATCH = Patch(
     groups=("merge",),
     silent=True,
     links=("https://github.com/huggingface/peft/blob/v0.19.1/src/peft/tuners/oft/bnb.py",),
+    why="""
+        ``merge`` of quantized layers dequantizes the weight, transposes it, rotates it, transposes the product
+        back, and then quantizes the transposed weight instead of the product. After that a square layer, such as
+        most attention projections, holds its own transpose, silently: relative error 1.4 in INT8 and in 4 bits.
+        Other layers get the wrong shape. ``unmerge`` of 4-bit layers has the same mistake. peft 0.16 to 0.20; from
+        0.21 on OFT merges through a backend that is right.
+
+        peft 0.20 cannot add OFT to a model that says that it is quantized, as ``from_pretrained`` makes it:
+        ``Linear4bit.__init__() missing 1 required positional argument: 'config'``. What makes the layer passes the
+        configuration as ``oft_config``.
+    """,
+    repair="""
+        The repair quantizes the product, so the merge is as exact as quantizing the merged weight. Unquantized
+        layers have their own ``merge``, which is right. ``peft-unmerge`` makes unmerging exact. In peft 0.20 the
+        configuration is passed as ``config``, and unmerging is exact with this patch alone, because such a layer
+        could not be unmerged before.
+    """,
     requires=("peft>=0.16,<0.21", "bitsandbytes>=0.46.1"),
     tested_up_to="0.20.0",
     edits=(

@@ -1,22 +1,4 @@
-"""A new INT8 weight is read with the row scales of the old one.
-
-Merging and DoRA read a new INT8 weight with the row scales of the old one. From its first forward on, a
-``Linear8bitLt`` computes with ``layer.state``. A weight that is assigned later (``layer.weight =
-Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own packed weights and row scales,
-which the next forward takes. Before that forward, ``dequantize_bnb_weight`` of peft multiplies the new packed weights
-by the old scales in ``layer.state.SCB``, and a merged model silently computes wrong numbers. All releases.
-
-The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing changes.
-
-``dequantize()`` reads a new INT8 weight with the row scales of the old one. From its first forward on, a
-``Linear8bitLt`` computes with ``layer.state``. A weight that is assigned later (``layer.weight =
-Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own packed weights and row scales,
-which the next forward takes. Before that forward, ``dequantize_bnb_weight`` of transformers multiplies the new packed
-weights by the old scales in ``layer.state.SCB``, and the dequantized layer silently computes wrong numbers. All
-releases.
-
-The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing changes.
-"""
+"""A new INT8 weight is read with the row scales of the old one."""
 
 from __future__ import annotations
 
@@ -75,6 +57,28 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/blob/main/src/peft/utils/integrations.py",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",
     ),
+    why="""
+        Merging and DoRA read a new INT8 weight with the row scales of the old one. From its first forward on, a
+        ``Linear8bitLt`` computes with ``layer.state``. A weight that is assigned later (``layer.weight =
+        Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own packed weights and
+        row scales, which the next forward takes. Before that forward, ``dequantize_bnb_weight`` of peft multiplies
+        the new packed weights by the old scales in ``layer.state.SCB``, and a merged model silently computes wrong
+        numbers. All releases.
+
+        ``dequantize()`` reads a new INT8 weight with the row scales of the old one. From its first forward on, a
+        ``Linear8bitLt`` computes with ``layer.state``. A weight that is assigned later (``layer.weight =
+        Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own packed weights and
+        row scales, which the next forward takes. Before that forward, ``dequantize_bnb_weight`` of transformers
+        multiplies the new packed weights by the old scales in ``layer.state.SCB``, and the dequantized layer
+        silently computes wrong numbers. All releases.
+    """,
+    repair="""
+        The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing
+        changes.
+
+        The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing
+        changes.
+    """,
     former_ids=("transformers-new-weight-old-scales",),
     parts=(
         Part(

@@ -1,33 +1,4 @@
-"""BOFT, DeLoRA, FRoD, LoHa, LoKr, OSF, PSOFT, SHiRA, Super-Tuning and TinyLoRA fail on quantized layers, or use packed bits.
-
-These tuners of peft have no code for quantized layers and read ``base_layer.weight`` as if it held values:
-
-- DeLoRA scales its update by the norms of the columns of the weight: ``linalg.vector_norm: Expected a floating
-  point``. If packed 4-bit weights are stored as floats (``bnb_4bit_quant_storage=torch.bfloat16``, needed for FSDP),
-  there is no error: it computes the norm of packed bits, often NaN. Since peft 0.18.
-- TinyLoRA (0.19) and FRoD (0.20) factor the weight and make parameters in its dtype: ``Only Tensors of floating point
-  and complex dtype can require gradients``.
-- LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is the shape of packed bytes: ``shape
-  '[2048, 1]' is invalid for input of size 4096``. In INT8 they train correctly.
-- OSF (0.18) and PSOFT (0.19) factor the weight, and Super-Tuning (0.21) computes with it. They raise errors about a dtype
-  that name no layer, or factor packed bits that are stored as floats.
-- BOFT before 0.20, and OFT before 0.16, rotate the weight in each forward: ``mat1 and mat2 shapes cannot be multiplied``.
-- SHiRA (0.17 to 0.19) adds to the weight where a mask says, and makes both in its shape: ``Only Tensors of floating
-  point``, or ``The SHiRA indices and weights are not the same dimensions``. A mask function of the user's, which may choose
-  by values, now gets an ``nn.Linear`` with the dequantized weight.
-- Trainable tokens of a quantized linear layer, and LN tuning if its ``target_modules`` name one: ``Only Tensors of floating
-  point``; stored as floats, packed bits are trained.
-
-The repair gives them the dequantized weight, or its shape. LN tuning, which trains the weight itself, raises an error that
-names the layer. Quantized layers then equal the same adapter on the
-dequantized model. Unquantized layers give the same parameter as before.
-
-None of these tuners can merge into quantized layers: ``merge`` raises errors about a dtype or shape. It now raises an
-error that names the layer and says what to do, as for HRA and C3A (``codes_as_weights.py``).
-
-Cost: one dequantized weight for each layer while the adapter is made; BOFT, OFT, SHiRA, and FRoD with dropout need
-one in each forward.
-"""
+"""BOFT, DeLoRA, FRoD, LoHa, LoKr, OSF, PSOFT, SHiRA, Super-Tuning and TinyLoRA fail on quantized layers, or use packed bits."""
 
 from __future__ import annotations
 
@@ -137,6 +108,38 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/delora/layer.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/tuners/lycoris_utils.py",
     ),
+    why="""
+        These tuners of peft have no code for quantized layers and read ``base_layer.weight`` as if it held values:
+
+        - DeLoRA scales its update by the norms of the columns of the weight: ``linalg.vector_norm: Expected a
+          floating point``. If packed 4-bit weights are stored as floats (``bnb_4bit_quant_storage=torch.bfloat16``,
+          needed for FSDP), there is no error: it computes the norm of packed bits, often NaN. Since peft 0.18.
+        - TinyLoRA (0.19) and FRoD (0.20) factor the weight and make parameters in its dtype: ``Only Tensors of
+          floating point and complex dtype can require gradients``.
+        - LoHa and LoKr reshape their update to the shape of the weight, which in 4 bits is the shape of packed
+          bytes: ``shape '[2048, 1]' is invalid for input of size 4096``. In INT8 they train correctly.
+        - OSF (0.18) and PSOFT (0.19) factor the weight, and Super-Tuning (0.21) computes with it. They raise errors
+          about a dtype that name no layer, or factor packed bits that are stored as floats.
+        - BOFT before 0.20, and OFT before 0.16, rotate the weight in each forward: ``mat1 and mat2 shapes cannot be
+          multiplied``.
+        - SHiRA (0.17 to 0.19) adds to the weight where a mask says, and makes both in its shape: ``Only Tensors of
+          floating point``, or ``The SHiRA indices and weights are not the same dimensions``. A mask function of the
+          user's, which may choose by values, now gets an ``nn.Linear`` with the dequantized weight.
+        - Trainable tokens of a quantized linear layer, and LN tuning if its ``target_modules`` name one: ``Only
+          Tensors of floating point``; stored as floats, packed bits are trained.
+    """,
+    repair="""
+        The repair gives them the dequantized weight, or its shape. LN tuning, which trains the weight itself,
+        raises an error that names the layer. Quantized layers then equal the same adapter on the dequantized model.
+        Unquantized layers give the same parameter as before.
+
+        None of these tuners can merge into quantized layers: ``merge`` raises errors about a dtype or shape. It now
+        raises an error that names the layer and says what to do, as for HRA and C3A (``codes_as_weights.py``).
+    """,
+    cost="""
+        One dequantized weight for each layer while the adapter is made; BOFT, OFT, SHiRA, and FRoD with dropout
+        need one in each forward.
+    """,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(

@@ -1,16 +1,4 @@
-"""UniLora silently learns nothing on quantized layers, because its scales are rounded to integers.
-
-UniLora takes every entry of its low-rank matrices from one shared vector, times a scale below one. It stores the
-scales in the dtype of the base weight, which for packed weights is ``torch.int8`` in a ``Linear8bitLt`` and
-``torch.uint8`` in a ``Linear4bit``. So a scale is 1 if an entry of the vector is used once, and 0 if it is used more
-often, which in a model is always so. The adapter adds nothing, all its gradients are zero, and the training loss stays
-the output of the base model, without a message. All releases that have it, peft 0.20 and later. It trains on unquantized
-layers, and with a floating-point ``bnb_4bit_quant_storage``.
-
-If the weight is packed, the repair stores the scales in the dtype of the vector. A floating-point weight of two bytes
-or more determines the dtype as before. An adapter that was "trained" without the patch has its initial values: train
-it again.
-"""
+"""UniLora silently learns nothing on quantized layers, because its scales are rounded to integers."""
 
 from __future__ import annotations
 
@@ -65,6 +53,20 @@ PATCH = Patch(
     silent=True,
     words=("loss is nan, or does not fall",),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/unilora/layer.py",),
+    why="""
+        UniLora takes every entry of its low-rank matrices from one shared vector, times a scale below one. It
+        stores the scales in the dtype of the base weight, which for packed weights is ``torch.int8`` in a
+        ``Linear8bitLt`` and ``torch.uint8`` in a ``Linear4bit``. So a scale is 1 if an entry of the vector is used
+        once, and 0 if it is used more often, which in a model is always so. The adapter adds nothing, all its
+        gradients are zero, and the training loss stays the output of the base model, without a message. All
+        releases that have it, peft 0.20 and later. It trains on unquantized layers, and with a floating-point
+        ``bnb_4bit_quant_storage``.
+    """,
+    repair="""
+        If the weight is packed, the repair stores the scales in the dtype of the vector. A floating-point weight of
+        two bytes or more determines the dtype as before. An adapter that was "trained" without the patch has its
+        initial values: train it again.
+    """,
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(

@@ -1,12 +1,4 @@
-"""A name in ``target_parameters`` that matches no parameter is silently ignored if another name matches.
-
-``LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])`` trains the parameters that it finds and leaves
-the rest frozen, for example on a mixture whose experts have other names (``w1``, ``experts.up_proj``), or with a
-typing error. peft warns only if no name matches. The training loss falls, and half of the adapter is missing. All
-releases of peft from 0.17 on.
-
-With the repair a warning lists the names without a match, and the parameters of three dimensions that the model has.
-"""
+"""A name in ``target_parameters`` that matches no parameter is silently ignored if another name matches."""
 
 from __future__ import annotations
 
@@ -62,6 +54,16 @@ PATCH = Patch(
     groups=("experts", "train"),
     silent=True,
     links=("https://github.com/huggingface/peft/blob/main/src/peft/tuners/tuners_utils.py",),
+    why="""
+        ``LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])`` trains the
+        parameters that it finds and leaves the rest frozen, for example on a mixture whose experts have other names
+        (``w1``, ``experts.up_proj``), or with a typing error. peft warns only if no name matches. The training loss
+        falls, and half of the adapter is missing. All releases of peft from 0.17 on.
+    """,
+    repair="""
+        With the repair a warning lists the names without a match, and the parameters of three dimensions that the
+        model has.
+    """,
     requires=("peft>=0.17",),
     tested_up_to="0.21.2",
     edits=(

@@ -1,36 +1,4 @@
-"""Merging an adapter into a quantized layer and unmerging it changes the layer for good.
-
-``merge_adapter`` dequantizes the base, adds the adapter and quantizes the sum. ``unmerge_adapter`` does the same with
-the difference. Each quantization rounds, so the base that the adapter was trained on is not restored, and each cycle
-silently adds to the error. This also happens without a call of ``unmerge_adapter``: while the adapter is merged, the
-first forward under ``disable_adapter()`` (the reference model of DPO and GRPO) and ``set_adapter`` unmerge it. TRL
-merges and unmerges at every synchronisation with vLLM. With an adapter of 2 % that changes in between, an NF4 base is
-off by 1.3 % after one cycle, 13 % after ten and 122 % after a hundred; INT8 by 0.2, 0.9 and 4.4 %. Upstream: trl
-#3466, #6688. All releases of peft, LoRA and DoRA, 4-bit and INT8.
-
-HiRA (peft since 0.20), RoAd (0.18), RandLoRA (0.16), PVeRA (0.19), VeRA before 0.20 and OFT before 0.21 have copies of this
-code with the same rounding. RoAd also rotates the bias, which is restored bit for bit too. Since 0.20 VeRA, BOFT, MiSS and SHiRA,
-and since 0.21 OFT, read and write quantized weights through a ``QuantizationBackend``, which rounds as well; a base that
-bitsandbytes did not quantize is merged into as before. peft imports each of these modules when the first quantized layer gets
-such an adapter. RandLoRA, PVeRA and older VeRA leave floats in the place of packed 4-bit weights, which
-``bitsandbytes-params4bit-meta`` repairs: their reproducers merge into INT8.
-
-When the first adapter is merged, the repair keeps a copy of the packed weight and restores it when the last one is
-unmerged: bit for bit, even if the adapter has changed since. It also keeps a bias that is merged into. The copy is
-pickled and copied with the layer, and is not in its state dict. Before 0.48, bitsandbytes destroys packed INT8 weights
-that are moved, as these are in the next dequantization; that is repaired too.
-
-In three cases the copy would be wrong, and peft subtracts as before: the base was loaded, written to or merged into by
-another peft layer since the merge; a merged adapter was deleted since, whose part must stay; or the adapter was merged
-before the patch was applied.
-
-Merging itself still rounds. If an update is much smaller than a quantization step, little of it survives in the merged
-weight, whatever unmerging does (``docs/limits.md``).
-
-Cost: one packed copy of each merged weight in CPU memory (about 0.5 byte a parameter in 4 bits, 1 byte in
-INT8). The unmerge frees it, or ``merge_and_unload`` together with the layer. Restoring takes less time than
-subtracting.
-"""
+"""Merging an adapter into a quantized layer and unmerging it changes the layer for good."""
 
 from __future__ import annotations
 
@@ -95,6 +63,42 @@ PATCH = Patch(
     groups=("merge",),
     silent=True,
     links=merge_edits.LINKS,
+    why="""
+        ``merge_adapter`` dequantizes the base, adds the adapter and quantizes the sum. ``unmerge_adapter`` does the
+        same with the difference. Each quantization rounds, so the base that the adapter was trained on is not
+        restored, and each cycle silently adds to the error. This also happens without a call of
+        ``unmerge_adapter``: while the adapter is merged, the first forward under ``disable_adapter()`` (the
+        reference model of DPO and GRPO) and ``set_adapter`` unmerge it. TRL merges and unmerges at every
+        synchronisation with vLLM. With an adapter of 2 % that changes in between, an NF4 base is off by 1.3 % after
+        one cycle, 13 % after ten and 122 % after a hundred; INT8 by 0.2, 0.9 and 4.4 %. Upstream: trl #3466, #6688.
+        All releases of peft, LoRA and DoRA, 4-bit and INT8.
+
+        HiRA (peft since 0.20), RoAd (0.18), RandLoRA (0.16), PVeRA (0.19), VeRA before 0.20 and OFT before 0.21
+        have copies of this code with the same rounding. RoAd also rotates the bias, which is restored bit for bit
+        too. Since 0.20 VeRA, BOFT, MiSS and SHiRA, and since 0.21 OFT, read and write quantized weights through a
+        ``QuantizationBackend``, which rounds as well; a base that bitsandbytes did not quantize is merged into as
+        before. peft imports each of these modules when the first quantized layer gets such an adapter. RandLoRA,
+        PVeRA and older VeRA leave floats in the place of packed 4-bit weights, which
+        ``bitsandbytes-params4bit-meta`` repairs: their reproducers merge into INT8.
+    """,
+    repair="""
+        When the first adapter is merged, the repair keeps a copy of the packed weight and restores it when the last
+        one is unmerged: bit for bit, even if the adapter has changed since. It also keeps a bias that is merged
+        into. The copy is pickled and copied with the layer, and is not in its state dict. Before 0.48, bitsandbytes
+        destroys packed INT8 weights that are moved, as these are in the next dequantization; that is repaired too.
+
+        In three cases the copy would be wrong, and peft subtracts as before: the base was loaded, written to or
+        merged into by another peft layer since the merge; a merged adapter was deleted since, whose part must stay;
+        or the adapter was merged before the patch was applied.
+
+        Merging itself still rounds. If an update is much smaller than a quantization step, little of it survives in
+        the merged weight, whatever unmerging does (``docs/limits.md``).
+    """,
+    cost="""
+        One packed copy of each merged weight in CPU memory (about 0.5 byte a parameter in 4 bits, 1 byte in INT8).
+        The unmerge frees it, or ``merge_and_unload`` together with the layer. Restoring takes less time than
+        subtracting.
+    """,
     former_ids=(
         "peft-unmerge-lora",
         "peft-unmerge-hira",

@@ -1,20 +1,4 @@
-"""A full state dict cannot be loaded into a quantized model that FSDP2 has sharded.
-
-``set_model_state_dict`` with ``broadcast_from_rank0`` and ``cpu_offload`` loads one file into all ranks; accelerate
-and its Trainer resume ``FULL_STATE_DICT`` checkpoints this way. torch then looks up every key of the file in the state
-dict of the sharded model, in which it has listed only parameters and buffers. A quantized layer has more keys:
-``absmax`` and the rest of a quantization state, ``SCB``. So loading raises ``KeyError: '….base_layer.weight.absmax'``,
-or ``….SCB``. This happens with the file of a whole model, and with the file of a sharded one whose quantization states
-were saved (``bitsandbytes-linear4bit-sharded-state-dict``, which includes this edit). Without ``cpu_offload``, unknown
-keys are passed to ``load_state_dict``, as they should be. torch 2.7 to 2.15 (#149516, open).
-
-The repair moves the keys that exist. Every rank keeps the quantization states that rank 0 sends (torch sends all of
-them, and the other ranks drop keys that are neither parameter nor buffer), so all ranks load the same model. A file whose
-packed weights have no quantization state (saved sharded, without the plugin) loads if the packed weights equal the
-model's own. Otherwise it raises an error on every rank, strict or not, and the packed weights stay as they were. For
-this the ranks exchange messages through the store of their group, and only in this case. A rank with the plugin warns
-if rank 0 runs without it.
-"""
+"""A full state dict cannot be loaded into a quantized model that FSDP2 has sharded."""
 
 from __future__ import annotations
 
@@ -65,6 +49,24 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/pytorch/pytorch/issues/149516",),
+    why="""
+        ``set_model_state_dict`` with ``broadcast_from_rank0`` and ``cpu_offload`` loads one file into all ranks;
+        accelerate and its Trainer resume ``FULL_STATE_DICT`` checkpoints this way. torch then looks up every key of
+        the file in the state dict of the sharded model, in which it has listed only parameters and buffers. A
+        quantized layer has more keys: ``absmax`` and the rest of a quantization state, ``SCB``. So loading raises
+        ``KeyError: '….base_layer.weight.absmax'``, or ``….SCB``. This happens with the file of a whole model, and
+        with the file of a sharded one whose quantization states were saved
+        (``bitsandbytes-linear4bit-sharded-state-dict``, which includes this edit). Without ``cpu_offload``, unknown
+        keys are passed to ``load_state_dict``, as they should be. torch 2.7 to 2.15 (#149516, open).
+    """,
+    repair="""
+        The repair moves the keys that exist. Every rank keeps the quantization states that rank 0 sends (torch
+        sends all of them, and the other ranks drop keys that are neither parameter nor buffer), so all ranks load
+        the same model. A file whose packed weights have no quantization state (saved sharded, without the plugin)
+        loads if the packed weights equal the model's own. Otherwise it raises an error on every rank, strict or
+        not, and the packed weights stay as they were. For this the ranks exchange messages through the store of
+        their group, and only in this case. A rank with the plugin warns if rank 0 runs without it.
+    """,
     requires=("torch>=2.7", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",
     edits=(SKIP_UNKNOWN_KEYS, *TAKE_STATISTICS, WATCH_PACKED_WEIGHTS),

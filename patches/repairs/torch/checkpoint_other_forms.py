@@ -1,29 +1,4 @@
-"""``torch.distributed.checkpoint.load`` copies tensors into tensors of another form, or refuses them by their size.
-
-It compares names and sizes, but the form of what bitsandbytes saves depends on the program that saves:
-
-- An optimizer state has 8 or 32 bits, depending on the optimizer (``AdamW8bit``, ``AdamW``), on ``min_8bit_size`` and,
-  under FSDP2, on the number of ranks. If it is saved in 8 bits and loaded into 32, packed values from 0 to 255 become
-  the moments: the first step changes weights by a wrong amount, silently. In the other direction loading raises
-  ``Missing key in checkpoint state_dict: ...absmax1``.
-- The packed entry of a 4-bit quantization state is JSON text, whose length depends on the digits of ``nested_offset``.
-  A double-quantized model refuses the checkpoint of another one with the same shapes (``Size mismatch between saved
-  torch.Size([167]) and current: torch.Size([168])``).
-- A checkpoint of a 4-bit model under FSDP2 that was saved without ``bitsandbytes-linear4bit-sharded-state-dict`` has
-  packed weights without their quantization state. With that patch it cannot be loaded (``Missing key``).
-
-torch 2.6 to 2.15, bitsandbytes 0.46.1 to 0.50.2.
-
-The repair reads these into tensors of the saved form and converts them when all are read: 8 bits to 32 exactly, 32
-bits to 8 as a step of the optimizer rounds, text of any length. Packed weights without a quantization state must equal
-the model's bit for bit. Otherwise every rank raises an error that names the layer, and the packed weights of
-the model stay as they were.
-
-Ranks with and without the plugin make different plans. A rank with the plugin then warns when it saves, and raises an
-error when it loads, because some ranks would not load the quantization states.
-
-Cost: a look at each name. A tensor that is converted is in memory twice while it is read.
-"""
+"""``torch.distributed.checkpoint.load`` copies tensors into tensors of another form, or refuses them by their size."""
 
 from __future__ import annotations
 
@@ -95,6 +70,34 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
     ),
+    why="""
+        It compares names and sizes, but the form of what bitsandbytes saves depends on the program that saves:
+
+        - An optimizer state has 8 or 32 bits, depending on the optimizer (``AdamW8bit``, ``AdamW``), on
+          ``min_8bit_size`` and, under FSDP2, on the number of ranks. If it is saved in 8 bits and loaded into 32,
+          packed values from 0 to 255 become the moments: the first step changes weights by a wrong amount,
+          silently. In the other direction loading raises ``Missing key in checkpoint state_dict: ...absmax1``.
+        - The packed entry of a 4-bit quantization state is JSON text, whose length depends on the digits of
+          ``nested_offset``. A double-quantized model refuses the checkpoint of another one with the same shapes
+          (``Size mismatch between saved torch.Size([167]) and current: torch.Size([168])``).
+        - A checkpoint of a 4-bit model under FSDP2 that was saved without
+          ``bitsandbytes-linear4bit-sharded-state-dict`` has packed weights without their quantization state. With
+          that patch it cannot be loaded (``Missing key``).
+
+        torch 2.6 to 2.15, bitsandbytes 0.46.1 to 0.50.2.
+    """,
+    repair="""
+        The repair reads these into tensors of the saved form and converts them when all are read: 8 bits to 32
+        exactly, 32 bits to 8 as a step of the optimizer rounds, text of any length. Packed weights without a
+        quantization state must equal the model's bit for bit. Otherwise every rank raises an error that names the
+        layer, and the packed weights of the model stay as they were.
+
+        Ranks with and without the plugin make different plans. A rank with the plugin then warns when it saves, and
+        raises an error when it loads, because some ranks would not load the quantization states.
+    """,
+    cost="""
+        A look at each name. A tensor that is converted is in memory twice while it is read.
+    """,
     requires=("torch>=2.6", "bitsandbytes>=0.46.1"),
     tested_up_to="2.15.0",
     edits=(*READ_INTO_STAND_INS, *SAME_ON_ALL_RANKS),

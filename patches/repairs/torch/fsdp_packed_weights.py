@@ -1,52 +1,4 @@
-"""FSDP2 treats packed weights, which are bytes, as values.
-
-FSDP2's mixed precision casts packed 4-bit weights as if they were values. ``fully_shard(...,
-mp_policy=MixedPrecisionPolicy(param_dtype=...))`` casts every floating-point parameter before it is gathered. Packed
-4-bit weights are bytes, but with a floating-point ``quant_storage`` (which bitsandbytes and peft recommend for FSDP)
-they have a floating-point dtype. If it differs from ``param_dtype``, they are cast. bfloat16 storage under float16, or
-the reverse, keeps the number of bytes but changes all values: outputs are silently 117 % off. float32 storage under
-bfloat16, which peft's guide recommends for FSDP1, loses half of the bytes; on a CPU that raises an error about a shape
-(``shape '[64, 32]' is invalid for input of size 1024``). Run on torch 2.13 and 2.15. According to their source,
-earlier releases also cast integers.
-
-The repair leaves packed weights in their dtype, as torch does for integers, so the layer computes the same as
-without a policy. Its bias and everything else is cast as requested. FSDP2 decides once for each parameter, before the
-first forward. A model that has had its first forward keeps what was decided.
-
-Cost: nothing in a step.
-
-Upstream: https://github.com/huggingface/peft/pull/1550 (recommended storage under mixed precision)
-
-FSDP2 of torch before 2.12 refuses quantized layers: only Tensors of floating point dtype can require gradients.
-``fully_shard`` creates the parameter for each rank's part with gradients, and turns them off afterwards. The packed
-weights of a quantized layer are integers, ``torch.int8`` in a ``Linear8bitLt`` and ``torch.uint8`` in a ``Linear4bit``
-with the default storage, which cannot have gradients. So sharding raises this error, although they are frozen. 4-bit
-models can avoid it by a floating-point ``bnb_4bit_quant_storage``, INT8 models cannot. torch 2.12 creates the
-parameter like the original one.
-
-The repair creates such a parameter without gradients. Floating-point parameters are created as before. torch 2.6 is
-not repaired: there all parameters that are sharded together must have one dtype, so a quantized layer cannot be
-sharded together with its adapter. On a CPU, FSDP2 of torch before 2.9 adds up the gradients of the ranks instead of
-averaging them, for every model (ratio 2.0 for one ``nn.Linear`` on two ranks; 1.0 on 2.9). There the error stays, and
-says why.
-
-Cost: nothing in a step.
-
-Upstream: https://github.com/pytorch/pytorch/issues/177844 (the same repair, in torch 2.12)
-
-On a GPU, FSDP2's gather changes packed 4-bit weights that read as NaN in the dtype in which they are stored. FSDP2
-copies the gathered tensors with ``torch._foreach_copy_``, which on CUDA passes bfloat16 and float16 through float32: each
-NaN becomes the same one (0x7FFF in bfloat16). For values that is no loss. Packed 4-bit weights are bytes, stored as
-bfloat16 where bitsandbytes and peft recommend it for FSDP, and 253 of the 65,536 pairs of bytes are NaNs other than
-that one (2045 in float16). They become weights that were never trained: outputs are silently wrong, on two ranks or more,
-whatever the policy. On one rank torch 2.11 and later gather nothing; the report is from one rank, too. On a CPU the
-copy keeps every bit.
-
-The repair gathers the parameters of a group as bytes if one of them is such a weight, as torch itself does for a group of
-several dtypes.
-
-Cost: a look at each frozen parameter of a group when it is gathered, less than a microsecond each.
-"""
+"""FSDP2 treats packed weights, which are bytes, as values."""
 
 from __future__ import annotations
 
@@ -214,6 +166,57 @@ PATCH = Patch(
         "https://github.com/pytorch/pytorch/issues/185239",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945",
     ),
+    why="""
+        FSDP2's mixed precision casts packed 4-bit weights as if they were values. ``fully_shard(...,
+        mp_policy=MixedPrecisionPolicy(param_dtype=...))`` casts every floating-point parameter before it is
+        gathered. Packed 4-bit weights are bytes, but with a floating-point ``quant_storage`` (which bitsandbytes
+        and peft recommend for FSDP) they have a floating-point dtype. If it differs from ``param_dtype``, they are
+        cast. bfloat16 storage under float16, or the reverse, keeps the number of bytes but changes all values:
+        outputs are silently 117 % off. float32 storage under bfloat16, which peft's guide recommends for FSDP1,
+        loses half of the bytes; on a CPU that raises an error about a shape (``shape '[64, 32]' is invalid for
+        input of size 1024``). Run on torch 2.13 and 2.15. According to their source, earlier releases also cast
+        integers.
+
+        Upstream: https://github.com/huggingface/peft/pull/1550 (recommended storage under mixed precision)
+
+        FSDP2 of torch before 2.12 refuses quantized layers: only Tensors of floating point dtype can require
+        gradients. ``fully_shard`` creates the parameter for each rank's part with gradients, and turns them off
+        afterwards. The packed weights of a quantized layer are integers, ``torch.int8`` in a ``Linear8bitLt`` and
+        ``torch.uint8`` in a ``Linear4bit`` with the default storage, which cannot have gradients. So sharding
+        raises this error, although they are frozen. 4-bit models can avoid it by a floating-point
+        ``bnb_4bit_quant_storage``, INT8 models cannot. torch 2.12 creates the parameter like the original one.
+
+        Upstream: https://github.com/pytorch/pytorch/issues/177844 (the same repair, in torch 2.12)
+
+        On a GPU, FSDP2's gather changes packed 4-bit weights that read as NaN in the dtype in which they are
+        stored. FSDP2 copies the gathered tensors with ``torch._foreach_copy_``, which on CUDA passes bfloat16 and
+        float16 through float32: each NaN becomes the same one (0x7FFF in bfloat16). For values that is no loss.
+        Packed 4-bit weights are bytes, stored as bfloat16 where bitsandbytes and peft recommend it for FSDP, and
+        253 of the 65,536 pairs of bytes are NaNs other than that one (2045 in float16). They become weights that
+        were never trained: outputs are silently wrong, on two ranks or more, whatever the policy. On one rank torch
+        2.11 and later gather nothing; the report is from one rank, too. On a CPU the copy keeps every bit.
+    """,
+    repair="""
+        The repair leaves packed weights in their dtype, as torch does for integers, so the layer computes the same
+        as without a policy. Its bias and everything else is cast as requested. FSDP2 decides once for each
+        parameter, before the first forward. A model that has had its first forward keeps what was decided.
+
+        The repair creates such a parameter without gradients. Floating-point parameters are created as before.
+        torch 2.6 is not repaired: there all parameters that are sharded together must have one dtype, so a
+        quantized layer cannot be sharded together with its adapter. On a CPU, FSDP2 of torch before 2.9 adds up the
+        gradients of the ranks instead of averaging them, for every model (ratio 2.0 for one ``nn.Linear`` on two
+        ranks; 1.0 on 2.9). There the error stays, and says why.
+
+        The repair gathers the parameters of a group as bytes if one of them is such a weight, as torch itself does
+        for a group of several dtypes.
+    """,
+    cost="""
+        Nothing in a step.
+
+        Nothing in a step.
+
+        A look at each frozen parameter of a group when it is gathered, less than a microsecond each.
+    """,
     former_ids=("torch-fsdp-casts-codes", "torch-fsdp-integer-weights", "torch-fsdp-nan-codes"),
     parts=(
         Part(

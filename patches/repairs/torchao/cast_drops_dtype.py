@@ -1,23 +1,4 @@
-"""``model.float()`` and ``model.half()`` leave torchao weights in their old dtype.
-
-``Module.to(dtype)`` calls ``tensor.to``, which ``IntxUnpackedToInt8Tensor`` overrides. ``.float()``, ``.half()`` and
-``.bfloat16()`` call ``aten._to_copy`` directly. Its one implementation, shared by all subclasses of
-``TorchAOBaseTensor``, uses the argument ``device`` and drops ``dtype``. So biases, norms and activations are cast and
-quantized weights are not, silently. The next forward raises an error about two dtypes in one product. ``Float8Tensor``
-overrides nothing and fails after ``.to(dtype)`` too. ``Int8Tensor`` uses the dtype of its input in ``linear``, but
-reports and dequantizes to the old dtype.
-
-This affects programs that cast a quantized model by the short names, for example to run a bfloat16 checkpoint in
-float32 on a CPU, or to export it. Shown on torchao 0.14.1 to 0.18.0.
-
-The repair intervenes where torchao looks up an operator. It calls the shared implementation (a class that registered
-its own is not changed), and then gives the result the requested dtype. ``IntxUnpackedToInt8Tensor``, whose scales are
-in its own dtype, does this in its ``to``, so ``.float()`` equals ``.to(torch.float32)`` bit for bit. Other classes
-have an attribute ``dtype``, the one that they dequantize to; packed weights and scales stay as they are. (An
-``Int8Tensor`` with groups is no longer rounded to bfloat16 on its way to float32, a relative error of 1e-3; other
-forwards that worked are bit-identical.) Classes that override ``to`` in another way, or have no such attribute, do
-what they did.
-"""
+"""``model.float()`` and ``model.half()`` leave torchao weights in their old dtype."""
 
 from __future__ import annotations
 
@@ -117,6 +98,26 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/pytorch/ao/blob/main/torchao/utils.py",),
+    why="""
+        ``Module.to(dtype)`` calls ``tensor.to``, which ``IntxUnpackedToInt8Tensor`` overrides. ``.float()``,
+        ``.half()`` and ``.bfloat16()`` call ``aten._to_copy`` directly. Its one implementation, shared by all
+        subclasses of ``TorchAOBaseTensor``, uses the argument ``device`` and drops ``dtype``. So biases, norms and
+        activations are cast and quantized weights are not, silently. The next forward raises an error about two
+        dtypes in one product. ``Float8Tensor`` overrides nothing and fails after ``.to(dtype)`` too. ``Int8Tensor``
+        uses the dtype of its input in ``linear``, but reports and dequantizes to the old dtype.
+
+        This affects programs that cast a quantized model by the short names, for example to run a bfloat16
+        checkpoint in float32 on a CPU, or to export it. Shown on torchao 0.14.1 to 0.18.0.
+    """,
+    repair="""
+        The repair intervenes where torchao looks up an operator. It calls the shared implementation (a class that
+        registered its own is not changed), and then gives the result the requested dtype.
+        ``IntxUnpackedToInt8Tensor``, whose scales are in its own dtype, does this in its ``to``, so ``.float()``
+        equals ``.to(torch.float32)`` bit for bit. Other classes have an attribute ``dtype``, the one that they
+        dequantize to; packed weights and scales stay as they are. (An ``Int8Tensor`` with groups is no longer
+        rounded to bfloat16 on its way to float32, a relative error of 1e-3; other forwards that worked are
+        bit-identical.) Classes that override ``to`` in another way, or have no such attribute, do what they did.
+    """,
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
     edits=(

@@ -1,14 +1,4 @@
-"""``F.linear(x, weight, bias=bias)`` with a torchao weight silently ignores the bias.
-
-torchao's implementations of ``torch.nn.functional.linear`` for quantized weights read their arguments by position. If
-the bias is passed by keyword, it is silently left out. If the weight is passed by keyword, they raise ``IndexError:
-tuple index out of range``. ``nn.Linear`` passes all arguments by position; code that calls the function itself often
-does not: fused projections, hand-written attention, adapters. Affects ``Int8Tensor``, ``Float8Tensor``,
-``IntxUnpackedToInt8Tensor`` and the other weights of ``quantize_``, torchao 0.14.1 to 0.18.0.
-
-The repair puts the arguments in their positions before an implementation sees them. A call by position stays as it
-was.
-"""
+"""``F.linear(x, weight, bias=bias)`` with a torchao weight silently ignores the bias."""
 
 from __future__ import annotations
 
@@ -51,6 +41,18 @@ PATCH = Patch(
     groups=("layers",),
     silent=True,
     links=("https://github.com/pytorch/ao/blob/main/torchao/utils.py",),
+    why="""
+        torchao's implementations of ``torch.nn.functional.linear`` for quantized weights read their arguments by
+        position. If the bias is passed by keyword, it is silently left out. If the weight is passed by keyword,
+        they raise ``IndexError: tuple index out of range``. ``nn.Linear`` passes all arguments by position; code
+        that calls the function itself often does not: fused projections, hand-written attention, adapters. Affects
+        ``Int8Tensor``, ``Float8Tensor``, ``IntxUnpackedToInt8Tensor`` and the other weights of ``quantize_``,
+        torchao 0.14.1 to 0.18.0.
+    """,
+    repair="""
+        The repair puts the arguments in their positions before an implementation sees them. A call by position
+        stays as it was.
+    """,
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
     edits=(

@@ -1,25 +1,4 @@
-"""A torchao layer that quantizes its activations passes no gradient.
-
-``Int8DynamicActivationInt8WeightConfig`` rounds the input of a layer to integers, and autograd ends there: ``x.grad``
-is silently ``None``. In a LoRA model each adapter still gets the gradient of its own branch, so the loss falls. But a
-tensor gets no gradient if every path to it passes a layer without an adapter: 8 of 12 LoRA tensors of a small Llama
-with adapters on ``q_proj``, ``v_proj`` and ``down_proj``. transformers reports this configuration as trainable, and
-its Trainer starts. ``Int8StaticActivationInt8WeightConfig`` and ``Int8DynamicActivationIntxWeightConfig`` behave in
-the same way. The fp8 variant, ``Float8DynamicActivationFloat8WeightConfig``, raises an error: ``derivative for
-aten::_scaled_mm is not implemented`` (ao #4376). Weight-only configurations have gradients. torchao 0.14.1 to 0.18.0,
-both versions of the configuration.
-
-The repair leaves the forward to torchao, bit for bit, and gives its result the gradient that quantization-aware
-training uses: straight through the rounding, times the dequantized weight, ``grad @ W.dequantize()``. Inputs that a
-static scale clips get no gradient. The gradient of a bias is torchao's. The weight is kept by reference, in 8 bits,
-until backward, so saved-tensor hooks and checkpointing have nothing more to carry. With autograd off, and while
-torch.export traces, nothing changes. Not repaired: fp8 with an upper bound for the activations, because the bound
-depends on the measured values.
-
-Cost: in backward one dequantized weight at a time and the product with it, as for every quantized layer that
-is trained. A compiled model stays one graph, but torch's AOT autograd cache does not store graphs with a custom
-function, so each process compiles the training step again.
-"""
+"""A torchao layer that quantizes its activations passes no gradient."""
 
 from __future__ import annotations
 
@@ -106,6 +85,30 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/pytorch/ao/issues/4376",),
+    why="""
+        ``Int8DynamicActivationInt8WeightConfig`` rounds the input of a layer to integers, and autograd ends there:
+        ``x.grad`` is silently ``None``. In a LoRA model each adapter still gets the gradient of its own branch, so
+        the loss falls. But a tensor gets no gradient if every path to it passes a layer without an adapter: 8 of 12
+        LoRA tensors of a small Llama with adapters on ``q_proj``, ``v_proj`` and ``down_proj``. transformers
+        reports this configuration as trainable, and its Trainer starts. ``Int8StaticActivationInt8WeightConfig``
+        and ``Int8DynamicActivationIntxWeightConfig`` behave in the same way. The fp8 variant,
+        ``Float8DynamicActivationFloat8WeightConfig``, raises an error: ``derivative for aten::_scaled_mm is not
+        implemented`` (ao #4376). Weight-only configurations have gradients. torchao 0.14.1 to 0.18.0, both versions
+        of the configuration.
+    """,
+    repair="""
+        The repair leaves the forward to torchao, bit for bit, and gives its result the gradient that
+        quantization-aware training uses: straight through the rounding, times the dequantized weight, ``grad @
+        W.dequantize()``. Inputs that a static scale clips get no gradient. The gradient of a bias is torchao's. The
+        weight is kept by reference, in 8 bits, until backward, so saved-tensor hooks and checkpointing have nothing
+        more to carry. With autograd off, and while torch.export traces, nothing changes. Not repaired: fp8 with an
+        upper bound for the activations, because the bound depends on the measured values.
+    """,
+    cost="""
+        In backward one dequantized weight at a time and the product with it, as for every quantized layer that is
+        trained. A compiled model stays one graph, but torch's AOT autograd cache does not store graphs with a
+        custom function, so each process compiles the training step again.
+    """,
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
     edits=(

@@ -1,22 +1,4 @@
-"""A cast after ``unwrap_tensor_subclass`` does not reach the weights that it unwrapped.
-
-``torchao.utils.unwrap_tensor_subclass`` prepares a quantized model for ``torch.export`` and ``aot_compile``. It stores
-the plain tensors of a weight and rebuilds the weight at each access from metadata, which includes the dtype to
-dequantize to. A later ``model.to(torch.float32)``, ``.half()`` or ``.float()`` casts scales, biases and norms, but not
-this metadata. In eager the next forward raises an error about two dtypes in one product. ``torch.export`` silently
-writes ``dequantize_affine(..., output_dtype=bfloat16)`` into a float32 program.
-
-This affects programs that quantize, unwrap and then cast, as exporters do. Upstream:
-https://github.com/pytorch/executorch/issues/18975 (ExecuTorch stopped unwrapping in its own "8da4w"; its
-"torchao:8da*w" mode and its SourceTransform stage still unwrap, as do optimum-executorch and torchchat). Shown on
-torchao 0.14.1 to 0.18.0; the class is the same in all of them.
-
-The repair gives ``UnwrapTensorSubclass`` an ``_apply``, which ``Module.to`` and similar methods call on every
-submodule. It casts the entry ``"dtype"`` of the metadata with the function that casts the parameters. ``target_dtype``
-and the other entries describe how packed weights are stored and stay. Parameters, keys and the weight before a cast
-are not changed, so a model that is not cast is bit-identical. A model that was cast before the patch was applied is
-repaired by its next cast.
-"""
+"""A cast after ``unwrap_tensor_subclass`` does not reach the weights that it unwrapped."""
 
 from __future__ import annotations
 
@@ -102,6 +84,26 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/pytorch/executorch/issues/18975",),
+    why="""
+        ``torchao.utils.unwrap_tensor_subclass`` prepares a quantized model for ``torch.export`` and
+        ``aot_compile``. It stores the plain tensors of a weight and rebuilds the weight at each access from
+        metadata, which includes the dtype to dequantize to. A later ``model.to(torch.float32)``, ``.half()`` or
+        ``.float()`` casts scales, biases and norms, but not this metadata. In eager the next forward raises an
+        error about two dtypes in one product. ``torch.export`` silently writes ``dequantize_affine(...,
+        output_dtype=bfloat16)`` into a float32 program.
+
+        This affects programs that quantize, unwrap and then cast, as exporters do. Upstream:
+        https://github.com/pytorch/executorch/issues/18975 (ExecuTorch stopped unwrapping in its own "8da4w"; its
+        "torchao:8da*w" mode and its SourceTransform stage still unwrap, as do optimum-executorch and torchchat).
+        Shown on torchao 0.14.1 to 0.18.0; the class is the same in all of them.
+    """,
+    repair="""
+        The repair gives ``UnwrapTensorSubclass`` an ``_apply``, which ``Module.to`` and similar methods call on
+        every submodule. It casts the entry ``"dtype"`` of the metadata with the function that casts the parameters.
+        ``target_dtype`` and the other entries describe how packed weights are stored and stay. Parameters, keys and
+        the weight before a cast are not changed, so a model that is not cast is bit-identical. A model that was
+        cast before the patch was applied is repaired by its next cast.
+    """,
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
     edits=(SetAttribute("torchao.utils:UnwrapTensorSubclass._apply", make=_make_apply),),

@@ -1,19 +1,4 @@
-"""``dtype=`` is ignored for the floating-point weights of a quantized checkpoint.
-
-If a checkpoint that was saved in bf16 is loaded with ``dtype=torch.float16``, as on every T4, transformers 5.21 to
-5.23 gives bf16 weights and fp16 biases. The loader keeps every tensor named "weight" in the dtype of the file, as it
-must for packed weights. ``model.dtype`` and outputs are bf16, and models whose norms have a bias (GPT-NeoX, OPT) raise
-``expected scalar type BFloat16 but found Half``. The same is true for every pair of dtypes, in 4 bits and INT8. On
-transformers 5.0 to 5.20 it affects every tensor that has another name in the file than in the model (GPT-NeoX since
-5.17, and models that transformers 4 saved): ``expected m1 and m2 to have the same dtype``.
-
-The repair casts unpacked tensors while they are read, as for an unquantized checkpoint: weights of norms, embeddings,
-the head and skipped layers. Packed weights, whatever their storage dtype, and quantization states are read as they
-are. What the class of a model keeps in float32 stays in float32. If a checkpoint is loaded in its own dtype, nothing
-changes.
-
-Cost: a look at the name of each tensor.
-"""
+"""``dtype=`` is ignored for the floating-point weights of a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -98,6 +83,24 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L131",),
+    why="""
+        If a checkpoint that was saved in bf16 is loaded with ``dtype=torch.float16``, as on every T4, transformers
+        5.21 to 5.23 gives bf16 weights and fp16 biases. The loader keeps every tensor named "weight" in the dtype
+        of the file, as it must for packed weights. ``model.dtype`` and outputs are bf16, and models whose norms
+        have a bias (GPT-NeoX, OPT) raise ``expected scalar type BFloat16 but found Half``. The same is true for
+        every pair of dtypes, in 4 bits and INT8. On transformers 5.0 to 5.20 it affects every tensor that has
+        another name in the file than in the model (GPT-NeoX since 5.17, and models that transformers 4 saved):
+        ``expected m1 and m2 to have the same dtype``.
+    """,
+    repair="""
+        The repair casts unpacked tensors while they are read, as for an unquantized checkpoint: weights of norms,
+        embeddings, the head and skipped layers. Packed weights, whatever their storage dtype, and quantization
+        states are read as they are. What the class of a model keeps in float32 stays in float32. If a checkpoint is
+        loaded in its own dtype, nothing changes.
+    """,
+    cost="""
+        A look at the name of each tensor.
+    """,
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

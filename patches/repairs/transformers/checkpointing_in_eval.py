@@ -1,14 +1,4 @@
-"""Gradient checkpointing silently does nothing while the base model is in eval mode.
-
-``from_pretrained`` returns a model in eval mode, and checkpointing layers look at their own ``training``. After
-``prepare_model_for_kbit_training`` and ``get_peft_model``, ``peft_model.training`` is True, but ``training`` of the layers
-below is False. So every layer keeps all its activations, without a message. The Trainer calls ``train()``;
-hand-written training loops run out of memory (bitsandbytes #1927 suspects the order of calls). All releases of
-transformers that have ``GradientCheckpointingLayer``.
-
-The repair warns if such a layer runs while gradients are needed, once for each time that checkpointing was enabled. It
-changes no result, because a model may be in eval mode on purpose. It does not warn while compiling.
-"""
+"""Gradient checkpointing silently does nothing while the base model is in eval mode."""
 
 from __future__ import annotations
 
@@ -103,6 +93,18 @@ PATCH = Patch(
     silent=True,
     words=("OOM (out of memory)",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        ``from_pretrained`` returns a model in eval mode, and checkpointing layers look at their own ``training``.
+        After ``prepare_model_for_kbit_training`` and ``get_peft_model``, ``peft_model.training`` is True, but
+        ``training`` of the layers below is False. So every layer keeps all its activations, without a message. The
+        Trainer calls ``train()``; hand-written training loops run out of memory (bitsandbytes #1927 suspects the
+        order of calls). All releases of transformers that have ``GradientCheckpointingLayer``.
+    """,
+    repair="""
+        The repair warns if such a layer runs while gradients are needed, once for each time that checkpointing was
+        enabled. It changes no result, because a model may be in eval mode on purpose. It does not warn while
+        compiling.
+    """,
     requires=("transformers>=4.53", "peft"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,16 +1,4 @@
-"""``bnb_4bit_compute_dtype`` and ``llm_int8_threshold`` are ignored for a checkpoint that is already quantized.
-
-A T4 cannot compute in bf16, so its users load 4-bit checkpoints with ``BitsAndBytesConfig(load_in_4bit=True,
-bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)``. The layers still compute in the dtype of the file,
-because transformers takes the whole configuration of the checkpoint; its warning says so for each argument. A
-checkpoint that was saved with the default computes in float32, whatever the user gives. All releases (transformers
-#47378, #47661).
-
-Both arguments concern computing, not storage. With the repair they take effect if they were given: they go into
-the configuration of the model, and so into its layers. Otherwise the file decides. Other arguments (the 4-bit type,
-double quantization, storage) describe the saved tensors and cannot be changed. The set of quantized layers cannot be
-changed either: if ``llm_int8_skip_modules`` was given with such a checkpoint, a warning says that it has no effect.
-"""
+"""``bnb_4bit_compute_dtype`` and ``llm_int8_threshold`` are ignored for a checkpoint that is already quantized."""
 
 from __future__ import annotations
 
@@ -84,6 +72,20 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/issues/47378",
         "https://github.com/huggingface/transformers/pull/47661",
     ),
+    why="""
+        A T4 cannot compute in bf16, so its users load 4-bit checkpoints with
+        ``BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)``.
+        The layers still compute in the dtype of the file, because transformers takes the whole configuration of the
+        checkpoint; its warning says so for each argument. A checkpoint that was saved with the default computes in
+        float32, whatever the user gives. All releases (transformers #47378, #47661).
+    """,
+    repair="""
+        Both arguments concern computing, not storage. With the repair they take effect if they were given: they go
+        into the configuration of the model, and so into its layers. Otherwise the file decides. Other arguments
+        (the 4-bit type, double quantization, storage) describe the saved tensors and cannot be changed. The set of
+        quantized layers cannot be changed either: if ``llm_int8_skip_modules`` was given with such a checkpoint, a
+        warning says that it has no effect.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

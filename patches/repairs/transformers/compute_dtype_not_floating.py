@@ -1,13 +1,4 @@
-"""``bnb_4bit_compute_dtype=torch.int8`` is accepted, and 4-bit layers silently return wrong numbers.
-
-``BitsAndBytesConfig`` accepts any dtype as the compute dtype of 4-bit layers. With ``torch.int8`` or ``torch.uint8``,
-which users confuse with the storage dtype, activations and weights are truncated to integers: the forward runs, and
-its outputs are silently wrong. A float8 gives NaN, a complex dtype zeros. A name that torch does not have (``"fp16"``)
-raises ``module 'torch' has no attribute 'fp16'``. All releases.
-
-With the repair each of these raises a ``ValueError`` before anything is loaded. It names the value and the accepted
-ones. float16, bfloat16, float32 and float64 are accepted as before.
-"""
+"""``bnb_4bit_compute_dtype=torch.int8`` is accepted, and 4-bit layers silently return wrong numbers."""
 
 from __future__ import annotations
 
@@ -78,6 +69,16 @@ PATCH = Patch(
     groups=("asked",),
     silent=True,
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/quantization_config.py",),
+    why="""
+        ``BitsAndBytesConfig`` accepts any dtype as the compute dtype of 4-bit layers. With ``torch.int8`` or
+        ``torch.uint8``, which users confuse with the storage dtype, activations and weights are truncated to
+        integers: the forward runs, and its outputs are silently wrong. A float8 gives NaN, a complex dtype zeros. A
+        name that torch does not have (``"fp16"``) raises ``module 'torch' has no attribute 'fp16'``. All releases.
+    """,
+    repair="""
+        With the repair each of these raises a ``ValueError`` before anything is loaded. It names the value and the
+        accepted ones. float16, bfloat16, float32 and float64 are accepted as before.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,17 +1,4 @@
-"""A dequantized GPT-2 is saved with transposed weights: it cannot be loaded, or is loaded wrongly.
-
-GPT-2 and its descendants have ``Conv1D`` layers, whose weights are stored transposed. transformers transposes them
-when it quantizes, and notes on each layer the class that it was made from. ``dequantize()`` ignores this note and makes each
-layer an ``nn.Linear``. The model computes correctly, but ``save_pretrained`` writes the weights of ``nn.Linear`` under
-names for which the class expects the shapes of ``Conv1D``. ``from_pretrained`` then raises ``You set
-`ignore_mismatched_sizes` to `False```. With ``True``, layers that are not square get random weights, and square ones
-transposed weights (relative error of the logits 0.8); a table in the log says so. All releases that have
-``dequantize()``.
-
-The repair makes the original kind of layer: a ``Conv1D`` with the dequantized weight in its layout. Outputs equal
-the outputs of the ``nn.Linear`` except for the order of summation. Models without ``Conv1D`` get the same layers as before.
-If you saved a checkpoint without the repair, save it again.
-"""
+"""A dequantized GPT-2 is saved with transposed weights: it cannot be loaded, or is loaded wrongly."""
 
 from __future__ import annotations
 
@@ -60,6 +47,20 @@ PATCH = Patch(
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py#L287",
     ),
+    why="""
+        GPT-2 and its descendants have ``Conv1D`` layers, whose weights are stored transposed. transformers
+        transposes them when it quantizes, and notes on each layer the class that it was made from. ``dequantize()``
+        ignores this note and makes each layer an ``nn.Linear``. The model computes correctly, but
+        ``save_pretrained`` writes the weights of ``nn.Linear`` under names for which the class expects the shapes
+        of ``Conv1D``. ``from_pretrained`` then raises ``You set `ignore_mismatched_sizes` to `False```. With
+        ``True``, layers that are not square get random weights, and square ones transposed weights (relative error
+        of the logits 0.8); a table in the log says so. All releases that have ``dequantize()``.
+    """,
+    repair="""
+        The repair makes the original kind of layer: a ``Conv1D`` with the dequantized weight in its layout. Outputs
+        equal the outputs of the ``nn.Linear`` except for the order of summation. Models without ``Conv1D`` get the
+        same layers as before. If you saved a checkpoint without the repair, save it again.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

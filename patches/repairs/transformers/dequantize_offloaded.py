@@ -1,19 +1,4 @@
-"""``model.dequantize()`` fails for a partly offloaded model, or gives other weights.
-
-Each quantized layer is replaced by a plain one with its dequantized weight. An offloaded weight is on meta, so the
-result is on meta too, and the layer with accelerate's new hook raises ``Cannot copy out of meta tensor; no data!``.
-Layers that were offloaded one by one have two hooks in a ``SequentialHook``, which cannot be made again:
-``SequentialHook.__init__() got an unexpected keyword argument 'hooks'``. This affects programs that merge adapters
-into an offloaded model to save it dequantized. On transformers 5 it is an error. transformers 4 makes new weights on
-meta without an error, and the model computes with what its hooks bring: logits are silently 1.4 off in the reproducer.
-
-The repair replaces the offloaded layers first, one at a time. It brings the weight to its device, dequantizes it like
-like any other layer, writes it to where the hook reads it (for the disk, a new file) and offloads it again, with
-its hook. So the model stays offloaded. If the weights of a layer are brought by a module around it, an error is raised
-before anything is changed.
-
-Cost: the dequantized model takes as much memory or disk as plain weights.
-"""
+"""``model.dequantize()`` fails for a partly offloaded model, or gives other weights."""
 
 from __future__ import annotations
 
@@ -137,6 +122,24 @@ PATCH = Patch(
         ),
     ),
     links=(f"{_SOURCE}#L287",),
+    why="""
+        Each quantized layer is replaced by a plain one with its dequantized weight. An offloaded weight is on meta,
+        so the result is on meta too, and the layer with accelerate's new hook raises ``Cannot copy out of meta
+        tensor; no data!``. Layers that were offloaded one by one have two hooks in a ``SequentialHook``, which
+        cannot be made again: ``SequentialHook.__init__() got an unexpected keyword argument 'hooks'``. This affects
+        programs that merge adapters into an offloaded model to save it dequantized. On transformers 5 it is an
+        error. transformers 4 makes new weights on meta without an error, and the model computes with what its hooks
+        bring: logits are silently 1.4 off in the reproducer.
+    """,
+    repair="""
+        The repair replaces the offloaded layers first, one at a time. It brings the weight to its device,
+        dequantizes it like like any other layer, writes it to where the hook reads it (for the disk, a new file)
+        and offloads it again, with its hook. So the model stays offloaded. If the weights of a layer are brought by
+        a module around it, an error is raised before anything is changed.
+    """,
+    cost="""
+        The dequantized model takes as much memory or disk as plain weights.
+    """,
     requires=("transformers>=4.53", "accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,15 +1,4 @@
-"""After training on a k-bit model, ``model.dequantize()`` gives a model with mixed dtypes, which cannot compute.
-
-peft's ``prepare_model_for_kbit_training`` casts everything that is not quantized to float32. After training,
-``merge_and_unload()`` and ``model.dequantize()`` should give a plain model. But ``dequantize`` gives the formerly
-quantized weights ``config.dtype`` (bfloat16), "using the same dtype we used to load the model", while embeddings,
-norms, biases and head are float32 by then. The first forward raises ``mat1 and mat2 must have the same dtype, but got
-Float and BFloat16``, for 4 and 8 bits.
-
-The repair looks at the rest of the model. If all its floating-point parameters have one dtype, the dequantized weights
-get it too; widening is exact. If they have several (a model that keeps some modules in float32, for example),
-``config.dtype`` decides as before. So does a dtype that the caller gives.
-"""
+"""After training on a k-bit model, ``model.dequantize()`` gives a model with mixed dtypes, which cannot compute."""
 
 from __future__ import annotations
 
@@ -77,6 +66,18 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L239",),
+    why="""
+        peft's ``prepare_model_for_kbit_training`` casts everything that is not quantized to float32. After
+        training, ``merge_and_unload()`` and ``model.dequantize()`` should give a plain model. But ``dequantize``
+        gives the formerly quantized weights ``config.dtype`` (bfloat16), "using the same dtype we used to load the
+        model", while embeddings, norms, biases and head are float32 by then. The first forward raises ``mat1 and
+        mat2 must have the same dtype, but got Float and BFloat16``, for 4 and 8 bits.
+    """,
+    repair="""
+        The repair looks at the rest of the model. If all its floating-point parameters have one dtype, the
+        dequantized weights get it too; widening is exact. If they have several (a model that keeps some modules in
+        float32, for example), ``config.dtype`` decides as before. So does a dtype that the caller gives.
+    """,
     requires=("transformers>=5", "bitsandbytes>=0.46", "peft"),
     tested_up_to="5.24.0",
     edits=(

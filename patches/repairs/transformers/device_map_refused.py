@@ -1,23 +1,4 @@
-"""A quantized model that does not fit the device is refused, or loaded with layers that are not quantized.
-
-``from_pretrained(..., quantization_config=BitsAndBytesConfig(...), device_map="auto")`` of a model that does not fit,
-and every device map with "cpu" or "disk" beside a device, raise ``Some modules are dispatched on the CPU or the disk.
-Make sure you have enough GPU RAM to fit the quantized model.`` With the flag that the message names,
-``llm_int8_enable_fp32_cpu_offload``, these layers are not quantized, so they are four to eight times as large. For a
-checkpoint that is already quantized the flag has no effect, because the configuration in its ``config.json`` replaces
-the one that has it. This has been the most frequent error of quantized loading since 2023.
-
-With the repair such a map gives the quantized model, equal bit for bit to one that is loaded whole. Each layer is
-quantized on the device where it computes. Then its packed weights stay on the CPU, or on the disk in a folder of their
-own inside ``offload_folder``, which is removed with the model. Packed weights of a quantized checkpoint in safetensors
-stay in the checkpoint and are read from there. accelerate's hooks bring each layer when it is used. With
-``llm_int8_enable_fp32_cpu_offload=True``, and with maps without "cpu" and "disk", nothing changes.
-
-If an embedding or a head is offloaded, ``resize_token_embeddings`` raises an error that says what to do. Unpatched it raises
-``Tensor.item() cannot be called on meta tensors``, or the next forward ``Trying to set a tensor of shape ...``.
-
-Cost: each use of an offloaded layer copies its packed weights from CPU memory or reads them from the disk.
-"""
+"""A quantized model that does not fit the device is refused, or loaded with layers that are not quantized."""
 
 from __future__ import annotations
 
@@ -70,28 +51,23 @@ _MODEL = "transformers.modeling_utils"
 
 
 def _edit(target: str, find: str, replace: str, when: str, **names: Any) -> Rewrite:
-    return Rewrite(
-        target, find=find, replace=replace, names={f"_patches_{name}": names[name] for name in names}, when=when
-    )
+    return Rewrite(target, find, replace, names={f"_patches_{name}": names[name] for name in names}, when=when)
 
 
 def _common(maps: str, inferring: str, files: str, hooks: str, when: str) -> tuple[Rewrite, ...]:
     """What both loaders do: make a map, look at the files, hang hooks on the model."""
     planned = "return _patches_planned(model, device_map, hf_quantizer)"
-    counted = inferring.replace(
-        "infer_auto_device_map", "_patches_counted(infer_auto_device_map, max_memory, hf_quantizer)"
-    )
+    upstream = "infer_auto_device_map"
+    counted = inferring.replace(upstream, f"_patches_counted({upstream}, max_memory, hf_quantizer)")
+    first = "checkpoint_files[0].endswith('.safetensors')"
     whole = "_patches_whole(checkpoint_files).endswith('.safetensors')"
+    dispatched = "dispatch_model(model, **device_map_kwargs)"
     dispatch = "_patches_dispatch(dispatch_model, model, device_map_kwargs)"
     return (
         _edit(maps, inferring, counted, when, counted=module_sizes.counted),
         _edit(maps, "return device_map", planned, when, planned=device_maps.plan_device_map),
-        _edit(
-            files, "checkpoint_files[0].endswith('.safetensors')", whole, when, whole=checkpoint_keys.check_whole_files
-        ),
-        _edit(
-            hooks, "dispatch_model(model, **device_map_kwargs)", dispatch, when, dispatch=offload_v5.dispatch_offloaded
-        ),
+        _edit(files, first, whole, when, whole=checkpoint_keys.check_whole_files),
+        _edit(hooks, dispatched, dispatch, when, dispatch=offload_v5.dispatch_offloaded),
     )
 
 
@@ -284,6 +260,30 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/315",
         "https://github.com/huggingface/transformers/issues/26153",
     ),
+    why="""
+        ``from_pretrained(..., quantization_config=BitsAndBytesConfig(...), device_map="auto")`` of a model that
+        does not fit, and every device map with "cpu" or "disk" beside a device, raise ``Some modules are dispatched
+        on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized model.`` With the flag that
+        the message names, ``llm_int8_enable_fp32_cpu_offload``, these layers are not quantized, so they are four to
+        eight times as large. For a checkpoint that is already quantized the flag has no effect, because the
+        configuration in its ``config.json`` replaces the one that has it. This has been the most frequent error of
+        quantized loading since 2023.
+    """,
+    repair="""
+        With the repair such a map gives the quantized model, equal bit for bit to one that is loaded whole. Each
+        layer is quantized on the device where it computes. Then its packed weights stay on the CPU, or on the disk
+        in a folder of their own inside ``offload_folder``, which is removed with the model. Packed weights of a
+        quantized checkpoint in safetensors stay in the checkpoint and are read from there. accelerate's hooks bring
+        each layer when it is used. With ``llm_int8_enable_fp32_cpu_offload=True``, and with maps without "cpu" and
+        "disk", nothing changes.
+
+        If an embedding or a head is offloaded, ``resize_token_embeddings`` raises an error that says what to do.
+        Unpatched it raises ``Tensor.item() cannot be called on meta tensors``, or the next forward ``Trying to set
+        a tensor of shape ...``.
+    """,
+    cost="""
+        Each use of an offloaded layer copies its packed weights from CPU memory or reads them from the disk.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
     tested_up_to="5.24.0",
     edits=(

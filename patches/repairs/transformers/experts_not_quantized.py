@@ -1,13 +1,4 @@
-"""``load_in_4bit`` silently leaves most of a mixture of experts unquantized.
-
-bitsandbytes quantizes ``nn.Linear``. transformers 5 keeps all experts of a layer in one parameter of three dimensions
-(Mixtral, Qwen3-MoE and others) instead. So 95 % of the parameters of Qwen3-30B-A3B stay in bfloat16, 58 GB. A model
-that was loaded "in 4 bits" then does not fit, although the configuration, the class of the model and
-``is_loaded_in_4bit`` say that it is quantized. The same is true for INT8.
-
-The plugin does not quantize the experts unless you ask, because that would give another model than transformers does.
-Loading warns instead, with the figure and the remedy: ``patches.quantize_experts(model)``.
-"""
+"""``load_in_4bit`` silently leaves most of a mixture of experts unquantized."""
 
 from __future__ import annotations
 
@@ -63,6 +54,17 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/unslothai/unsloth/issues/4032",
     ),
+    why="""
+        bitsandbytes quantizes ``nn.Linear``. transformers 5 keeps all experts of a layer in one parameter of three
+        dimensions (Mixtral, Qwen3-MoE and others) instead. So 95 % of the parameters of Qwen3-30B-A3B stay in
+        bfloat16, 58 GB. A model that was loaded "in 4 bits" then does not fit, although the configuration, the
+        class of the model and ``is_loaded_in_4bit`` say that it is quantized. The same is true for INT8.
+    """,
+    repair="""
+        The plugin does not quantize the experts unless you ask, because that would give another model than
+        transformers does. Loading warns instead, with the figure and the remedy:
+        ``patches.quantize_experts(model)``.
+    """,
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=quantizers.rewrite_both_quantizers(

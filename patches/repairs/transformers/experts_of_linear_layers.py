@@ -1,16 +1,4 @@
-"""A quantized mixture of experts that transformers 4 saved cannot be loaded with transformers 5, nor saved again.
-
-transformers 4 kept each expert as linear layers, which ``load_in_4bit`` and ``load_in_8bit`` quantized. The 4-bit
-mixtures of the Hub have packed weights and a quantization state for each matrix of each expert, the INT8 ones scales
-(``SCB``). transformers 5 keeps all experts of a layer in one parameter of three dimensions. It stacks the packed
-weights as if they were matrices and finds no place for the quantization states. Loading fails with a mismatch of
-shapes, or, from 5.0 to 5.16, gives a model whose experts have the shape of packed weights.
-
-With the repair such a parameter is an ``Experts4bit`` or ``Experts8bit``. It has the shape and dtype of the experts in
-floating point, and holds packed weights and quantization states as they are in the file. Nothing is dequantized while
-loading, and products take one expert at a time. ``save_pretrained`` writes the same names and bytes again. If the file
-has the experts of a layer in floating point, they are loaded as before.
-"""
+"""A quantized mixture of experts that transformers 4 saved cannot be loaded with transformers 5, nor saved again."""
 
 from __future__ import annotations
 
@@ -113,6 +101,20 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/huggingface/transformers/issues/39859",
     ),
+    why="""
+        transformers 4 kept each expert as linear layers, which ``load_in_4bit`` and ``load_in_8bit`` quantized. The
+        4-bit mixtures of the Hub have packed weights and a quantization state for each matrix of each expert, the
+        INT8 ones scales (``SCB``). transformers 5 keeps all experts of a layer in one parameter of three
+        dimensions. It stacks the packed weights as if they were matrices and finds no place for the quantization
+        states. Loading fails with a mismatch of shapes, or, from 5.0 to 5.16, gives a model whose experts have the
+        shape of packed weights.
+    """,
+    repair="""
+        With the repair such a parameter is an ``Experts4bit`` or ``Experts8bit``. It has the shape and dtype of the
+        experts in floating point, and holds packed weights and quantization states as they are in the file. Nothing
+        is dequantized while loading, and products take one expert at a time. ``save_pretrained`` writes the same
+        names and bytes again. If the file has the experts of a layer in floating point, they are loaded as before.
+    """,
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,16 +1,4 @@
-"""A bf16 model in 4 bits silently computes in float32, the default of ``bnb_4bit_compute_dtype``.
-
-The default of ``BitsAndBytesConfig(load_in_4bit=True)`` is older than bf16 models. Each product of a 4-bit layer casts
-its input to float32, dequantizes the weight to twice the memory of 16 bits, multiplies without the 16-bit units of the
-GPU, and casts the result back. This affects ``load_in_4bit=True`` alone, as in tutorials, and checkpoints that were
-saved from such a model. Outputs are right, but slow. bitsandbytes has a warning for this case, but it is never shown
-through transformers, which passes the default as if the user had chosen it. All releases.
-
-The patch changes no number. Once a process, a warning names the dtype that the model computes in, says why that is
-slow, and what to write. It does not warn if a compute dtype was given, also float32.
-
-Cost: a comparison while loading.
-"""
+"""A bf16 model in 4 bits silently computes in float32, the default of ``bnb_4bit_compute_dtype``."""
 
 from __future__ import annotations
 
@@ -85,6 +73,21 @@ PATCH = Patch(
     groups=("asked", "train"),
     silent=True,
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/quantization_config.py",),
+    why="""
+        The default of ``BitsAndBytesConfig(load_in_4bit=True)`` is older than bf16 models. Each product of a 4-bit
+        layer casts its input to float32, dequantizes the weight to twice the memory of 16 bits, multiplies without
+        the 16-bit units of the GPU, and casts the result back. This affects ``load_in_4bit=True`` alone, as in
+        tutorials, and checkpoints that were saved from such a model. Outputs are right, but slow. bitsandbytes has
+        a warning for this case, but it is never shown through transformers, which passes the default as if the user
+        had chosen it. All releases.
+    """,
+    repair="""
+        The patch changes no number. Once a process, a warning names the dtype that the model computes in, says why
+        that is slow, and what to write. It does not warn if a compute dtype was given, also float32.
+    """,
+    cost="""
+        A comparison while loading.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,21 +1,4 @@
-"""torch.compile splits the model at the hook that makes the embedding's output require grad.
-
-torch.compile splits the model at the hook that makes the embedding's output require grad.
-``enable_input_require_grads`` registers a hook that calls ``output.requires_grad_(True)`` on the output of the
-embedding, so that reentrant checkpoints have an input that requires grad. peft's ``prepare_model_for_kbit_training``
-and the Trainer call it. Dynamo cannot trace a change of ``requires_grad`` on a tensor that leaves the graph. A 4-bit
-Llama of 3 layers becomes 3 graphs with 5 breaks, and with ``fullgraph=True`` it is an error. All releases.
-
-While compiling, the hook ties the output to an anchor that requires grad, with an operator that returns its input
-unchanged. The values stay the same, and the output requires grad as before. (Leaving the hook out instead would lose
-gradients if a graph ends between the embedding and a reentrant checkpoint.) Eager calls run the original line. Only
-hooks that are registered while the patch is applied are repaired; they stay valid after it is reverted.
-
-torch.compile splits the model at peft's hook that makes the embedding's output require grad.
-``prepare_model_for_kbit_training``, ``PeftModel`` and ``PeftMixedModel`` register a hook that calls
-``output.requires_grad_(True)`` on models that have ``get_input_embeddings`` but not transformers'
-``enable_input_require_grads``, such as a user's own models. Cause and repair are the same. All releases.
-"""
+"""torch.compile splits the model at the hook that makes the embedding's output require grad."""
 
 from __future__ import annotations
 
@@ -120,6 +103,26 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",
         "https://github.com/huggingface/peft/blob/main/src/peft/utils/other.py",
     ),
+    why="""
+        torch.compile splits the model at the hook that makes the embedding's output require grad.
+        ``enable_input_require_grads`` registers a hook that calls ``output.requires_grad_(True)`` on the output of
+        the embedding, so that reentrant checkpoints have an input that requires grad. peft's
+        ``prepare_model_for_kbit_training`` and the Trainer call it. Dynamo cannot trace a change of
+        ``requires_grad`` on a tensor that leaves the graph. A 4-bit Llama of 3 layers becomes 3 graphs with 5
+        breaks, and with ``fullgraph=True`` it is an error. All releases.
+
+        torch.compile splits the model at peft's hook that makes the embedding's output require grad.
+        ``prepare_model_for_kbit_training``, ``PeftModel`` and ``PeftMixedModel`` register a hook that calls
+        ``output.requires_grad_(True)`` on models that have ``get_input_embeddings`` but not transformers'
+        ``enable_input_require_grads``, such as a user's own models. Cause and repair are the same. All releases.
+    """,
+    repair="""
+        While compiling, the hook ties the output to an anchor that requires grad, with an operator that returns its
+        input unchanged. The values stay the same, and the output requires grad as before. (Leaving the hook out
+        instead would lose gradients if a graph ends between the embedding and a reentrant checkpoint.) Eager calls
+        run the original line. Only hooks that are registered while the patch is applied are repaired; they stay
+        valid after it is reverted.
+    """,
     former_ids=("peft-input-grads-hook",),
     parts=(
         Part(

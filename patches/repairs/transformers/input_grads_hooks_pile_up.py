@@ -1,15 +1,4 @@
-"""Each time that checkpointing is switched off and on again, the embedding gets one more hook.
-
-``activation_checkpointing_enable`` (``gradient_checkpointing_enable``) of transformers 5 calls
-``enable_input_require_grads``, which registers a forward hook and loses the handle of the previous one. Switching
-checkpointing off does not remove it. TRL's DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer switch it off and on in
-every step, for a reference pass. After 10,000 steps the embedding calls 10,000 hooks. With ``torch_compile=True`` each
-step is compiled again, because the number of hooks has changed, until Dynamo gives up.
-
-With the repair an embedding with two of these hooks gets no third. Two, because ``disable_input_require_grads``
-removes the last one, and a program that enabled it twice must keep one, as before. Ten of these hooks do the same as
-one.
-"""
+"""Each time that checkpointing is switched off and on again, the embedding gets one more hook."""
 
 from __future__ import annotations
 
@@ -67,6 +56,19 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_utils.py",
         "https://github.com/huggingface/trl/blob/main/trl/models/utils.py",
     ),
+    why="""
+        ``activation_checkpointing_enable`` (``gradient_checkpointing_enable``) of transformers 5 calls
+        ``enable_input_require_grads``, which registers a forward hook and loses the handle of the previous one.
+        Switching checkpointing off does not remove it. TRL's DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer
+        switch it off and on in every step, for a reference pass. After 10,000 steps the embedding calls 10,000
+        hooks. With ``torch_compile=True`` each step is compiled again, because the number of hooks has changed,
+        until Dynamo gives up.
+    """,
+    repair="""
+        With the repair an embedding with two of these hooks gets no third. Two, because
+        ``disable_input_require_grads`` removes the last one, and a program that enabled it twice must keep one, as
+        before. Ten of these hooks do the same as one.
+    """,
     requires=("transformers>=5",),
     tested_up_to="5.24.0",
     edits=(

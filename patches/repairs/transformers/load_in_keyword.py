@@ -1,16 +1,4 @@
-"""``from_pretrained(..., load_in_4bit=True)`` raises a ``TypeError`` on transformers 5.
-
-Tutorials, notebooks and training scripts since 2023 pass ``load_in_4bit=True`` or ``load_in_8bit=True`` to
-``from_pretrained``, some with ``bnb_4bit_compute_dtype`` and similar arguments. transformers 4 makes a
-``BitsAndBytesConfig`` of them and logs that this is deprecated. transformers 5 passes them to the class of the model:
-``LlamaForCausalLM.__init__() got an unexpected keyword argument 'load_in_4bit'``. This also happens with
-``load_in_4bit=False``, from scripts with a switch. All releases of transformers 5.
-
-The repair makes the ``BitsAndBytesConfig``, with its defaults, and says once a process what to write instead. As on
-transformers 4, giving both this and a ``quantization_config`` is an error.
-
-Cost: a look at the names of the arguments, once for each model that is loaded.
-"""
+"""``from_pretrained(..., load_in_4bit=True)`` raises a ``TypeError`` on transformers 5."""
 
 from __future__ import annotations
 
@@ -82,6 +70,20 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L4094",),
+    why="""
+        Tutorials, notebooks and training scripts since 2023 pass ``load_in_4bit=True`` or ``load_in_8bit=True`` to
+        ``from_pretrained``, some with ``bnb_4bit_compute_dtype`` and similar arguments. transformers 4 makes a
+        ``BitsAndBytesConfig`` of them and logs that this is deprecated. transformers 5 passes them to the class of
+        the model: ``LlamaForCausalLM.__init__() got an unexpected keyword argument 'load_in_4bit'``. This also
+        happens with ``load_in_4bit=False``, from scripts with a switch. All releases of transformers 5.
+    """,
+    repair="""
+        The repair makes the ``BitsAndBytesConfig``, with its defaults, and says once a process what to write
+        instead. As on transformers 4, giving both this and a ``quantization_config`` is an error.
+    """,
+    cost="""
+        A look at the names of the arguments, once for each model that is loaded.
+    """,
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

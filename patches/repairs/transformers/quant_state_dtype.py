@@ -1,14 +1,4 @@
-"""4-bit layers of a bf16 checkpoint that is loaded in fp16 dequantize to bf16.
-
-A 4-bit layer dequantizes its weight in the dtype of its quantization state, which is read from the file. If a bf16
-checkpoint is loaded with ``dtype=torch.float16``, as on every T4, each weight is first rounded to the 8 bits of bf16
-and then cast. ``model.dequantize()``, merging and peft read bf16 from an fp16 model, and a model that is saved again
-has bf16 in each quantization state and fp16 in its configuration. A model that is quantized while it is loaded has the
-dtype that the user gave. All releases that load 4-bit checkpoints.
-
-The repair gives the quantization state of each layer the dtype in which the rest of the model is loaded. Packed
-weights and absmax stay the same. If both dtypes are the same, nothing changes.
-"""
+"""4-bit layers of a bf16 checkpoint that is loaded in fp16 dequantize to bf16."""
 
 from __future__ import annotations
 
@@ -80,6 +70,17 @@ PATCH = Patch(
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py",
     ),
+    why="""
+        A 4-bit layer dequantizes its weight in the dtype of its quantization state, which is read from the file. If
+        a bf16 checkpoint is loaded with ``dtype=torch.float16``, as on every T4, each weight is first rounded to
+        the 8 bits of bf16 and then cast. ``model.dequantize()``, merging and peft read bf16 from an fp16 model, and
+        a model that is saved again has bf16 in each quantization state and fp16 in its configuration. A model that
+        is quantized while it is loaded has the dtype that the user gave. All releases that load 4-bit checkpoints.
+    """,
+    repair="""
+        The repair gives the quantization state of each layer the dtype in which the rest of the model is loaded.
+        Packed weights and absmax stay the same. If both dtypes are the same, nothing changes.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,18 +1,4 @@
-"""``quantization_config=None`` loads the packed weights of a checkpoint as if they were plain weights.
-
-Training scripts write ``quantization_config=bnb_config if use_4bit else None``, and load checkpoints that are already
-quantized with None. The ``AutoModel`` classes write this None into the configuration, over the quantization
-configuration of the checkpoint, and build the model from plain layers. An INT8 checkpoint is silently loaded into
-them, and every output is wrong. A 4-bit checkpoint raises an error about shapes. ``LlamaForCausalLM`` and other
-classes of models are right, as are the ``AutoModel`` classes without the argument. TRL's own scripts leave it out for
-this reason ("Passing None would not be treated the same as omitting the argument"). So on 5.12 and 5.23; on older
-releases (seen on 4.57 to 5.10) both kinds raise ``'NoneType' object has no attribute 'get'``, or ``'to_dict'``. The
-same error comes from ``pipeline(model_kwargs={"quantization_config": None})`` there, and from classes that come with a
-checkpoint (``trust_remote_code=True``).
-
-With the repair, None means the same as leaving the argument out, for a checkpoint of bitsandbytes. For any other it
-keeps its meaning: a checkpoint of BitNet, for example, may hold plain weights beside its configuration.
-"""
+"""``quantization_config=None`` loads the packed weights of a checkpoint as if they were plain weights."""
 
 from __future__ import annotations
 
@@ -83,6 +69,23 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/auto/auto_factory.py#L340",
         "https://github.com/huggingface/trl/blob/main/trl/scripts/sft.py",
     ),
+    why="""
+        Training scripts write ``quantization_config=bnb_config if use_4bit else None``, and load checkpoints that
+        are already quantized with None. The ``AutoModel`` classes write this None into the configuration, over the
+        quantization configuration of the checkpoint, and build the model from plain layers. An INT8 checkpoint is
+        silently loaded into them, and every output is wrong. A 4-bit checkpoint raises an error about shapes.
+        ``LlamaForCausalLM`` and other classes of models are right, as are the ``AutoModel`` classes without the
+        argument. TRL's own scripts leave it out for this reason ("Passing None would not be treated the same as
+        omitting the argument"). So on 5.12 and 5.23; on older releases (seen on 4.57 to 5.10) both kinds raise
+        ``'NoneType' object has no attribute 'get'``, or ``'to_dict'``. The same error comes from
+        ``pipeline(model_kwargs={"quantization_config": None})`` there, and from classes that come with a checkpoint
+        (``trust_remote_code=True``).
+    """,
+    repair="""
+        With the repair, None means the same as leaving the argument out, for a checkpoint of bitsandbytes. For any
+        other it keeps its meaning: a checkpoint of BitNet, for example, may hold plain weights beside its
+        configuration.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

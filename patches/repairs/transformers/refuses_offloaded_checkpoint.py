@@ -1,15 +1,4 @@
-"""Loading a quantized checkpoint with layers on the CPU or the disk asks for a flag that was given.
-
-``validate_environment`` of the bitsandbytes quantizers raises ``you need to set
-llm_int8_enable_fp32_cpu_offload=True``. For a checkpoint that is already quantized, the configuration in its
-``config.json`` replaces the one that the user passes, including this flag. Users who follow the advice get the same
-error again. All releases since 4.53.
-
-``from_pretrained`` reads no row scales and no quantization state for a layer on the disk, so it is right to refuse,
-unless ``transformers-device-map-refused`` is applied, which loads such a model. With the repair the error says
-what works, with the same result bit for bit: load the whole model, then call ``dispatch_model``. A model that is
-quantized while it is loaded is asked for the flag as before.
-"""
+"""Loading a quantized checkpoint with layers on the CPU or the disk asks for a flag that was given."""
 
 from __future__ import annotations
 
@@ -86,6 +75,18 @@ PATCH = Patch(
     links=(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/quantizer_bnb_4bit.py",
     ),
+    why="""
+        ``validate_environment`` of the bitsandbytes quantizers raises ``you need to set
+        llm_int8_enable_fp32_cpu_offload=True``. For a checkpoint that is already quantized, the configuration in
+        its ``config.json`` replaces the one that the user passes, including this flag. Users who follow the advice
+        get the same error again. All releases since 4.53.
+    """,
+    repair="""
+        ``from_pretrained`` reads no row scales and no quantization state for a layer on the disk, so it is right to
+        refuse, unless ``transformers-device-map-refused`` is applied, which loads such a model. With the repair the
+        error says what works, with the same result bit for bit: load the whole model, then call ``dispatch_model``.
+        A model that is quantized while it is loaded is asked for the flag as before.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,21 +1,4 @@
-"""``save_pretrained`` fails for offloaded INT8 models, and for models that were offloaded without a device map.
-
-If a model has a device map, ``save_pretrained`` looks up each parameter on meta in the map of its hook. The row scales of an
-offloaded INT8 layer are neither parameter nor buffer, and the look-up raises ``AttributeError: `q_proj.SCB` is neither a
-parameter, buffer, nor extra state``. ``cpu_offload``, ``disk_offload`` and a layer that was offloaded by itself leave no
-device map, or one that names one device, which transformers before 5.15 treats as none: ``Cannot copy out of meta tensor; no
-data!``. transformers 4.53 to 5.24. Before 5.14 transformers also looks up names of the checkpoint that the model does not
-have (Llava, mixtures of experts): ``has no attribute `language_model```. Tied weights that are offloaded are written twice
-after a forward, because accelerate gives each module a parameter of its own.
-
-In these cases the repair builds the state dict module by module. It brings each module from where it is offloaded and
-copies it to CPU memory, which must hold all of them. Models that could be saved before are saved as before, one shard
-at a time.
-
-transformers 4 also looks up a tensor that is the model's own, which no module has: ``KeyError: 'final_logits_bias'``
-(BART, Pegasus, Marian), and statistics whose weight is in another shard. Both are saved as they are. transformers 4.53
-takes tensors of one size on meta for one, and leaves out weights such as an ``lm_head`` that is not tied.
-"""
+"""``save_pretrained`` fails for offloaded INT8 models, and for models that were offloaded without a device map."""
 
 from __future__ import annotations
 
@@ -131,6 +114,26 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3492",),
+    why="""
+        If a model has a device map, ``save_pretrained`` looks up each parameter on meta in the map of its hook. The
+        row scales of an offloaded INT8 layer are neither parameter nor buffer, and the look-up raises
+        ``AttributeError: `q_proj.SCB` is neither a parameter, buffer, nor extra state``. ``cpu_offload``,
+        ``disk_offload`` and a layer that was offloaded by itself leave no device map, or one that names one device,
+        which transformers before 5.15 treats as none: ``Cannot copy out of meta tensor; no data!``. transformers
+        4.53 to 5.24. Before 5.14 transformers also looks up names of the checkpoint that the model does not have
+        (Llava, mixtures of experts): ``has no attribute `language_model```. Tied weights that are offloaded are
+        written twice after a forward, because accelerate gives each module a parameter of its own.
+    """,
+    repair="""
+        In these cases the repair builds the state dict module by module. It brings each module from where it is
+        offloaded and copies it to CPU memory, which must hold all of them. Models that could be saved before are
+        saved as before, one shard at a time.
+
+        transformers 4 also looks up a tensor that is the model's own, which no module has: ``KeyError:
+        'final_logits_bias'`` (BART, Pegasus, Marian), and statistics whose weight is in another shard. Both are
+        saved as they are. transformers 4.53 takes tensors of one size on meta for one, and leaves out weights such
+        as an ``lm_head`` that is not tied.
+    """,
     requires=("transformers>=4.53", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,19 +1,4 @@
-"""``save_pretrained`` into the folder that an offloaded model reads from destroys the checkpoint.
-
-If a model with layers on the disk was loaded from safetensors, accelerate's hooks read these layers from the
-checkpoint itself. ``save_pretrained`` into that folder first removes the shards whose names it will not write again,
-and then reads from them: ``FileNotFoundError: No such file or directory: .../model-00001-of-00003.safetensors``. The
-weights are lost, on the disk and for the model. If there are as many shards as before, a shard may be overwritten
-before its last layer is read. This affects programs that fine-tune, merge and save in place, on transformers 4.53 to
-5.24, quantized or not.
-
-With the repair the new files are written beside the files that the model reads, and get their names when all are written.
-If saving fails or is interrupted, the checkpoint is as it was, including ``config.json``. The old files stay in a
-folder beside the checkpoint (as links) until the model is deleted, and the model goes on reading from there. If the
-model reads nothing from that folder, nothing changes.
-
-Cost: the disk holds both sets of files until the model is deleted.
-"""
+"""``save_pretrained`` into the folder that an offloaded model reads from destroys the checkpoint."""
 
 from __future__ import annotations
 
@@ -52,6 +37,23 @@ PATCH = Patch(
     groups=('offload', 'save'),
     messages=(Message('FileNotFoundError: No such file or directory: .../model-00001-of-00003.safetensors', 'safetensors/_safetensors_rust.abi3.so', parts=('No such file or directory: ', '.safetensors'), holds=('No such file or directory: ',)),),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3540",),
+    why="""
+        If a model with layers on the disk was loaded from safetensors, accelerate's hooks read these layers from
+        the checkpoint itself. ``save_pretrained`` into that folder first removes the shards whose names it will not
+        write again, and then reads from them: ``FileNotFoundError: No such file or directory:
+        .../model-00001-of-00003.safetensors``. The weights are lost, on the disk and for the model. If there are as
+        many shards as before, a shard may be overwritten before its last layer is read. This affects programs that
+        fine-tune, merge and save in place, on transformers 4.53 to 5.24, quantized or not.
+    """,
+    repair="""
+        With the repair the new files are written beside the files that the model reads, and get their names when
+        all are written. If saving fails or is interrupted, the checkpoint is as it was, including ``config.json``.
+        The old files stay in a folder beside the checkpoint (as links) until the model is deleted, and the model
+        goes on reading from there. If the model reads nothing from that folder, nothing changes.
+    """,
+    cost="""
+        The disk holds both sets of files until the model is deleted.
+    """,
     requires=("transformers>=4.53", "accelerate>=0.31"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,16 +1,4 @@
-"""A model that was loaded from a 4-bit or INT8 checkpoint cannot be saved, before or after ``dequantize()``.
-
-transformers 5 notes on a model how its tensors were converted on loading, and ``save_pretrained`` reverts that: fused
-experts become one tensor for each expert, renamed keys get their old names. For a 4-bit or INT8 checkpoint it also
-notes how packed weights and scales became one parameter, which it cannot revert: ``save_pretrained`` raises a
-``NotImplementedError`` without a message. It does so if the model is still quantized, if an adapter was merged into it
-(the end of a QLoRA run on a published 4-bit checkpoint), and, before transformers 5.24, after ``dequantize()``. An
-offloaded model raises ``We could not revert some weight conversions because of offlading``.
-
-Nothing has to be reverted: quantized layers write packed weights and scales under the names of the checkpoint, and
-plain layers have neither. Models that are quantized while they are loaded have no such note and are saved this way.
-The repair ignores these notes while a model is saved and keeps all others. Models without them are saved as before.
-"""
+"""A model that was loaded from a 4-bit or INT8 checkpoint cannot be saved, before or after ``dequantize()``."""
 
 from __future__ import annotations
 
@@ -70,6 +58,21 @@ PATCH = Patch(
         Message("We could not revert some weight conversions because of offlading", "transformers/modeling_utils.py"),
     ),
     links=("https://github.com/huggingface/transformers/pull/45743", f"{_SOURCE}#L1887"),
+    why="""
+        transformers 5 notes on a model how its tensors were converted on loading, and ``save_pretrained`` reverts
+        that: fused experts become one tensor for each expert, renamed keys get their old names. For a 4-bit or INT8
+        checkpoint it also notes how packed weights and scales became one parameter, which it cannot revert:
+        ``save_pretrained`` raises a ``NotImplementedError`` without a message. It does so if the model is still
+        quantized, if an adapter was merged into it (the end of a QLoRA run on a published 4-bit checkpoint), and,
+        before transformers 5.24, after ``dequantize()``. An offloaded model raises ``We could not revert some
+        weight conversions because of offlading``.
+    """,
+    repair="""
+        Nothing has to be reverted: quantized layers write packed weights and scales under the names of the
+        checkpoint, and plain layers have neither. Models that are quantized while they are loaded have no such note
+        and are saved this way. The repair ignores these notes while a model is saved and keeps all others. Models
+        without them are saved as before.
+    """,
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,14 +1,4 @@
-"""``save_pretrained`` joins the packed weights of quantized layers and loses their quantization states.
-
-Some checkpoints hold several layers in one tensor (HRM: ``gqkv_proj`` becomes the layers ``q_proj``, ``k_proj``,
-``v_proj`` and ``gate_proj``). ``save_pretrained`` joins them again. It also joins packed weights, and writes one
-quantization state for all of them. A model that was saved in 4 bits or INT8 then cannot be loaded (``quant_state is
-required``, ``'NoneType' object has no attribute 'dtype'``), and its weights are lost. transformers 5.10 to 5.23.
-
-With the repair such layers are saved separately, each under its own name with its own quantization state.
-``from_pretrained`` finds them, also without the plugin. A floating-point model, and conversions that concern no
-quantized layer, are saved as before. If you saved a model without the repair, quantize and save it again.
-"""
+"""``save_pretrained`` joins the packed weights of quantized layers and loses their quantization states."""
 
 from __future__ import annotations
 
@@ -70,6 +60,19 @@ PATCH = Patch(
     groups=("asked", "save"),
     messages=(Message("'NoneType' object has no attribute 'dtype'", "figure"),),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L1882",),
+    why="""
+        Some checkpoints hold several layers in one tensor (HRM: ``gqkv_proj`` becomes the layers ``q_proj``,
+        ``k_proj``, ``v_proj`` and ``gate_proj``). ``save_pretrained`` joins them again. It also joins packed
+        weights, and writes one quantization state for all of them. A model that was saved in 4 bits or INT8 then
+        cannot be loaded (``quant_state is required``, ``'NoneType' object has no attribute 'dtype'``), and its
+        weights are lost. transformers 5.10 to 5.23.
+    """,
+    repair="""
+        With the repair such layers are saved separately, each under its own name with its own quantization state.
+        ``from_pretrained`` finds them, also without the plugin. A floating-point model, and conversions that
+        concern no quantized layer, are saved as before. If you saved a model without the repair, quantize and save
+        it again.
+    """,
     requires=("transformers>=5.10", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,21 +1,4 @@
-"""A layer that ``llm_int8_skip_modules`` names is quantized anyway, silently.
-
-On transformers 4, ``llm_int8_skip_modules=["vision_tower"]``, ``["mlp"]`` and ``["layers.1"]`` leave those parts of a
-model unquantized: a name matches anywhere in the path of a layer. transformers 5 looks only at the beginning and the
-end of the path. The vision tower of a Llava is at ``model.vision_tower``, so it is quantized, as is everything that
-tutorials and model cards exclude by a middle part of a path (transformers 5.0 to 5.23; JoyCaption #53, unsloth #4208).
-transformers 4 ignores ``"self_attn.q_proj"``, which is neither a whole path nor followed by a dot. Up to 5.17,
-``"model.layers.1"`` also skips ``model.layers.10``.
-
-With the repair a name skips every layer whose path contains it, compared by components: "layers.1" is not "layers.10".
-Whatever the installed transformers skips, by a regular expression or the end of a path, is skipped as before. Paths
-that transformers alone would not find are added to the configuration of the model, so that a saved model loads without
-the plugin. If a name matches no module, a warning names the nearest ones. A list that is not a list, and an empty
-name, raise an error. For a checkpoint that is already quantized, its file decides
-(``transformers-skip-list-of-checkpoint``).
-
-Cost: one pass over the names of the modules while loading.
-"""
+"""A layer that ``llm_int8_skip_modules`` names is quantized anyway, silently."""
 
 from __future__ import annotations
 
@@ -116,6 +99,25 @@ PATCH = Patch(
         "https://github.com/fpgaminer/joycaption/issues/53",
         "https://github.com/unslothai/unsloth/issues/4208",
     ),
+    why="""
+        On transformers 4, ``llm_int8_skip_modules=["vision_tower"]``, ``["mlp"]`` and ``["layers.1"]`` leave those
+        parts of a model unquantized: a name matches anywhere in the path of a layer. transformers 5 looks only at
+        the beginning and the end of the path. The vision tower of a Llava is at ``model.vision_tower``, so it is
+        quantized, as is everything that tutorials and model cards exclude by a middle part of a path (transformers
+        5.0 to 5.23; JoyCaption #53, unsloth #4208). transformers 4 ignores ``"self_attn.q_proj"``, which is neither
+        a whole path nor followed by a dot. Up to 5.17, ``"model.layers.1"`` also skips ``model.layers.10``.
+    """,
+    repair="""
+        With the repair a name skips every layer whose path contains it, compared by components: "layers.1" is not
+        "layers.10". Whatever the installed transformers skips, by a regular expression or the end of a path, is
+        skipped as before. Paths that transformers alone would not find are added to the configuration of the model,
+        so that a saved model loads without the plugin. If a name matches no module, a warning names the nearest
+        ones. A list that is not a list, and an empty name, raise an error. For a checkpoint that is already
+        quantized, its file decides (``transformers-skip-list-of-checkpoint``).
+    """,
+    cost="""
+        One pass over the names of the modules while loading.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=quantizers.rewrite_both_quantizers(

@@ -1,18 +1,4 @@
-"""A list of skipped modules from another release makes layers of a checkpoint what they are not.
-
-Which layers of a quantized checkpoint are quantized is read from ``llm_int8_skip_modules`` in its configuration, not
-from its tensors. The "dynamic" 4-bit vision models of the Hub list names of transformers 4
-(``language_model.model.layers.0.mlp``, today ``model.language_model.layers.0.mlp``). Layers that the checkpoint has in
-16 bits become ``Linear4bit`` without a quantization state, and their forward raises an ``AssertionError``. With
-``bitsandbytes-linear4bit-plain-weight`` it computes, but peft raises ``'Parameter' object has no attribute
-'compress_statistics'``. The opposite happens too: if the checkpoint was saved by a release that ignored the list,
-another release takes its quantized layers for plain ones. Seen on transformers 4.53 to 5.23.
-
-With the repair the file decides: a layer whose quantization state is in the checkpoint is quantized, any other is a
-plain layer. The repair reads the headers of the files, no tensor. If a checkpoint holds packed weights without their
-quantization state, or a quantization state without a weight, an error names the layer. If list and file agree, nothing
-changes.
-"""
+"""A list of skipped modules from another release makes layers of a checkpoint what they are not."""
 
 from __future__ import annotations
 
@@ -164,6 +150,22 @@ PATCH = Patch(
     groups=("asked", "save"),
     silent=True,
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L190",),
+    why="""
+        Which layers of a quantized checkpoint are quantized is read from ``llm_int8_skip_modules`` in its
+        configuration, not from its tensors. The "dynamic" 4-bit vision models of the Hub list names of transformers
+        4 (``language_model.model.layers.0.mlp``, today ``model.language_model.layers.0.mlp``). Layers that the
+        checkpoint has in 16 bits become ``Linear4bit`` without a quantization state, and their forward raises an
+        ``AssertionError``. With ``bitsandbytes-linear4bit-plain-weight`` it computes, but peft raises ``'Parameter'
+        object has no attribute 'compress_statistics'``. The opposite happens too: if the checkpoint was saved by a
+        release that ignored the list, another release takes its quantized layers for plain ones. Seen on
+        transformers 4.53 to 5.23.
+    """,
+    repair="""
+        With the repair the file decides: a layer whose quantization state is in the checkpoint is quantized, any
+        other is a plain layer. The repair reads the headers of the files, no tensor. If a checkpoint holds packed
+        weights without their quantization state, or a quantization state without a weight, an error names the
+        layer. If list and file agree, nothing changes.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,15 +1,4 @@
-"""Any list in ``llm_int8_skip_modules`` makes a tied head a quantized layer without packed weights.
-
-Without a list, transformers does not quantize the head of a model. Any list replaces that default. If the head is tied
-to the embeddings (small Llama, Qwen and Gemma models), it becomes a ``Linear4bit`` or ``Linear8bitLt`` whose weight is
-the floating-point embedding. Its forward raises ``AssertionError`` or ``'Parameter' object has no attribute 'CB'``,
-and transformers 4.57 raises ``'weight' is not an nn.Module`` while loading. With
-``bitsandbytes-linear4bit-plain-weight`` the layer computes, but peft and ``all-linear`` find a quantized layer without
-a quantization state. All releases (transformers #45674, #45734, bitsandbytes #1634).
-
-With the repair a tied head is never quantized, whatever the list, and is added to the list in the configuration of the
-model, so that a saved model loads without the plugin. A head that is not tied is quantized by such a list as before.
-"""
+"""Any list in ``llm_int8_skip_modules`` makes a tied head a quantized layer without packed weights."""
 
 from __future__ import annotations
 
@@ -105,6 +94,20 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/issues/45674",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",
     ),
+    why="""
+        Without a list, transformers does not quantize the head of a model. Any list replaces that default. If the
+        head is tied to the embeddings (small Llama, Qwen and Gemma models), it becomes a ``Linear4bit`` or
+        ``Linear8bitLt`` whose weight is the floating-point embedding. Its forward raises ``AssertionError`` or
+        ``'Parameter' object has no attribute 'CB'``, and transformers 4.57 raises ``'weight' is not an nn.Module``
+        while loading. With ``bitsandbytes-linear4bit-plain-weight`` the layer computes, but peft and ``all-linear``
+        find a quantized layer without a quantization state. All releases (transformers #45674, #45734, bitsandbytes
+        #1634).
+    """,
+    repair="""
+        With the repair a tied head is never quantized, whatever the list, and is added to the list in the
+        configuration of the model, so that a saved model loads without the plugin. A head that is not tied is
+        quantized by such a list as before.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,14 +1,4 @@
-"""torch.compile splits the model wherever its forward warns through ``logger.warning_once``.
-
-For example, models warn if gradient checkpointing meets ``use_cache=True``, the default of a model that was not
-prepared for training. Dynamo cannot trace methods of a ``logging.Logger`` and breaks the graph at each such call: 3
-breaks in a checkpointed Llama, an error with ``fullgraph=True``. All releases.
-
-While compiling, Dynamo gives the warning itself when it reaches the call, and leaves the call out of the graph. The
-warning is still given once a process, because ``warning_once`` remembers it. If its arguments are not known while
-tracing, the warning is dropped, as with Dynamo's ``ignore_logging_functions``. That setting would not be enough: from
-torch 2.12 on it is kept per thread, so a compilation in another thread would not see it.
-"""
+"""torch.compile splits the model wherever its forward warns through ``logger.warning_once``."""
 
 from __future__ import annotations
 
@@ -66,6 +56,18 @@ PATCH = Patch(
     ),
     words=("graph break",),
     links=("https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/misc.py",),
+    why="""
+        For example, models warn if gradient checkpointing meets ``use_cache=True``, the default of a model that was
+        not prepared for training. Dynamo cannot trace methods of a ``logging.Logger`` and breaks the graph at each
+        such call: 3 breaks in a checkpointed Llama, an error with ``fullgraph=True``. All releases.
+    """,
+    repair="""
+        While compiling, Dynamo gives the warning itself when it reaches the call, and leaves the call out of the
+        graph. The warning is still given once a process, because ``warning_once`` remembers it. If its arguments
+        are not known while tracing, the warning is dropped, as with Dynamo's ``ignore_logging_functions``. That
+        setting would not be enough: from torch 2.12 on it is kept per thread, so a compilation in another thread
+        would not see it.
+    """,
     requires=("transformers>=4.53", "torch>=2.6"),
     tested_up_to="5.24.0",
     edits=(

@@ -1,12 +1,4 @@
-"""A 4-bit layer whose name ends in "weight" loses its quantization state on loading.
-
-The loader finds the tensors of a quantized layer by the names "weight", "weight.absmax" and so on, anywhere in a key.
-For a layer named ``block_inject_weight`` (Qwen4), it takes the key ``block_inject_weight.weight.absmax`` for the
-weight itself. A model that was saved in 4 bits loads silently, and its forward raises ``quant_state is required``.
-transformers 5.0 to 5.23.
-
-With the repair these names match only whole components of a key. Keys of other layers match as before.
-"""
+"""A 4-bit layer whose name ends in "weight" loses its quantization state on loading."""
 
 from __future__ import annotations
 
@@ -67,6 +59,15 @@ PATCH = Patch(
     groups=("asked", "save"),
     messages=(Message("quant_state is required", "bitsandbytes/autograd/_functions.py"),),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L956",),
+    why="""
+        The loader finds the tensors of a quantized layer by the names "weight", "weight.absmax" and so on, anywhere
+        in a key. For a layer named ``block_inject_weight`` (Qwen4), it takes the key
+        ``block_inject_weight.weight.absmax`` for the weight itself. A model that was saved in 4 bits loads
+        silently, and its forward raises ``quant_state is required``. transformers 5.0 to 5.23.
+    """,
+    repair="""
+        With the repair these names match only whole components of a key. Keys of other layers match as before.
+    """,
     requires=("transformers>=5.0", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(

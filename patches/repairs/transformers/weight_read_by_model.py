@@ -1,22 +1,4 @@
-"""Some models read the weight of a layer themselves: in 4 bits outputs are wrong, or forward raises an error.
-
-If a layer is quantized, its ``weight`` holds packed bytes. Some model files read it:
-
-- They cast activations to its dtype (``hidden_states.to(self.wo.weight.dtype)``), which is ``torch.uint8`` in 4 bits.
-  LongT5 and Switch are silently wrong by 1.5 of the norm of their outputs. udop, pix2struct, kosmos2_5, blip_2 and the
-  indexers of DeepSeek V3.2 and similar models have the same line. Swin v2 makes its table of positions in this dtype.
-  T5 itself keeps these layers in float32.
-- They use it as a matrix (``self.dt_proj.weight @ x``): Mamba raises an error about shapes. WavLM and wav2vec2's heads
-  for speakers read weights in the same way.
-
-transformers 4.53 to 5.23.
-
-With the repair such a layer stays in floating point when a model is quantized, as with ``llm_int8_skip_modules``, and
-is added to that list in the configuration, so that a saved model loads without the plugin. It affects only the layers
-in ``READ``, and only if the installed source still reads their weight. If only 4 bits lose by the cast, INT8 stays as
-it was. A checkpoint that is already quantized is loaded as its file says; there ``bitsandbytes-integer-input`` raises
-an error.
-"""
+"""Some models read the weight of a layer themselves: in 4 bits outputs are wrong, or forward raises an error."""
 
 from __future__ import annotations
 
@@ -203,6 +185,25 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/longt5/modeling_longt5.py#L293",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/mamba/modeling_mamba.py#L438",
     ),
+    why="""
+        If a layer is quantized, its ``weight`` holds packed bytes. Some model files read it:
+
+        - They cast activations to its dtype (``hidden_states.to(self.wo.weight.dtype)``), which is ``torch.uint8``
+          in 4 bits. LongT5 and Switch are silently wrong by 1.5 of the norm of their outputs. udop, pix2struct,
+          kosmos2_5, blip_2 and the indexers of DeepSeek V3.2 and similar models have the same line. Swin v2 makes
+          its table of positions in this dtype. T5 itself keeps these layers in float32.
+        - They use it as a matrix (``self.dt_proj.weight @ x``): Mamba raises an error about shapes. WavLM and
+          wav2vec2's heads for speakers read weights in the same way.
+
+        transformers 4.53 to 5.23.
+    """,
+    repair="""
+        With the repair such a layer stays in floating point when a model is quantized, as with
+        ``llm_int8_skip_modules``, and is added to that list in the configuration, so that a saved model loads
+        without the plugin. It affects only the layers in ``READ``, and only if the installed source still reads
+        their weight. If only 4 bits lose by the cast, INT8 stays as it was. A checkpoint that is already quantized
+        is loaded as its file says; there ``bitsandbytes-integer-input`` raises an error.
+    """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=quantizers.rewrite_both_quantizers(

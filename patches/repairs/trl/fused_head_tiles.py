@@ -1,24 +1,4 @@
-"""torch.compile splits the train step at TRL's fused head, and peft's forward runs in eager.
-
-Since 1.16 SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer compute log-probabilities in one autograd
-function, ``ChunkedLogProbFunction``, which projects hidden states tile by tile into a part of one buffer. Dynamo
-refuses two operations on a tile:
-
-- ``torch.mm(..., out=tile)``: the tile is as wide as the vocabulary, but the buffer is 32768 wide, and a graph cannot
-  write a product into a tensor that is not contiguous;
-- ``tile.stride(0)`` in the backward, because Dynamo does not know strides while it traces a backward. It starts again
-  with ``grad.contiguous()`` for each incoming gradient, and one of them is None: ``AttributeError('contiguous')``.
-
-The break is inside of peft's ``with self._enable_peft_forward_hooks``, so the frames of peft and of the model's own
-forward run in eager, with everything that they do besides the backbone. The step is 3 graphs instead of one.
-
-While compiling, the repair makes each tile a contiguous tensor of its own width, with that width as its stride: the
-same product. Eager steps use the buffer.
-
-Not repaired: 1.15 imports the function only if Triton is installed, so the defect cannot be shown on a CPU. 1.1 to
-1.14 have a function with another name, which breaks the graph anyway because it selects the scored positions with a
-mask first. 1.16 does that too on CUDA and XPU (``hidden_states[mask]``), so there the step is at least two graphs.
-"""
+"""torch.compile splits the train step at TRL's fused head, and peft's forward runs in eager."""
 
 from __future__ import annotations
 
@@ -78,6 +58,30 @@ PATCH = Patch(
     messages=(Message("Attempted to call op with non-contiguous `out=` tensor", "torch/_dynamo/variables/torch.py"),),
     words=("graph break",),
     links=("https://github.com/huggingface/trl/blob/main/trl/kernels/chunked_logprob.py",),
+    why="""
+        Since 1.16 SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer compute log-probabilities in one
+        autograd function, ``ChunkedLogProbFunction``, which projects hidden states tile by tile into a part of one
+        buffer. Dynamo refuses two operations on a tile:
+
+        - ``torch.mm(..., out=tile)``: the tile is as wide as the vocabulary, but the buffer is 32768 wide, and a
+          graph cannot write a product into a tensor that is not contiguous;
+        - ``tile.stride(0)`` in the backward, because Dynamo does not know strides while it traces a backward. It
+          starts again with ``grad.contiguous()`` for each incoming gradient, and one of them is None:
+          ``AttributeError('contiguous')``.
+
+        The break is inside of peft's ``with self._enable_peft_forward_hooks``, so the frames of peft and of the
+        model's own forward run in eager, with everything that they do besides the backbone. The step is 3 graphs
+        instead of one.
+
+        Not repaired: 1.15 imports the function only if Triton is installed, so the defect cannot be shown on a CPU.
+        1.1 to 1.14 have a function with another name, which breaks the graph anyway because it selects the scored
+        positions with a mask first. 1.16 does that too on CUDA and XPU (``hidden_states[mask]``), so there the step
+        is at least two graphs.
+    """,
+    repair="""
+        While compiling, the repair makes each tile a contiguous tensor of its own width, with that width as its
+        stride: the same product. Eager steps use the buffer.
+    """,
     requires=("trl>=1.16", "torch>=2.8"),
     tested_up_to="1.16.0",
     edits=(

@@ -1,16 +1,4 @@
-"""``Linear4bit`` and ``Linear8bitLt`` overwrite their bias in forward.
-
-Both layers cast the bias by assigning ``bias.data``, in every release from 0.46.1 to 0.50.2. So the first forward in a
-narrower dtype rounds the stored bias permanently. Later fp32 forwards, the ``state_dict`` and the optimizer see the
-rounded values. If the dtypes differ, torch.compile cannot trace the assignment: ``Failed to mutate tensor data
-attribute to different dtype`` (for example in Qwen2, whose attention has biases).
-
-The repair removes the assignment and casts a local copy to the dtype in which the product is computed. Where the
-assignment did no harm, the layer computes the same as before. Elsewhere there is one rounding less. The cast is
-differentiable, so the gradient of a trained bias keeps the dtype of the bias.
-
-torch.compile's rule about such assignments: https://github.com/pytorch/pytorch/issues/152162
-"""
+"""``Linear4bit`` and ``Linear8bitLt`` overwrite their bias in forward."""
 
 from __future__ import annotations
 
@@ -62,6 +50,20 @@ PATCH = Patch(
         Message("Failed to mutate tensor data attribute to different dtype", "torch/_dynamo/variables/builtin.py"),
     ),
     links=("https://github.com/pytorch/pytorch/issues/152162",),
+    why="""
+        Both layers cast the bias by assigning ``bias.data``, in every release from 0.46.1 to 0.50.2. So the first
+        forward in a narrower dtype rounds the stored bias permanently. Later fp32 forwards, the ``state_dict`` and
+        the optimizer see the rounded values. If the dtypes differ, torch.compile cannot trace the assignment:
+        ``Failed to mutate tensor data attribute to different dtype`` (for example in Qwen2, whose attention has
+        biases).
+
+        torch.compile's rule about such assignments: https://github.com/pytorch/pytorch/issues/152162
+    """,
+    repair="""
+        The repair removes the assignment and casts a local copy to the dtype in which the product is computed.
+        Where the assignment did no harm, the layer computes the same as before. Elsewhere there is one rounding
+        less. The cast is differentiable, so the gradient of a trained bias keeps the dtype of the bias.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,13 +1,4 @@
-"""``Params4bit`` and ``Int8Params`` refuse attributes that newer libraries set on them.
-
-Whenever accelerate puts a quantized parameter on a device, it makes it again from the attributes of the old one:
-``type(old)(value, requires_grad=..., **old.__dict__)``. transformers 5 marks parameters with ``_is_hf_initialized``,
-which accelerate removes only from 1.14 on. So loading, dispatching and offloading fail on bitsandbytes <= 0.49.2 with
-``__new__() got an unexpected keyword argument`` (#1900). Any other attribute causes the same error with any
-accelerate.
-
-The repair is the one of bitsandbytes 0.50.0: both constructors accept further keyword arguments and ignore them.
-"""
+"""``Params4bit`` and ``Int8Params`` refuse attributes that newer libraries set on them."""
 
 from __future__ import annotations
 
@@ -56,6 +47,17 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1900",),
+    why="""
+        Whenever accelerate puts a quantized parameter on a device, it makes it again from the attributes of the old
+        one: ``type(old)(value, requires_grad=..., **old.__dict__)``. transformers 5 marks parameters with
+        ``_is_hf_initialized``, which accelerate removes only from 1.14 on. So loading, dispatching and offloading
+        fail on bitsandbytes <= 0.49.2 with ``__new__() got an unexpected keyword argument`` (#1900). Any other
+        attribute causes the same error with any accelerate.
+    """,
+    repair="""
+        The repair is the one of bitsandbytes 0.50.0: both constructors accept further keyword arguments and ignore
+        them.
+    """,
     requires=("bitsandbytes>=0.46,<0.50",),
     tested_up_to="0.50.2",
     edits=tuple(

@@ -1,22 +1,4 @@
-"""A quantized embedding cannot run under FSDP2.
-
-``fully_shard`` replaces the weight of a layer by a ``DTensor``, and in each forward by a plain parameter. Like
-``Linear4bit``, ``Embedding4bit`` keeps its quantization state on the layer, but not the storage dtype that is needed
-to read it: ``'EmbeddingNF4' object has no attribute 'quant_storage'``. ``Embedding8bit`` has its row scales only on
-the weight, and asks the user to quantize a layer that is quantized already: ``Embedding layer is not quantized. Please
-call .cuda() or .to(device) first.`` Every rank fails in its first forward. All releases.
-
-When FSDP2 takes the weight, the repair stores on the layer the values that it lacks: the storage dtype, and for INT8 the row
-scales, complete on every rank. Only packed weights are sharded. Any other plain tensor in the place of the weight
-raises an error as before, because nothing shows that the scales of the layer belong to it.
-
-bitsandbytes cannot save these layers (``NotImplementedError``), sharded or not. Save only the adapters, or keep the
-embedding in 16 bits.
-
-Cost: nothing outside of FSDP2.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563 (storage dtypes of linear layers for FSDP)
-"""
+"""A quantized embedding cannot run under FSDP2."""
 
 from __future__ import annotations
 
@@ -109,6 +91,29 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563",),
+    why="""
+        ``fully_shard`` replaces the weight of a layer by a ``DTensor``, and in each forward by a plain parameter.
+        Like ``Linear4bit``, ``Embedding4bit`` keeps its quantization state on the layer, but not the storage dtype
+        that is needed to read it: ``'EmbeddingNF4' object has no attribute 'quant_storage'``. ``Embedding8bit`` has
+        its row scales only on the weight, and asks the user to quantize a layer that is quantized already:
+        ``Embedding layer is not quantized. Please call .cuda() or .to(device) first.`` Every rank fails in its
+        first forward. All releases.
+
+        Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1563 (storage dtypes of linear layers
+        for FSDP)
+    """,
+    repair="""
+        When FSDP2 takes the weight, the repair stores on the layer the values that it lacks: the storage dtype, and
+        for INT8 the row scales, complete on every rank. Only packed weights are sharded. Any other plain tensor in
+        the place of the weight raises an error as before, because nothing shows that the scales of the layer belong
+        to it.
+
+        bitsandbytes cannot save these layers (``NotImplementedError``), sharded or not. Save only the adapters, or
+        keep the embedding in 16 bits.
+    """,
+    cost="""
+        Nothing outside of FSDP2.
+    """,
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",
     edits=(

@@ -1,15 +1,4 @@
-"""A quantized layer with an integer input computes in integers and returns integers.
-
-Model files cast activations to the dtype of the next layer's weight (``x.to(self.wo.weight.dtype)``). The weight of a
-4-bit layer is ``torch.uint8``, so the activations lose their fractions and signs. The layer accepts them, and there is
-no message (LongT5 in 4 bits: outputs are off by 1.5 of their norm). ``nn.Linear`` raises an error for integers. An
-INT8 layer does too, without naming the layer: ``result type Float can't be cast to the desired output type Byte``.
-0.46.1 to 0.50.2.
-
-With the repair, ``Linear4bit`` and ``Linear8bitLt`` raise an error that names the layer.
-
-Cost: a look at the dtype in each forward.
-"""
+"""A quantized layer with an integer input computes in integers and returns integers."""
 
 from __future__ import annotations
 
@@ -81,6 +70,19 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py",
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/longt5/modeling_longt5.py#L293",
     ),
+    why="""
+        Model files cast activations to the dtype of the next layer's weight (``x.to(self.wo.weight.dtype)``). The
+        weight of a 4-bit layer is ``torch.uint8``, so the activations lose their fractions and signs. The layer
+        accepts them, and there is no message (LongT5 in 4 bits: outputs are off by 1.5 of their norm).
+        ``nn.Linear`` raises an error for integers. An INT8 layer does too, without naming the layer: ``result type
+        Float can't be cast to the desired output type Byte``. 0.46.1 to 0.50.2.
+    """,
+    repair="""
+        With the repair, ``Linear4bit`` and ``Linear8bitLt`` raise an error that names the layer.
+    """,
+    cost="""
+        A look at the dtype in each forward.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

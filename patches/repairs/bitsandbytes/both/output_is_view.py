@@ -1,21 +1,4 @@
-"""The output of a quantized layer cannot be modified in place.
-
-In training, ``ReLU(inplace=True)`` after a quantized layer, peft's C3A, or a ``+=`` in a user's module raises ``Output
-0 of MatMul8bitLt is a view and is being modified inplace. This view was created inside a custom Function …``, in eager
-mode and compiled. With ``nn.Linear`` the same programs run.
-
-The autograd functions of bitsandbytes return views. ``MatMul8bitLt`` reshapes the rows of a 3-D input. In
-``MatMul8bitFp`` (from 0.47) and ``MatMul4Bit``, ``F.linear`` with a bias reshapes inputs that are not 2-D. Nothing
-else uses the base of such a view, but autograd does not know this and refuses the write; torch 2.15 does not. All
-releases: INT8 with three dimensions; 4-bit, and INT8 in training on a CPU, with a bias and an input that is not 2-D.
-(#736)
-
-The repair returns the same memory through ``detach()``, which gives a tensor that is no view for autograd. Inside an
-autograd function no gradient passes there anyway. No value changes, nothing is copied, and a compiler removes the
-call. If the caller passed ``out``, that tensor itself is returned.
-
-Cost: half a microsecond if there is a view.
-"""
+"""The output of a quantized layer cannot be modified in place."""
 
 from __future__ import annotations
 
@@ -58,6 +41,25 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/736",),
+    why="""
+        In training, ``ReLU(inplace=True)`` after a quantized layer, peft's C3A, or a ``+=`` in a user's module
+        raises ``Output 0 of MatMul8bitLt is a view and is being modified inplace. This view was created inside a
+        custom Function …``, in eager mode and compiled. With ``nn.Linear`` the same programs run.
+
+        The autograd functions of bitsandbytes return views. ``MatMul8bitLt`` reshapes the rows of a 3-D input. In
+        ``MatMul8bitFp`` (from 0.47) and ``MatMul4Bit``, ``F.linear`` with a bias reshapes inputs that are not 2-D.
+        Nothing else uses the base of such a view, but autograd does not know this and refuses the write; torch 2.15
+        does not. All releases: INT8 with three dimensions; 4-bit, and INT8 in training on a CPU, with a bias and an
+        input that is not 2-D. (#736)
+    """,
+    repair="""
+        The repair returns the same memory through ``detach()``, which gives a tensor that is no view for autograd.
+        Inside an autograd function no gradient passes there anyway. No value changes, nothing is copied, and a
+        compiler removes the call. If the caller passed ``out``, that tensor itself is returned.
+    """,
+    cost="""
+        Half a microsecond if there is a view.
+    """,
     requires=("bitsandbytes>=0.46.1", "torch<2.15"),
     tested_up_to="0.50.2",
     edits=(

@@ -1,18 +1,4 @@
-"""A double-quantized 4-bit checkpoint that was cast to half precision loads silently, and its outputs are garbage.
-
-Scripts that shrink a checkpoint cast each of its floating-point tensors: ``{k: v.half() if v.is_floating_point() else
-v ...}``. With ``bnb_4bit_use_double_quant=True`` this casts the absmax of the absmax and two code books.
-``from_pretrained`` puts them into the quantization state as they are. CPU kernels read them as float32, so they take
-two values for one and read beyond the end. Outputs are NaN, or wrong by as much as their size, and differ from run to
-run. In the same way, ``torch.tensor(nested_offset)`` takes torch's default dtype: after
-``torch.set_default_dtype(torch.bfloat16)`` each scale of a loaded layer is off by up to 0.4 % of the mean scale.
-0.46.1 to 0.50.2. ``model.half()`` and ``model.to(torch.bfloat16)`` are not affected, because they do not touch
-quantization states.
-
-The repair casts these tensors to float32, as bitsandbytes writes them, when a checkpoint is loaded and when an
-operation reads them. A tensor that is float32 already is used itself. What the cast to half precision rounded away
-stays lost: 0.1 % of the scales in float16.
-"""
+"""A double-quantized 4-bit checkpoint that was cast to half precision loads silently, and its outputs are garbage."""
 
 from __future__ import annotations
 
@@ -54,6 +40,21 @@ PATCH = Patch(
     groups=("save", "layers"),
     silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/functional.py#L501",),
+    why="""
+        Scripts that shrink a checkpoint cast each of its floating-point tensors: ``{k: v.half() if
+        v.is_floating_point() else v ...}``. With ``bnb_4bit_use_double_quant=True`` this casts the absmax of the
+        absmax and two code books. ``from_pretrained`` puts them into the quantization state as they are. CPU
+        kernels read them as float32, so they take two values for one and read beyond the end. Outputs are NaN, or
+        wrong by as much as their size, and differ from run to run. In the same way, ``torch.tensor(nested_offset)``
+        takes torch's default dtype: after ``torch.set_default_dtype(torch.bfloat16)`` each scale of a loaded layer
+        is off by up to 0.4 % of the mean scale. 0.46.1 to 0.50.2. ``model.half()`` and ``model.to(torch.bfloat16)``
+        are not affected, because they do not touch quantization states.
+    """,
+    repair="""
+        The repair casts these tensors to float32, as bitsandbytes writes them, when a checkpoint is loaded and when
+        an operation reads them. A tensor that is float32 already is used itself. What the cast to half precision
+        rounded away stays lost: 0.1 % of the scales in float16.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,42 +1,4 @@
-"""On a CPU with AVX512-BF16, an eval forward changes the layout of 4-bit weights, and other code does not know it.
-
-Since 0.49.0, ``Linear4bit.forward`` in eval mode overwrites ``weight.data`` with the layout of its AVX512-BF16 kernel,
-rounds the scales to bf16 and marks the ``QuantState``. After that:
-
-- ``dequantize_4bit``, ``model.dequantize()`` and peft's merge read the new layout as if it were the old one (relative
-  error 1.4);
-- a training forward still uses this inference kernel, which has no backward: the layers before it get no gradients,
-  and with a bias it raises ``a view of a leaf Variable … in-place operation``;
-- ``state_dict()`` converts the weight back, but leaves scales that are not double-quantized transposed (relative error
-  0.79), and quantizes the other scales a second time;
-- ``model.to(device)`` moves this layout to a GPU that cannot read it (#2078);
-- shapes that the layout cannot hold raise an error in eval mode (out_features not a multiple of 32, in_features not a
-  multiple of the block size), and on 0.49.x also under torch.compile.
-
-The repair keeps the kernel but never changes ``weight.data`` or its ``QuantState``. The kernel multiplies by a
-repacked copy, which belongs to the weight. The copy is made where it saves time: for inputs of few rows (decoding),
-not for large batches, and not for weights that accelerate brings from the disk in each forward. If the weight changes
-with each call, the copy is made less and less often (``operators/packed_copies.py``). Before each use the
-contents of the weight and its scales are compared with the contents that the copy was made from, because many ways to write
-to them do not raise the version counter (``operators/tensor_contents.py``). The copy is freed with the weight, and by
-the first training forward; a copy that is made after that is kept.
-
-While compiling, the layer is the operator ``bnb_patches::linear_4bit_packed``. torch.export, whose programs are loaded
-where that operator does not exist, gets the code of a processor without AVX512-BF16. So do other shapes, forwards in
-which the bias needs a gradient, and calls under a tracer, a transform or a mode.
-
-If a weight was repacked before the patch was applied, or was loaded from a pickle of such a weight, its next forward
-or ``state_dict()`` converts it back, and the report names it. The packed weights come back exactly. The scales come
-back as the kernel used them, rounded to bf16 (exact for a bf16 weight that is not double-quantized).
-
-Cost: a decoding model holds its 4-bit weights twice (about 0.53 byte more for each weight). Comparing the
-contents takes 10 us a call for 512 x 512 and 250 us for 4096 x 11008 on a busy machine, whatever the number of
-threads. For small weights, calling the kernel directly saves as much: with one row and one thread a call takes 0.75 to
-1.04 of the unpatched time (``python -m benchmarks.cpu_repack``). If the width is not a multiple of the block size,
-which raises an error unpatched, the layer takes the time of a processor without AVX512-BF16.
-
-Upstream: #1804 (the kernel), #2078
-"""
+"""On a CPU with AVX512-BF16, an eval forward changes the layout of 4-bit weights, and other code does not know it."""
 
 from __future__ import annotations
 
@@ -196,6 +158,49 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2078",
     ),
+    why="""
+        Since 0.49.0, ``Linear4bit.forward`` in eval mode overwrites ``weight.data`` with the layout of its
+        AVX512-BF16 kernel, rounds the scales to bf16 and marks the ``QuantState``. After that:
+
+        - ``dequantize_4bit``, ``model.dequantize()`` and peft's merge read the new layout as if it were the old one
+          (relative error 1.4);
+        - a training forward still uses this inference kernel, which has no backward: the layers before it get no
+          gradients, and with a bias it raises ``a view of a leaf Variable … in-place operation``;
+        - ``state_dict()`` converts the weight back, but leaves scales that are not double-quantized transposed
+          (relative error 0.79), and quantizes the other scales a second time;
+        - ``model.to(device)`` moves this layout to a GPU that cannot read it (#2078);
+        - shapes that the layout cannot hold raise an error in eval mode (out_features not a multiple of 32,
+          in_features not a multiple of the block size), and on 0.49.x also under torch.compile.
+
+        Upstream: #1804 (the kernel), #2078
+    """,
+    repair="""
+        The repair keeps the kernel but never changes ``weight.data`` or its ``QuantState``. The kernel multiplies
+        by a repacked copy, which belongs to the weight. The copy is made where it saves time: for inputs of few
+        rows (decoding), not for large batches, and not for weights that accelerate brings from the disk in each
+        forward. If the weight changes with each call, the copy is made less and less often
+        (``operators/packed_copies.py``). Before each use the contents of the weight and its scales are compared
+        with the contents that the copy was made from, because many ways to write to them do not raise the version
+        counter (``operators/tensor_contents.py``). The copy is freed with the weight, and by the first training
+        forward; a copy that is made after that is kept.
+
+        While compiling, the layer is the operator ``bnb_patches::linear_4bit_packed``. torch.export, whose programs
+        are loaded where that operator does not exist, gets the code of a processor without AVX512-BF16. So do other
+        shapes, forwards in which the bias needs a gradient, and calls under a tracer, a transform or a mode.
+
+        If a weight was repacked before the patch was applied, or was loaded from a pickle of such a weight, its
+        next forward or ``state_dict()`` converts it back, and the report names it. The packed weights come back
+        exactly. The scales come back as the kernel used them, rounded to bf16 (exact for a bf16 weight that is not
+        double-quantized).
+    """,
+    cost="""
+        A decoding model holds its 4-bit weights twice (about 0.53 byte more for each weight). Comparing the
+        contents takes 10 us a call for 512 x 512 and 250 us for 4096 x 11008 on a busy machine, whatever the number
+        of threads. For small weights, calling the kernel directly saves as much: with one row and one thread a call
+        takes 0.75 to 1.04 of the unpatched time (``python -m benchmarks.cpu_repack``). If the width is not a
+        multiple of the block size, which raises an error unpatched, the layer takes the time of a processor without
+        AVX512-BF16.
+    """,
     requires=("bitsandbytes>=0.49",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,24 +1,4 @@
-"""On AVX512 CPUs, ``dequantize_4bit`` silently multiplies rows of a weight by the scales of other rows.
-
-The blocks of a 4-bit weight run through the whole weight: if the length of a row is not a multiple of the block size,
-a block begins in one row and ends in the next. The kernel for processors with AVX512F, new in 0.49.0, assumes that
-each row begins with a block, at scale ``row * (columns // blocksize)``. If the last dimension is a multiple of 16 but
-not of the block size, all rows after the first get wrong scales, in training, eval, merging, ``model.dequantize()``
-and embeddings. If all rows have similar scales, the error grows from the 9.5 % of quantization to 30 %. If they
-differ, as in trained models, it is 106 %. Found with the second MLP layer of SigLIP so400m (width 4304) and with
-embeddings of width 96. AVX512-BF16 does not matter here. Windows is not affected, because its builds have no AVX512.
-
-#1828 saw the defect for block sizes of 2048 and more (rows shorter than a block) and excluded these from the kernel;
-in 0.49.x not for bfloat16.
-
-The kernel is right if a row is one block. So the repair tells it that the weight has such rows: the same numbers in
-the same order, at the same speed. If the last block is not complete, it tells the kernel that the weight is one long
-row, which one thread computes. Only wrong results change. The repair covers ``dequantize_4bit`` and the product on
-CPUs (``gemm_4bit``, 0.50), which all of the above use. A direct call of ``torch.ops.bitsandbytes.dequantize_4bit``
-stays as it was.
-
-Upstream: #1789 (the kernel), #1828
-"""
+"""On AVX512 CPUs, ``dequantize_4bit`` silently multiplies rows of a weight by the scales of other rows."""
 
 from __future__ import annotations
 
@@ -63,6 +43,28 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1789",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1828",
     ),
+    why="""
+        The blocks of a 4-bit weight run through the whole weight: if the length of a row is not a multiple of the
+        block size, a block begins in one row and ends in the next. The kernel for processors with AVX512F, new in
+        0.49.0, assumes that each row begins with a block, at scale ``row * (columns // blocksize)``. If the last
+        dimension is a multiple of 16 but not of the block size, all rows after the first get wrong scales, in
+        training, eval, merging, ``model.dequantize()`` and embeddings. If all rows have similar scales, the error
+        grows from the 9.5 % of quantization to 30 %. If they differ, as in trained models, it is 106 %. Found with
+        the second MLP layer of SigLIP so400m (width 4304) and with embeddings of width 96. AVX512-BF16 does not
+        matter here. Windows is not affected, because its builds have no AVX512.
+
+        #1828 saw the defect for block sizes of 2048 and more (rows shorter than a block) and excluded these from
+        the kernel; in 0.49.x not for bfloat16.
+
+        Upstream: #1789 (the kernel), #1828
+    """,
+    repair="""
+        The kernel is right if a row is one block. So the repair tells it that the weight has such rows: the same
+        numbers in the same order, at the same speed. If the last block is not complete, it tells the kernel that
+        the weight is one long row, which one thread computes. Only wrong results change. The repair covers
+        ``dequantize_4bit`` and the product on CPUs (``gemm_4bit``, 0.50), which all of the above use. A direct call
+        of ``torch.ops.bitsandbytes.dequantize_4bit`` stays as it was.
+    """,
     requires=("bitsandbytes>=0.49",),
     tested_up_to="0.50.2",
     edits=(

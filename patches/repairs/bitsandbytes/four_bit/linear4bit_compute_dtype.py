@@ -1,28 +1,4 @@
-"""The first forward of a ``Linear4bit`` decides in which dtype all later ones compute.
-
-A layer without ``compute_dtype`` stores the dtype of its first input if that is float32 or bfloat16, and casts every
-later input to it. One bfloat16 call (for example a warm-up under autocast) makes all later float32 calls less exact: a
-relative error of 5.2e-3 instead of none, silently (0.46.1 to 0.50.2). 0.46.1 does this even if the user gave a
-``compute_dtype``. Because forward writes attributes of the layer, ``torch.compile(fullgraph=True)`` over a
-checkpointed layer fails if it is the first call (``HOP: Non-nullified side effect``).
-
-With the repair each forward decides for itself and writes nothing: without ``compute_dtype`` the product is computed
-in the dtype of the input. From 0.47.0 on, a dtype that the user set is kept. A layer that only ever sees one dtype
-gives the same results, bit for bit.
-
-0.46.1 obeys a ``compute_dtype`` only if the first input has that dtype, or is neither float32 nor bfloat16. Then all
-later inputs are computed in it, also with the repair. If the first input was float32, all inputs are computed in
-float32, also with the repair, because that loses nothing. If it was bfloat16, the repair computes float32 inputs in
-float32, bfloat16 inputs in bfloat16, and others in the ``compute_dtype``. The first eager forward stores the dtype of
-its input on the layer for this.
-
-No release has a kernel for float64. 0.50 computes garbage, silently, and the others raise an error: 0.49 on a CPU, all for one row
-without a gradient. A float64 input that follows a float32 one was computed in float32. So where a kernel would get float64, it
-gets float32: on 0.50 the input of a layer without ``compute_dtype``; before it the one row, and on 0.49 the weight that is
-dequantized.
-
-A layer that stored a dtype before ``apply()`` keeps it, because nothing shows whether the user set it.
-"""
+"""The first forward of a ``Linear4bit`` decides in which dtype all later ones compute."""
 
 from __future__ import annotations
 
@@ -118,6 +94,32 @@ PATCH = Patch(
     messages=(Message("HOP: Non-nullified side effect", "torch/_dynamo/side_effects.py"),),
     words=("recompile",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L623",),
+    why="""
+        A layer without ``compute_dtype`` stores the dtype of its first input if that is float32 or bfloat16, and
+        casts every later input to it. One bfloat16 call (for example a warm-up under autocast) makes all later
+        float32 calls less exact: a relative error of 5.2e-3 instead of none, silently (0.46.1 to 0.50.2). 0.46.1
+        does this even if the user gave a ``compute_dtype``. Because forward writes attributes of the layer,
+        ``torch.compile(fullgraph=True)`` over a checkpointed layer fails if it is the first call (``HOP:
+        Non-nullified side effect``).
+    """,
+    repair="""
+        With the repair each forward decides for itself and writes nothing: without ``compute_dtype`` the product is
+        computed in the dtype of the input. From 0.47.0 on, a dtype that the user set is kept. A layer that only
+        ever sees one dtype gives the same results, bit for bit.
+
+        0.46.1 obeys a ``compute_dtype`` only if the first input has that dtype, or is neither float32 nor bfloat16.
+        Then all later inputs are computed in it, also with the repair. If the first input was float32, all inputs
+        are computed in float32, also with the repair, because that loses nothing. If it was bfloat16, the repair
+        computes float32 inputs in float32, bfloat16 inputs in bfloat16, and others in the ``compute_dtype``. The
+        first eager forward stores the dtype of its input on the layer for this.
+
+        No release has a kernel for float64. 0.50 computes garbage, silently, and the others raise an error: 0.49 on
+        a CPU, all for one row without a gradient. A float64 input that follows a float32 one was computed in
+        float32. So where a kernel would get float64, it gets float32: on 0.50 the input of a layer without
+        ``compute_dtype``; before it the one row, and on 0.49 the weight that is dequantized.
+
+        A layer that stored a dtype before ``apply()`` keeps it, because nothing shows whether the user set it.
+    """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(

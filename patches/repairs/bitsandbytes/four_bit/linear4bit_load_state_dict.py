@@ -1,35 +1,4 @@
-"""``Linear4bit`` cannot load the state dict that it saved.
-
-``state_dict()`` of a quantized layer holds the packed weight and its quantization state (``weight.absmax``,
-``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4`` and, double-quantized, two more). But the layer has no
-``_load_from_state_dict``, and ``nn.Module``'s knows only the packed weight (#1946, 0.46.1 to 0.50.2):
-
-- ``strict=True`` raises an error about "unexpected" keys;
-- ``strict=False`` copies the packed weight and keeps the quantization state that the layer had: every output is wrong,
-  silently;
-- loading into a layer that is not quantized yet fails in both cases.
-
-The repair loads these keys as one group. A complete group that fits becomes the new packed weight and ``QuantState``,
-as copies, or with ``assign=True`` as the given tensors themselves. The parameter stays the same object. Block size,
-quant type, storage dtype and double quantization become the saved ones, as with
-``Params4bit.from_prequantized``. If a key is unknown or of another shape, an error names it, also with ``strict=False``,
-because packed weights are meaningless with another quantization state. So it does if a key is missing and ``strict=True``.
-The layer and its bias are then left as they were. With ``strict=False`` a missing key may be in another file, as where
-transformers' ``load_sharded_checkpoint`` loads one after the other: the layer has no quantization state until all keys have
-come, and its forward raises an error that names it.
-
-If scales were cast after they were saved (to make a file smaller), they become float32 again, because the kernels read
-them as float32. What the cast rounded away stays lost.
-
-A weight that a program has dequantized in place is saved without the quantization state of the packed one, which stood
-beside it: neither bitsandbytes nor transformers could load that.
-
-Packed weights alone, as in ``dict(model.named_parameters())``, are a whole group if their quantization state is known: they
-equal the layer's own bit for bit, or are a ``Params4bit`` that has one.
-
-``nn.Module`` loads everything else as before: state dicts without a key of the weight (adapters), floating-point
-weights for a layer that is not quantized yet, and layers whose weight FSDP has flattened into a plain tensor.
-"""
+"""``Linear4bit`` cannot load the state dict that it saved."""
 
 from __future__ import annotations
 
@@ -214,6 +183,41 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946",),
+    why="""
+        ``state_dict()`` of a quantized layer holds the packed weight and its quantization state (``weight.absmax``,
+        ``weight.quant_map``, ``weight.quant_state.bitsandbytes__nf4`` and, double-quantized, two more). But the
+        layer has no ``_load_from_state_dict``, and ``nn.Module``'s knows only the packed weight (#1946, 0.46.1 to
+        0.50.2):
+
+        - ``strict=True`` raises an error about "unexpected" keys;
+        - ``strict=False`` copies the packed weight and keeps the quantization state that the layer had: every
+          output is wrong, silently;
+        - loading into a layer that is not quantized yet fails in both cases.
+    """,
+    repair="""
+        The repair loads these keys as one group. A complete group that fits becomes the new packed weight and
+        ``QuantState``, as copies, or with ``assign=True`` as the given tensors themselves. The parameter stays the
+        same object. Block size, quant type, storage dtype and double quantization become the saved ones, as with
+        ``Params4bit.from_prequantized``. If a key is unknown or of another shape, an error names it, also with
+        ``strict=False``, because packed weights are meaningless with another quantization state. So it does if a
+        key is missing and ``strict=True``. The layer and its bias are then left as they were. With ``strict=False``
+        a missing key may be in another file, as where transformers' ``load_sharded_checkpoint`` loads one after the
+        other: the layer has no quantization state until all keys have come, and its forward raises an error that
+        names it.
+
+        If scales were cast after they were saved (to make a file smaller), they become float32 again, because the
+        kernels read them as float32. What the cast rounded away stays lost.
+
+        A weight that a program has dequantized in place is saved without the quantization state of the packed one,
+        which stood beside it: neither bitsandbytes nor transformers could load that.
+
+        Packed weights alone, as in ``dict(model.named_parameters())``, are a whole group if their quantization
+        state is known: they equal the layer's own bit for bit, or are a ``Params4bit`` that has one.
+
+        ``nn.Module`` loads everything else as before: state dicts without a key of the weight (adapters),
+        floating-point weights for a layer that is not quantized yet, and layers whose weight FSDP has flattened
+        into a plain tensor.
+    """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(

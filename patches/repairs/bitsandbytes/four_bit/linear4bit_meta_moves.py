@@ -1,16 +1,4 @@
-"""4-bit layers cannot be moved to the meta device, and layers that come back from it are never quantized.
-
-Between meta and any other device, ``torch.nn.Module`` cannot swap ``.data`` and makes a new ``Parameter``. For a
-``Params4bit``, ``layer.to("meta")`` raises ``Creating a Parameter from an instance of type Params4bit requires that
-detach() returns an instance of the same type``. ``to_empty`` makes a plain ``Parameter``: a layer that was built on
-meta silently never quantizes a weight that is loaded into it, and a quantized layer has lost its quantization state. 0.46.1 to
-0.50.2.
-
-The repair wraps ``_apply`` of ``Linear4bit`` and ``Embedding4bit``. A parameter that torch makes anew becomes a
-``Params4bit`` again (or the subclass that it was), with the attributes of the old one. A quantized weight keeps its
-quantization state. Its packed weights are uninitialized, like every weight that comes from meta, until
-``load_state_dict`` fills them.
-"""
+"""4-bit layers cannot be moved to the meta device, and layers that come back from it are never quantized."""
 
 from __future__ import annotations
 
@@ -46,6 +34,19 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1525",),
+    why="""
+        Between meta and any other device, ``torch.nn.Module`` cannot swap ``.data`` and makes a new ``Parameter``.
+        For a ``Params4bit``, ``layer.to("meta")`` raises ``Creating a Parameter from an instance of type Params4bit
+        requires that detach() returns an instance of the same type``. ``to_empty`` makes a plain ``Parameter``: a
+        layer that was built on meta silently never quantizes a weight that is loaded into it, and a quantized layer
+        has lost its quantization state. 0.46.1 to 0.50.2.
+    """,
+    repair="""
+        The repair wraps ``_apply`` of ``Linear4bit`` and ``Embedding4bit``. A parameter that torch makes anew
+        becomes a ``Params4bit`` again (or the subclass that it was), with the attributes of the old one. A
+        quantized weight keeps its quantization state. Its packed weights are uninitialized, like every weight that
+        comes from meta, until ``load_state_dict`` fills them.
+    """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(

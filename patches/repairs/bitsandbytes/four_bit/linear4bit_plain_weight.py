@@ -1,29 +1,4 @@
-"""A 4-bit layer whose weight was never quantized raises an ``AssertionError`` without a message.
-
-If a weight has no quantization state, ``Linear4bit.forward`` assumes that FSDP has wrapped it, and asserts that it has
-one column, as packed weights do. A plain 16- or 32-bit weight gets there in two ways:
-
-- transformers ties ``lm_head`` to the embedding, and a ``llm_int8_skip_modules`` of the user replaced the default list
-  that named ``lm_head``: the head becomes a ``Linear4bit`` whose weight is the embedding;
-- a checkpoint keeps some layers in 16 bits and lists them under the names of transformers 4. If a layer has another
-  name today, it becomes a ``Linear4bit`` and gets the plain weight of the checkpoint.
-
-All releases. ``bitsandbytes-int8-plain-weight`` repairs the same for ``Linear8bitLt``.
-
-The repair computes such a layer as ``nn.Linear``, in the dtype of the input. It does not change the layer or the
-weight, so a tied embedding stays tied and is trained by both uses. A weight counts as plain if it is floating point
-with at least two bytes and has the shape ``(out_features, in_features)``. Packed weights never do, also not in
-floating-point storage (FSDP): they have a quarter of the bytes at most. Any other weight, and a ``Params4bit`` that
-was not quantized, is refused as before.
-
-If a program replaces the weight of a layer by the packed weight of another one as a plain tensor, the layer computes with
-its own statistics, and the output is silently wrong. The repair compares both when the weight is replaced, and the next
-forward raises an error that names the layer. The layer's own packed weights as a plain tensor compute as before.
-
-Cost: 0.1 us a call, for a layer with a quantization state; 0.4 us for each attribute that is set on a layer.
-
-Upstream: https://github.com/huggingface/transformers/issues/45674, https://github.com/unslothai/unsloth/issues/4208
-"""
+"""A 4-bit layer whose weight was never quantized raises an ``AssertionError`` without a message."""
 
 from __future__ import annotations
 
@@ -76,6 +51,35 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/issues/45674",
         "https://github.com/unslothai/unsloth/issues/4208",
     ),
+    why="""
+        If a weight has no quantization state, ``Linear4bit.forward`` assumes that FSDP has wrapped it, and asserts
+        that it has one column, as packed weights do. A plain 16- or 32-bit weight gets there in two ways:
+
+        - transformers ties ``lm_head`` to the embedding, and a ``llm_int8_skip_modules`` of the user replaced the
+          default list that named ``lm_head``: the head becomes a ``Linear4bit`` whose weight is the embedding;
+        - a checkpoint keeps some layers in 16 bits and lists them under the names of transformers 4. If a layer has
+          another name today, it becomes a ``Linear4bit`` and gets the plain weight of the checkpoint.
+
+        All releases. ``bitsandbytes-int8-plain-weight`` repairs the same for ``Linear8bitLt``.
+
+        Upstream: https://github.com/huggingface/transformers/issues/45674,
+        https://github.com/unslothai/unsloth/issues/4208
+    """,
+    repair="""
+        The repair computes such a layer as ``nn.Linear``, in the dtype of the input. It does not change the layer
+        or the weight, so a tied embedding stays tied and is trained by both uses. A weight counts as plain if it is
+        floating point with at least two bytes and has the shape ``(out_features, in_features)``. Packed weights
+        never do, also not in floating-point storage (FSDP): they have a quarter of the bytes at most. Any other
+        weight, and a ``Params4bit`` that was not quantized, is refused as before.
+
+        If a program replaces the weight of a layer by the packed weight of another one as a plain tensor, the layer
+        computes with its own statistics, and the output is silently wrong. The repair compares both when the weight
+        is replaced, and the next forward raises an error that names the layer. The layer's own packed weights as a
+        plain tensor compute as before.
+    """,
+    cost="""
+        0.1 us a call, for a layer with a quantization state; 0.4 us for each attribute that is set on a layer.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

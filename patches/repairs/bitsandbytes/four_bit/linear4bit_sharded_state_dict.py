@@ -1,24 +1,4 @@
-"""The state dict of a 4-bit layer that FSDP2 has sharded lacks its quantization state.
-
-``fully_shard`` replaces the ``Params4bit`` of a layer by a ``DTensor`` without ``quant_state``; the layer keeps what
-its forward needs. ``Linear4bit._save_to_state_dict`` looks only at the weight, so absmax and the rest are silently
-left out in every release (0.46.1 to 0.50.2; 0.49.0 raises ``'DTensor' object has no attribute 'quant_state'`` in
-``state_dict()``). A checkpoint of such a model (DCP, or a full state dict gathered on rank 0) loads into a fresh model
-without a message. Its packed weights are then read with the quantization state of that model, which is right only if
-both were quantized from the same weights.
-
-The repair gives the ``DTensor`` the layer's quantization state while a state dict is made, under the names that
-``torch.distributed.checkpoint.state_dict`` reads with ``getattr``, and reads it from the state dict on loading. Each
-rank saves and holds the whole quantization state, as in forward; only packed weights are sharded. Packed weights
-without a quantization state are accepted if they equal the layer's (an older checkpoint, resumed over the same
-base). Otherwise they raise an error. So does saving a layer that ``bitsandbytes-linear4bit-plain-weight`` has seen to hold
-the packed weights of another one.
-
-``set_model_state_dict(broadcast_from_rank0=True)`` sends everything in the file of rank 0, and the other ranks keep
-only parameters and buffers. With the repair they keep the quantization states too. Without the plugin, torch rejects the
-quantization states of a full state dict in a sharded model, also of one that a single process wrote: docs/limits.md has the
-options that load it.
-"""
+"""The state dict of a 4-bit layer that FSDP2 has sharded lacks its quantization state."""
 
 from __future__ import annotations
 
@@ -185,6 +165,27 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1946",
     ),
+    why="""
+        ``fully_shard`` replaces the ``Params4bit`` of a layer by a ``DTensor`` without ``quant_state``; the layer
+        keeps what its forward needs. ``Linear4bit._save_to_state_dict`` looks only at the weight, so absmax and the
+        rest are silently left out in every release (0.46.1 to 0.50.2; 0.49.0 raises ``'DTensor' object has no
+        attribute 'quant_state'`` in ``state_dict()``). A checkpoint of such a model (DCP, or a full state dict
+        gathered on rank 0) loads into a fresh model without a message. Its packed weights are then read with the
+        quantization state of that model, which is right only if both were quantized from the same weights.
+    """,
+    repair="""
+        The repair gives the ``DTensor`` the layer's quantization state while a state dict is made, under the names
+        that ``torch.distributed.checkpoint.state_dict`` reads with ``getattr``, and reads it from the state dict on
+        loading. Each rank saves and holds the whole quantization state, as in forward; only packed weights are
+        sharded. Packed weights without a quantization state are accepted if they equal the layer's (an older
+        checkpoint, resumed over the same base). Otherwise they raise an error. So does saving a layer that
+        ``bitsandbytes-linear4bit-plain-weight`` has seen to hold the packed weights of another one.
+
+        ``set_model_state_dict(broadcast_from_rank0=True)`` sends everything in the file of rank 0, and the other
+        ranks keep only parameters and buffers. With the repair they keep the quantization states too. Without the
+        plugin, torch rejects the quantization states of a full state dict in a sharded model, also of one that a
+        single process wrote: docs/limits.md has the options that load it.
+    """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(

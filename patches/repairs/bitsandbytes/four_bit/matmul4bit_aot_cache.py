@@ -1,16 +1,4 @@
-"""A compiled 4-bit model is compiled again in every process, because its graphs are not cached on disk.
-
-torch stores on disk what AOT autograd makes of a graph, for the next process. It does not store graphs that contain a
-custom ``autograd.Function``, because the graph does not show what that does, and ``MatMul4Bit`` is one. So every start
-of a training run traces and lowers the whole forward and backward again. All releases.
-
-While compiling, the repair makes the product an operator, ``bnb_patches::linear_4bit``, whose arguments are the parts
-of the quantization state. AOT autograd expands it into ``MatMul4Bit`` with the same quantization state. So lowering,
-the tensors saved for backward and every bit of the result stay the same; only the graph that is looked up in the cache
-contains an operator instead. The operator's name contains a digest of the code that it expands to, so that an upgrade
-of either package does not find old graphs (``operators/code_digest.py``). Eager calls take the old path, and so
-does torch.export, whose programs are loaded where the operator does not exist.
-"""
+"""A compiled 4-bit model is compiled again in every process, because its graphs are not cached on disk."""
 
 from __future__ import annotations
 
@@ -90,6 +78,21 @@ PATCH = Patch(
     messages=(Message("Unsupported call_function target autograd_function_apply", "figure"),),
     words=("recompile",),
     links=("https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html",),
+    why="""
+        torch stores on disk what AOT autograd makes of a graph, for the next process. It does not store graphs that
+        contain a custom ``autograd.Function``, because the graph does not show what that does, and ``MatMul4Bit``
+        is one. So every start of a training run traces and lowers the whole forward and backward again. All
+        releases.
+    """,
+    repair="""
+        While compiling, the repair makes the product an operator, ``bnb_patches::linear_4bit``, whose arguments are
+        the parts of the quantization state. AOT autograd expands it into ``MatMul4Bit`` with the same quantization
+        state. So lowering, the tensors saved for backward and every bit of the result stay the same; only the graph
+        that is looked up in the cache contains an operator instead. The operator's name contains a digest of the
+        code that it expands to, so that an upgrade of either package does not find old graphs
+        (``operators/code_digest.py``). Eager calls take the old path, and so does torch.export, whose programs are
+        loaded where the operator does not exist.
+    """,
     requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
     tested_up_to="0.50.2",
     edits=(

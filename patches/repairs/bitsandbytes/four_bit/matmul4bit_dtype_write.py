@@ -1,19 +1,4 @@
-"""A forward on a CPU writes the dtype of its input into the quantization state of the weight.
-
-0.49.0 added ``quant_state.dtype = A.dtype`` to ``matmul_4bit`` (CPU only), so that the weight is dequantized in the
-dtype of the input. But the quantization state belongs to the weight:
-
-- after one forward, ``state_dict()`` and every checkpoint record the wrong dtype;
-- ``torch.compile(fullgraph=True)`` over a checkpointed layer fails if it is the first call and the dtypes differ:
-  ``HOP: Non-nullified side effect`` (#1917). After an eager call they agree, so upstream's own test does not see it.
-
-Upstream removed the line in 0.50.0 as dead code. On 0.49.x it is not: without it, a weight that was quantized from
-bfloat16 is dequantized in bfloat16 for a float16 input too, and the output error grows from 2.7e-4 to 1.5e-3. The
-repair computes with a private ``QuantState`` over the same tensors, with the dtype of the input, and leaves the dtype of
-the weight unchanged. The results are the same bit for bit.
-
-If a dtype was overwritten before ``apply()``, it stays wrong, because the right one is not stored anywhere.
-"""
+"""A forward on a CPU writes the dtype of its input into the quantization state of the weight."""
 
 from __future__ import annotations
 
@@ -66,6 +51,23 @@ PATCH = Patch(
     silent=True,
     messages=(Message("HOP: Non-nullified side effect", "torch/_dynamo/side_effects.py"),),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1917",),
+    why="""
+        0.49.0 added ``quant_state.dtype = A.dtype`` to ``matmul_4bit`` (CPU only), so that the weight is
+        dequantized in the dtype of the input. But the quantization state belongs to the weight:
+
+        - after one forward, ``state_dict()`` and every checkpoint record the wrong dtype;
+        - ``torch.compile(fullgraph=True)`` over a checkpointed layer fails if it is the first call and the dtypes
+          differ: ``HOP: Non-nullified side effect`` (#1917). After an eager call they agree, so upstream's own test
+          does not see it.
+    """,
+    repair="""
+        Upstream removed the line in 0.50.0 as dead code. On 0.49.x it is not: without it, a weight that was
+        quantized from bfloat16 is dequantized in bfloat16 for a float16 input too, and the output error grows from
+        2.7e-4 to 1.5e-3. The repair computes with a private ``QuantState`` over the same tensors, with the dtype of
+        the input, and leaves the dtype of the weight unchanged. The results are the same bit for bit.
+
+        If a dtype was overwritten before ``apply()``, it stays wrong, because the right one is not stored anywhere.
+    """,
     requires=("bitsandbytes>=0.49,<0.50",),
     tested_up_to="0.50.2",
     edits=(

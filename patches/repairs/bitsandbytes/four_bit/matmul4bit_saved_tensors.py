@@ -1,20 +1,4 @@
-"""The backward of a 4-bit product reads the weight as it is at that time, not as it was in forward.
-
-In every release ``MatMul4Bit`` keeps the packed weight as a plain attribute of ``ctx``, and its backward reads absmax
-from the live ``QuantState``. If the buffer of a weight is overwritten between forward and backward (when layers are
-streamed through one buffer), the gradient is wrong, without an error. If the weight was offloaded after its forward,
-it stays on the device until backward, because saved-tensor hooks (``save_on_cpu``, non-reentrant checkpointing) never
-see it. (#2034)
-
-The repair keeps references to the weight and absmax of the forward, and backward raises autograd's error if one of
-them was changed since. A weight that accelerate's offloading brought for this forward, or that is not a parameter, is
-saved with ``ctx.save_for_backward``, where hooks see it. A resident weight is not: hooks could not free it, but each
-would copy or recompute it (see ``quantized/saved_for_backward.py``). Nothing is copied. Tensors made in inference
-mode, which autograd refuses to save, stay on ``ctx`` as before.
-
-If the forward ran before the patch was applied, its backward is as it was. If the forward ran with the patch and the
-backward runs after a revert, it takes the original code; for weights that were saved it raises an error.
-"""
+"""The backward of a 4-bit product reads the weight as it is at that time, not as it was in forward."""
 
 from __future__ import annotations
 
@@ -169,6 +153,25 @@ PATCH = Patch(
     silent=True,
     words=("OOM (out of memory)",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034",),
+    why="""
+        In every release ``MatMul4Bit`` keeps the packed weight as a plain attribute of ``ctx``, and its backward
+        reads absmax from the live ``QuantState``. If the buffer of a weight is overwritten between forward and
+        backward (when layers are streamed through one buffer), the gradient is wrong, without an error. If the
+        weight was offloaded after its forward, it stays on the device until backward, because saved-tensor hooks
+        (``save_on_cpu``, non-reentrant checkpointing) never see it. (#2034)
+    """,
+    repair="""
+        The repair keeps references to the weight and absmax of the forward, and backward raises autograd's error if
+        one of them was changed since. A weight that accelerate's offloading brought for this forward, or that is
+        not a parameter, is saved with ``ctx.save_for_backward``, where hooks see it. A resident weight is not:
+        hooks could not free it, but each would copy or recompute it (see ``quantized/saved_for_backward.py``).
+        Nothing is copied. Tensors made in inference mode, which autograd refuses to save, stay on ``ctx`` as
+        before.
+
+        If the forward ran before the patch was applied, its backward is as it was. If the forward ran with the
+        patch and the backward runs after a revert, it takes the original code; for weights that were saved it
+        raises an error.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,21 +1,4 @@
-"""A module with a parametrized 4-bit parameter cannot load the state dict that it saved.
-
-``bitsandbytes.nn.parametrize.replace_parameter_4bit`` keeps the packed weights of a parameter ``w`` (experts of MoE
-models) as ``parametrizations.w.original``. A hook saves them as ``w``, beside ``w.absmax`` and the rest of the
-quantization state. Nothing reads these keys on loading: ``strict=True`` raises an error about missing and unexpected
-keys, and ``strict=False`` loads nothing, so the module keeps its old weights (outputs are 138 % off). 0.48.2 to
-0.50.2, all releases that have the function.
-
-The repair registers a hook for loading. It loads the packed weights under the name that torch has for them, and gives
-their quantization state to the parametrization: copies, or with ``assign=True`` the given tensors. The dtype after
-dequantizing stays the module's, as for every parameter that is loaded. If a group of keys is incomplete, was
-made from another shape or has no quantization state, an error names the key, and the parameter is left as it was. A
-parametrized module cannot be pickled, so the hook never leaves the process.
-
-Only modules that are prepared after the patch was applied are repaired.
-
-Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720 (added the hook for saving)
-"""
+"""A module with a parametrized 4-bit parameter cannot load the state dict that it saved."""
 
 from __future__ import annotations
 
@@ -140,6 +123,25 @@ PATCH = Patch(
     groups=("experts", "save"),
     silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720",),
+    why="""
+        ``bitsandbytes.nn.parametrize.replace_parameter_4bit`` keeps the packed weights of a parameter ``w``
+        (experts of MoE models) as ``parametrizations.w.original``. A hook saves them as ``w``, beside ``w.absmax``
+        and the rest of the quantization state. Nothing reads these keys on loading: ``strict=True`` raises an error
+        about missing and unexpected keys, and ``strict=False`` loads nothing, so the module keeps its old weights
+        (outputs are 138 % off). 0.48.2 to 0.50.2, all releases that have the function.
+
+        Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720 (added the hook for saving)
+    """,
+    repair="""
+        The repair registers a hook for loading. It loads the packed weights under the name that torch has for them,
+        and gives their quantization state to the parametrization: copies, or with ``assign=True`` the given
+        tensors. The dtype after dequantizing stays the module's, as for every parameter that is loaded. If a group
+        of keys is incomplete, was made from another shape or has no quantization state, an error names the key, and
+        the parameter is left as it was. A parametrized module cannot be pickled, so the hook never leaves the
+        process.
+
+        Only modules that are prepared after the patch was applied are repaired.
+    """,
     requires=("bitsandbytes>=0.48.2",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,20 +1,4 @@
-"""A ``Params4bit`` lacks attributes with the names of its state dict.
-
-``Linear4bit.state_dict()`` writes ``weight.absmax``, ``weight.quant_map`` ... and
-``weight.quant_state.bitsandbytes__nf4``. ``torch.distributed.checkpoint.state_dict`` (FSDP, DCP) follows each of these
-names with ``getattr`` from the module down, so each must be an attribute.
-
-- Up to 0.49.2 there is none: ``get_model_state_dict`` raises ``'Params4bit' object has no attribute 'absmax'``
-  (#1405).
-- Source builds between 0.49.2 and 0.50.0 (#1866) answer in ``Params4bit.__getattr__``. Dynamo cannot trace a
-  ``__getattr__`` of a tensor subclass: ``torch.compile(fullgraph=True)`` over a checkpointed block fails (#1904).
-
-The repair is the one of 0.50.0 (#1916): one property for each name on ``Params4bit``, which Dynamo traces, no
-``__getattr__`` there, and one on ``QuantState`` for the packed key. Unlike in 0.50.0, an attribute of that name that
-was set on an instance takes precedence, because these releases allow it. There are no properties for ``blocksize``,
-``quant_type``, ``dtype`` and ``shape``: instances and ``torch.Tensor`` have these, and the state dict has them inside
-the packed key. ``nested_offset`` is ``offset`` of the quantization state, the value that is saved under this name.
-"""
+"""A ``Params4bit`` lacks attributes with the names of its state dict."""
 
 from __future__ import annotations
 
@@ -92,6 +76,25 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1904",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1916",
     ),
+    why="""
+        ``Linear4bit.state_dict()`` writes ``weight.absmax``, ``weight.quant_map`` ... and
+        ``weight.quant_state.bitsandbytes__nf4``. ``torch.distributed.checkpoint.state_dict`` (FSDP, DCP) follows
+        each of these names with ``getattr`` from the module down, so each must be an attribute.
+
+        - Up to 0.49.2 there is none: ``get_model_state_dict`` raises ``'Params4bit' object has no attribute
+          'absmax'`` (#1405).
+        - Source builds between 0.49.2 and 0.50.0 (#1866) answer in ``Params4bit.__getattr__``. Dynamo cannot trace
+          a ``__getattr__`` of a tensor subclass: ``torch.compile(fullgraph=True)`` over a checkpointed block fails
+          (#1904).
+    """,
+    repair="""
+        The repair is the one of 0.50.0 (#1916): one property for each name on ``Params4bit``, which Dynamo traces,
+        no ``__getattr__`` there, and one on ``QuantState`` for the packed key. Unlike in 0.50.0, an attribute of
+        that name that was set on an instance takes precedence, because these releases allow it. There are no
+        properties for ``blocksize``, ``quant_type``, ``dtype`` and ``shape``: instances and ``torch.Tensor`` have
+        these, and the state dict has them inside the packed key. ``nested_offset`` is ``offset`` of the
+        quantization state, the value that is saved under this name.
+    """,
     requires=("bitsandbytes>=0.46,<0.50",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,20 +1,4 @@
-"""Casting a model casts the packed bits of its 4-bit weights as if they were values.
-
-FSDP needs all parameters in one dtype, so QLoRA with FSDP stores packed weights as bfloat16
-(``bnb_4bit_quant_storage=torch.bfloat16``). ``nn.Module.half()``, ``.float()`` and ``.to(dtype)`` cast every
-floating-point parameter, these too. After ``PeftModel.half()`` or ``.to(torch.float16)`` the packed weights are
-destroyed (logits are off by 0.84 of their norm), and after ``.float()`` the forward raises an error. transformers
-refuses such casts for its own models, but not for a ``PeftModel`` or a plain module. 0.46.1 to 0.50.2.
-
-With uint8 storage these calls do not change the weight, because it is not a floating-point tensor. With the repair the
-same is true for any storage and in any module: if a module casts and moves its parameters, packed bits are moved and
-not cast. A parameter that is not quantized yet is cast as before. So is a parameter that the user casts by hand, as in
-``weight.to(torch.int32)``.
-
-The repair is in ``torch.nn.Module._apply``, the only place where a cast of a module differs from a cast of a tensor.
-
-Cost: one call for each parameter that a module moves.
-"""
+"""Casting a model casts the packed bits of its 4-bit weights as if they were values."""
 
 from __future__ import annotations
 
@@ -90,6 +74,26 @@ PATCH = Patch(
     silent=True,
     words=("loss is nan, or does not fall",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L421",),
+    why="""
+        FSDP needs all parameters in one dtype, so QLoRA with FSDP stores packed weights as bfloat16
+        (``bnb_4bit_quant_storage=torch.bfloat16``). ``nn.Module.half()``, ``.float()`` and ``.to(dtype)`` cast
+        every floating-point parameter, these too. After ``PeftModel.half()`` or ``.to(torch.float16)`` the packed
+        weights are destroyed (logits are off by 0.84 of their norm), and after ``.float()`` the forward raises an
+        error. transformers refuses such casts for its own models, but not for a ``PeftModel`` or a plain module.
+        0.46.1 to 0.50.2.
+
+        With uint8 storage these calls do not change the weight, because it is not a floating-point tensor. With the
+        repair the same is true for any storage and in any module: if a module casts and moves its parameters,
+        packed bits are moved and not cast. A parameter that is not quantized yet is cast as before. So is a
+        parameter that the user casts by hand, as in ``weight.to(torch.int32)``.
+    """,
+    repair="""
+        The repair is in ``torch.nn.Module._apply``, the only place where a cast of a module differs from a cast of
+        a tensor.
+    """,
+    cost="""
+        One call for each parameter that a module moves.
+    """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,23 +1,4 @@
-"""``chunk()`` and ``split()`` of a ``Params4bit`` drop its quantization state, or copy the whole one to each piece.
-
-The methods return plain tensors without class and quantization state. ``torch.chunk`` and ``torch.split`` keep both
-since 0.47.0, for FSDP2, but give each piece the quantization state and the shape of the whole weight. Such a piece
-cannot be dequantized, and ``state_dict()`` writes 1024 packed bytes with 64 scales. If the weight is not quantized
-yet, autograd does not see the split, and the gradient of the weight is silently lost. Named arguments fail
-(``torch.chunk(input=weight, …)``: IndexError). A piece keeps the layer of the whole weight, so quantizing the piece
-gives that layer its quantization state. In 0.46.1 all four return plain tensors.
-
-With the repair all four do the same (except ``torch.chunk`` on 0.46.1, which no Python code can intercept). Packed
-weights are one column of bytes, so a piece is a range of the flat weight. If the range consists of complete blocks,
-the piece gets their part of the scales, and if it consists of complete rows, it gets the shape of these rows. If the
-weight is double-quantized and the range does not match the blocks of its scales, the scales of the piece are
-dequantized, to the values that dequantizing the whole weight uses. A piece of a weight that is not quantized yet can
-be quantized by itself. Pieces belong to no layer.
-
-Every other piece is a plain tensor, as the methods returned before: incomplete blocks, pieces that autograd or
-torch.compile must follow, slices, ``narrow``, ``unbind``. That is enough for FSDP2: it copies the pieces and computes
-with the quantization state of the layer.
-"""
+"""``chunk()`` and ``split()`` of a ``Params4bit`` drop its quantization state, or copy the whole one to each piece."""
 
 from __future__ import annotations
 
@@ -146,6 +127,27 @@ PATCH = Patch(
     groups=("save", "layers"),
     silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L451",),
+    why="""
+        The methods return plain tensors without class and quantization state. ``torch.chunk`` and ``torch.split``
+        keep both since 0.47.0, for FSDP2, but give each piece the quantization state and the shape of the whole
+        weight. Such a piece cannot be dequantized, and ``state_dict()`` writes 1024 packed bytes with 64 scales. If
+        the weight is not quantized yet, autograd does not see the split, and the gradient of the weight is silently
+        lost. Named arguments fail (``torch.chunk(input=weight, …)``: IndexError). A piece keeps the layer of the
+        whole weight, so quantizing the piece gives that layer its quantization state. In 0.46.1 all four return
+        plain tensors.
+    """,
+    repair="""
+        With the repair all four do the same (except ``torch.chunk`` on 0.46.1, which no Python code can intercept).
+        Packed weights are one column of bytes, so a piece is a range of the flat weight. If the range consists of
+        complete blocks, the piece gets their part of the scales, and if it consists of complete rows, it gets the
+        shape of these rows. If the weight is double-quantized and the range does not match the blocks of its
+        scales, the scales of the piece are dequantized, to the values that dequantizing the whole weight uses. A
+        piece of a weight that is not quantized yet can be quantized by itself. Pieces belong to no layer.
+
+        Every other piece is a plain tensor, as the methods returned before: incomplete blocks, pieces that autograd
+        or torch.compile must follow, slices, ``narrow``, ``unbind``. That is enough for FSDP2: it copies the pieces
+        and computes with the quantization state of the layer.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

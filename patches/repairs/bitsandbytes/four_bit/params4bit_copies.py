@@ -1,39 +1,4 @@
-"""A copy or a pickle of a ``Params4bit`` loses what belongs to it.
-
-A copy of a ``Params4bit`` still belongs to the layer of the original. ``weight.module`` is the layer that gets the new
-``QuantState`` when the weight is quantized. After ``copy.deepcopy`` of a layer or model, and after ``copy.copy`` of a
-weight, the copy still points to the original layer. If the copy is quantized, the original layer (still in full
-precision) gets the quantization state of the copy. The copied layer then has none to use when its weight loses its own
-(FSDP). ``deepcopy`` also ignores objects that it has copied already: weight and layer, which shared one quantization state,
-then have two, at twice the memory. All releases.
-
-The repair passes ``memo`` on, as ``__deepcopy__`` should. The copied weight belongs to the copied layer and shares one
-quantization state with it. A weight that is copied alone belongs to no layer.
-
-An offloaded 4-bit model cannot be copied. Between two forwards accelerate keeps the weights of an offloaded layer on
-meta. ``copy.deepcopy`` and ``copy.copy`` of a ``Params4bit`` make an empty weight on the CPU and then set its data.
-torch refuses to set data on meta there: ``Attempted to call variable.set_data(tensor), but variable and tensor have
-incompatible tensor type``. This affects every program that deep-copies such a model: peft for a module to save,
-averages of weights, the reference model of DPO. Plain and INT8 models can be copied. A copy of a 4-bit model that was
-made under ``torch.device("meta")`` fails in the same way, and so does a copy of any 4-bit model that is made there.
-All releases.
-
-The repair makes the empty weight on meta if the original is there, and only then. As for a plain model, the copy has
-copies of accelerate's hooks and of the tensors that they keep in memory, and reads the others from the same files.
-
-Pickle and ``torch.save`` turn a ``Params4bit`` into a plain ``Parameter``. ``torch.save(model)`` and
-``pickle.dumps(weight)`` use ``Parameter.__reduce_ex__``, which rebuilds a ``torch.nn.Parameter`` and sets the
-attributes on it. The result computes, but is no 4-bit weight any more. If it was not quantized yet, it never will be.
-If it was, the next ``.to(dtype)`` casts its packed bits as values, peft does not recognize it, and its quantization
-state does not move with it. All releases.
-
-The repair adds the class to these attributes; the rest of the pickle is as torch makes it. The pickle names nothing of
-bnb-patches and loads in a process without the plugin. If a pickle holds no ``QuantState`` and no layer (a weight alone
-that is not quantized yet), ``torch.load`` reads it with ``weights_only=True``, its default, which refuses the name of
-a class. Such a pickle stays as it was.
-
-When a layer is loaded whose pickle names no class (written without the patch), it gives its weights their class.
-"""
+"""A copy or a pickle of a ``Params4bit`` loses what belongs to it."""
 
 from __future__ import annotations
 
@@ -150,6 +115,45 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L341",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/modules.py#L244",
     ),
+    why="""
+        A copy of a ``Params4bit`` still belongs to the layer of the original. ``weight.module`` is the layer that
+        gets the new ``QuantState`` when the weight is quantized. After ``copy.deepcopy`` of a layer or model, and
+        after ``copy.copy`` of a weight, the copy still points to the original layer. If the copy is quantized, the
+        original layer (still in full precision) gets the quantization state of the copy. The copied layer then has
+        none to use when its weight loses its own (FSDP). ``deepcopy`` also ignores objects that it has copied
+        already: weight and layer, which shared one quantization state, then have two, at twice the memory. All
+        releases.
+
+        An offloaded 4-bit model cannot be copied. Between two forwards accelerate keeps the weights of an offloaded
+        layer on meta. ``copy.deepcopy`` and ``copy.copy`` of a ``Params4bit`` make an empty weight on the CPU and
+        then set its data. torch refuses to set data on meta there: ``Attempted to call variable.set_data(tensor),
+        but variable and tensor have incompatible tensor type``. This affects every program that deep-copies such a
+        model: peft for a module to save, averages of weights, the reference model of DPO. Plain and INT8 models can
+        be copied. A copy of a 4-bit model that was made under ``torch.device("meta")`` fails in the same way, and
+        so does a copy of any 4-bit model that is made there. All releases.
+
+        Pickle and ``torch.save`` turn a ``Params4bit`` into a plain ``Parameter``. ``torch.save(model)`` and
+        ``pickle.dumps(weight)`` use ``Parameter.__reduce_ex__``, which rebuilds a ``torch.nn.Parameter`` and sets
+        the attributes on it. The result computes, but is no 4-bit weight any more. If it was not quantized yet, it
+        never will be. If it was, the next ``.to(dtype)`` casts its packed bits as values, peft does not recognize
+        it, and its quantization state does not move with it. All releases.
+    """,
+    repair="""
+        The repair passes ``memo`` on, as ``__deepcopy__`` should. The copied weight belongs to the copied layer and
+        shares one quantization state with it. A weight that is copied alone belongs to no layer.
+
+        The repair makes the empty weight on meta if the original is there, and only then. As for a plain model, the
+        copy has copies of accelerate's hooks and of the tensors that they keep in memory, and reads the others from
+        the same files.
+
+        The repair adds the class to these attributes; the rest of the pickle is as torch makes it. The pickle names
+        nothing of bnb-patches and loads in a process without the plugin. If a pickle holds no ``QuantState`` and no
+        layer (a weight alone that is not quantized yet), ``torch.load`` reads it with ``weights_only=True``, its
+        default, which refuses the name of a class. Such a pickle stays as it was.
+
+        When a layer is loaded whose pickle names no class (written without the patch), it gives its weights their
+        class.
+    """,
     former_ids=("bitsandbytes-params4bit-meta-copies", "bitsandbytes-params4bit-pickle"),
     parts=(
         Part(

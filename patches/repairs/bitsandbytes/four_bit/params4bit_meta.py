@@ -1,22 +1,4 @@
-"""Moving one copy of a 4-bit weight to the meta device moves the quantization state of all copies there.
-
-``Params4bit.to(device)`` returns a new parameter that shares the ``QuantState`` of the old one, and moves that state
-in place. If the new parameter is on meta, the old one, which keeps its packed weights, loses its quantization state.
-accelerate's ``cpu_offload``, ``disk_offload`` and ``dispatch_model`` keep the packed weights, put the layer on meta
-between two forwards, and raise ``Cannot copy out of meta tensor; no data!`` in the next forward (#1525, 0.46.1 to
-0.50.2). After ``{name: p.to("meta") for name, p in model.named_parameters()}``, which makes a skeleton of a model, the
-model itself cannot be saved, and on a CPU returns uninitialized memory.
-
-The repair leaves the quantization state where it is if the target is meta, so that code which brings the packed weights
-back finds it. It has 1/16 of their size or less.
-
-A quantization state that stays must not be used with other data. accelerate casts the tensors that it keeps to the dtype of the
-weight on meta. For a layer that was offloaded before it was quantized, these are the unquantized values, which are
-meaningless as uint8. They have the shape of the unquantized weight, which packed weights never have, so this is an
-error now. Unquantized values that were not cast are quantized as before. Scales that fit only the layout of the
-AVX512-BF16 kernel (0.49 and later, without ``bitsandbytes-cpu-repack``) still go to meta, and the error stays. Values
-that a user wrote into the weight, ``weight.data = dequantized``, are moved as before.
-"""
+"""Moving one copy of a 4-bit weight to the meta device moves the quantization state of all copies there."""
 
 from __future__ import annotations
 
@@ -101,6 +83,27 @@ PATCH = Patch(
         Message("Tensor.item() cannot be called on meta tensors", "figure"),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1525",),
+    why="""
+        ``Params4bit.to(device)`` returns a new parameter that shares the ``QuantState`` of the old one, and moves
+        that state in place. If the new parameter is on meta, the old one, which keeps its packed weights, loses its
+        quantization state. accelerate's ``cpu_offload``, ``disk_offload`` and ``dispatch_model`` keep the packed
+        weights, put the layer on meta between two forwards, and raise ``Cannot copy out of meta tensor; no data!``
+        in the next forward (#1525, 0.46.1 to 0.50.2). After ``{name: p.to("meta") for name, p in
+        model.named_parameters()}``, which makes a skeleton of a model, the model itself cannot be saved, and on a
+        CPU returns uninitialized memory.
+    """,
+    repair="""
+        The repair leaves the quantization state where it is if the target is meta, so that code which brings the
+        packed weights back finds it. It has 1/16 of their size or less.
+
+        A quantization state that stays must not be used with other data. accelerate casts the tensors that it keeps
+        to the dtype of the weight on meta. For a layer that was offloaded before it was quantized, these are the
+        unquantized values, which are meaningless as uint8. They have the shape of the unquantized weight, which
+        packed weights never have, so this is an error now. Unquantized values that were not cast are quantized as
+        before. Scales that fit only the layout of the AVX512-BF16 kernel (0.49 and later, without
+        ``bitsandbytes-cpu-repack``) still go to meta, and the error stays. Values that a user wrote into the
+        weight, ``weight.data = dequantized``, are moved as before.
+    """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(

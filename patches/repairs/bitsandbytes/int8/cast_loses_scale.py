@@ -1,11 +1,4 @@
-"""``Int8Params.to(dtype)`` drops the row scales.
-
-From 0.48 on, ``to`` keeps the scales only if a device is given. accelerate calls ``weight.to(torch.int8)`` on every
-weight that it brings back, and ``weight.to(torch.float16)`` is the first step of a dequantization by hand. Both
-silently return packed weights whose ``SCB`` is None.
-
-The repair moves the scales to the device of the new parameter. They keep their dtype.
-"""
+"""``Int8Params.to(dtype)`` drops the row scales."""
 
 from __future__ import annotations
 
@@ -34,6 +27,14 @@ PATCH = Patch(
     groups=("move",),
     silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        From 0.48 on, ``to`` keeps the scales only if a device is given. accelerate calls ``weight.to(torch.int8)``
+        on every weight that it brings back, and ``weight.to(torch.float16)`` is the first step of a dequantization
+        by hand. Both silently return packed weights whose ``SCB`` is None.
+    """,
+    repair="""
+        The repair moves the scales to the device of the new parameter. They keep their dtype.
+    """,
     requires=("bitsandbytes>=0.48",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,10 +1,4 @@
-"""``MatMul8bitLt: inputs will be cast from torch.bfloat16 to float16`` is logged at every call.
-
-0.50.0 replaced ``warnings.warn``, which Python shows once for each place, by ``logger.warning``, which logs every
-time: 20 lines for 20 calls, and 224 lines a step for a model of 32 layers.
-
-The repair logs it once for each dtype, to the same logger.
-"""
+"""``MatMul8bitLt: inputs will be cast from torch.bfloat16 to float16`` is logged at every call."""
 
 from __future__ import annotations
 
@@ -52,6 +46,13 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        0.50.0 replaced ``warnings.warn``, which Python shows once for each place, by ``logger.warning``, which logs
+        every time: 20 lines for 20 calls, and 224 lines a step for a model of 32 layers.
+    """,
+    repair="""
+        The repair logs it once for each dtype, to the same logger.
+    """,
     requires=("bitsandbytes>=0.50",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,20 +1,4 @@
-"""An INT8 layer that has not run yet breaks compilation, because its forward writes the layer's state.
-
-The first forward of a ``Linear8bitLt`` moves packed weights and scales from the weight into ``state``, and every
-forward writes ``state.is_training`` and ``weight.data``. Dynamo allows no such write inside a checkpoint. So in the
-first compiled step of a freshly loaded model every decoder layer runs in eager (6 graphs, 4 breaks). Without
-checkpointing the second step finds another state than the first, and the model is compiled twice. The same happens if
-the Trainer evaluates in eager between two steps. If the model runs once in eager before, none of this is seen. All
-releases.
-
-torch.export records these writes too, and the program cannot be saved (``Failed serializing node set_``). In training
-on a CPU, which uses ``MatMul8bitFp``, it also makes a constant of ``state.CB.data``, a tensor without values.
-
-While compiling or exporting, the repair computes the same product with a temporary state, filled from wherever packed
-weights and scales are. Nothing is written, so the graph is valid for the next step, and a program can be saved and
-loaded without the plugin. A weight that is not quantized yet, or whose scales are missing, takes the old path. So do
-eager calls.
-"""
+"""An INT8 layer that has not run yet breaks compilation, because its forward writes the layer's state."""
 
 from __future__ import annotations
 
@@ -80,6 +64,24 @@ PATCH = Patch(
     ),
     words=("recompile", "graph break"),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        The first forward of a ``Linear8bitLt`` moves packed weights and scales from the weight into ``state``, and
+        every forward writes ``state.is_training`` and ``weight.data``. Dynamo allows no such write inside a
+        checkpoint. So in the first compiled step of a freshly loaded model every decoder layer runs in eager (6
+        graphs, 4 breaks). Without checkpointing the second step finds another state than the first, and the model
+        is compiled twice. The same happens if the Trainer evaluates in eager between two steps. If the model runs
+        once in eager before, none of this is seen. All releases.
+
+        torch.export records these writes too, and the program cannot be saved (``Failed serializing node set_``).
+        In training on a CPU, which uses ``MatMul8bitFp``, it also makes a constant of ``state.CB.data``, a tensor
+        without values.
+    """,
+    repair="""
+        While compiling or exporting, the repair computes the same product with a temporary state, filled from
+        wherever packed weights and scales are. Nothing is written, so the graph is valid for the next step, and a
+        program can be saved and loaded without the plugin. A weight that is not quantized yet, or whose scales are
+        missing, takes the old path. So do eager calls.
+    """,
     requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",
     edits=(

@@ -1,24 +1,4 @@
-"""Copies of an ``Int8Params`` lose its class or its scales.
-
-``copy.copy``, ``pickle`` and ``torch.save`` give a plain ``Parameter``. Packed weights and scales are attributes of
-it, but the next ``.to()`` drops them. ``weight.chunk`` and ``weight.split`` give plain tensors without scales. This
-affects programs that save a whole model or split a fused weight. All releases.
-
-The repair adds the class to the attributes that torch copies and pickles. The pickle names ``Int8Params`` itself, so
-it loads without the plugin, and holds the packed weights once instead of twice. ``torch.load`` reads such parameters
-with ``weights_only=True``, its default, which refuses the name of a class. So a file of ``torch.save`` stays as it
-was, and when a whole module is loaded, the layer gives its weight the class.
-
-With its class, a weight is moved by ``Int8Params.to`` again, which before 0.48 destroys packed weights; that is
-repaired too. But a process without the plugin, on a CPU with 0.46.1, would meet that defect when it loads the pickle.
-So on 0.46.1 a pickle is what ``torch.save`` writes, and a parameter that is pickled outside of its layer is loaded as
-a plain one, as before.
-
-A piece of rows gets their scales. A piece of columns stays a plain tensor, because GPU kernels would take it for
-complete rows. So do pieces of unquantized weights, which autograd must follow, and pieces that are made in a compiled
-graph. ``torch.chunk`` is not repaired: it is no Python function, and with a ``__torch_function__`` that sees it Dynamo
-refuses ``weight ** 2``, ``1 - weight`` and more.
-"""
+"""Copies of an ``Int8Params`` lose its class or its scales."""
 
 from __future__ import annotations
 
@@ -121,6 +101,27 @@ PATCH = Patch(
     groups=("save",),
     silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        ``copy.copy``, ``pickle`` and ``torch.save`` give a plain ``Parameter``. Packed weights and scales are
+        attributes of it, but the next ``.to()`` drops them. ``weight.chunk`` and ``weight.split`` give plain
+        tensors without scales. This affects programs that save a whole model or split a fused weight. All releases.
+    """,
+    repair="""
+        The repair adds the class to the attributes that torch copies and pickles. The pickle names ``Int8Params``
+        itself, so it loads without the plugin, and holds the packed weights once instead of twice. ``torch.load``
+        reads such parameters with ``weights_only=True``, its default, which refuses the name of a class. So a file
+        of ``torch.save`` stays as it was, and when a whole module is loaded, the layer gives its weight the class.
+
+        With its class, a weight is moved by ``Int8Params.to`` again, which before 0.48 destroys packed weights;
+        that is repaired too. But a process without the plugin, on a CPU with 0.46.1, would meet that defect when it
+        loads the pickle. So on 0.46.1 a pickle is what ``torch.save`` writes, and a parameter that is pickled
+        outside of its layer is loaded as a plain one, as before.
+
+        A piece of rows gets their scales. A piece of columns stays a plain tensor, because GPU kernels would take
+        it for complete rows. So do pieces of unquantized weights, which autograd must follow, and pieces that are
+        made in a compiled graph. ``torch.chunk`` is not repaired: it is no Python function, and with a
+        ``__torch_function__`` that sees it Dynamo refuses ``weight ** 2``, ``1 - weight`` and more.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,13 +1,4 @@
-"""``Linear8bitLt(has_fp16_weights=True)``, the default, cannot be trained on a CPU.
-
-``MatMul8bitFp.backward`` transposes the input with ``A.t()``, which refuses the 3-D inputs of transformers: ``t()
-expects a tensor with <= 2 dimensions, but self is 3D``. In eval mode, forward uses ``MatMul8bitLt``, whose
-``int8_double_quant`` has no CPU kernel, so evaluation between training steps fails too. From 0.48 on; earlier releases
-do not support such weights on a CPU.
-
-The repair flattens the leading dimensions, as ``MatMul8bitLt`` does, and uses the path that exists on a CPU whenever
-the weight needs a gradient.
-"""
+"""``Linear8bitLt(has_fp16_weights=True)``, the default, cannot be trained on a CPU."""
 
 from __future__ import annotations
 
@@ -51,6 +42,16 @@ PATCH = Patch(
     groups=("cpu", "train"),
     messages=(Message("t() expects a tensor with <= 2 dimensions, but self is 3D", "figure"),),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        ``MatMul8bitFp.backward`` transposes the input with ``A.t()``, which refuses the 3-D inputs of transformers:
+        ``t() expects a tensor with <= 2 dimensions, but self is 3D``. In eval mode, forward uses ``MatMul8bitLt``,
+        whose ``int8_double_quant`` has no CPU kernel, so evaluation between training steps fails too. From 0.48 on;
+        earlier releases do not support such weights on a CPU.
+    """,
+    repair="""
+        The repair flattens the leading dimensions, as ``MatMul8bitLt`` does, and uses the path that exists on a CPU
+        whenever the weight needs a gradient.
+    """,
     requires=("bitsandbytes>=0.48",),
     tested_up_to="0.50.2",
     edits=(

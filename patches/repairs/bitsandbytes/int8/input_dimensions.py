@@ -1,13 +1,4 @@
-"""An INT8 layer raises an error for an input of four or more dimensions, which ``nn.Linear`` accepts.
-
-``MatMul8bitLt`` flattens an input of three dimensions, and passes any other to kernels for two: ``The size of tensor a
-(8) must match the size of tensor b (64)`` on a CPU, ``Only two or three dimensional matrices are supported`` on CUDA.
-Models with such a layer fail in INT8: WavLM (its position bias), ProphetNet, Aya Vision, Cohere2 Vision, GOT-OCR2,
-HY-V4 and others. On a CPU only in eval mode. All releases; compiled graphs of the plugin accepted such inputs already.
-
-The repair flattens all leading dimensions of the input and of the gradient. Inputs of one to three dimensions take the
-old path.
-"""
+"""An INT8 layer raises an error for an input of four or more dimensions, which ``nn.Linear`` accepts."""
 
 from __future__ import annotations
 
@@ -45,6 +36,17 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/autograd/_functions.py",),
+    why="""
+        ``MatMul8bitLt`` flattens an input of three dimensions, and passes any other to kernels for two: ``The size
+        of tensor a (8) must match the size of tensor b (64)`` on a CPU, ``Only two or three dimensional matrices
+        are supported`` on CUDA. Models with such a layer fail in INT8: WavLM (its position bias), ProphetNet, Aya
+        Vision, Cohere2 Vision, GOT-OCR2, HY-V4 and others. On a CPU only in eval mode. All releases; compiled
+        graphs of the plugin accepted such inputs already.
+    """,
+    repair="""
+        The repair flattens all leading dimensions of the input and of the gradient. Inputs of one to three
+        dimensions take the old path.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,15 +1,4 @@
-"""``Linear8bitLt`` cannot load its own ``state_dict`` after a forward, nor any with ``assign=True``.
-
-The first forward moves the scales from the weight to the layer's state, but ``_load_from_state_dict`` looks for them
-only on the weight: ``Loading a quantized checkpoint into non-quantized Linear8bitLt is not supported``. By then the
-packed weights have been copied, so the layer has new packed weights with old scales. With ``assign=True`` (needed to
-load into a model on meta) the new weight is a plain ``Parameter`` without scales, and the same error follows, or ``no
-attribute 'SCB'`` up to 0.49.2. All releases.
-
-The repair looks for the scales in both places, and makes an assigned int8 weight an ``Int8Params`` again. Packed
-weights for a weight that was never quantized are still refused without ``assign=True``. Before 0.48 the next ``.to()``
-would destroy the packed weights of such a weight, so the repair of that defect is part of this patch.
-"""
+"""``Linear8bitLt`` cannot load its own ``state_dict`` after a forward, nor any with ``assign=True``."""
 
 from __future__ import annotations
 
@@ -77,6 +66,19 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        The first forward moves the scales from the weight to the layer's state, but ``_load_from_state_dict`` looks
+        for them only on the weight: ``Loading a quantized checkpoint into non-quantized Linear8bitLt is not
+        supported``. By then the packed weights have been copied, so the layer has new packed weights with old
+        scales. With ``assign=True`` (needed to load into a model on meta) the new weight is a plain ``Parameter``
+        without scales, and the same error follows, or ``no attribute 'SCB'`` up to 0.49.2. All releases.
+    """,
+    repair="""
+        The repair looks for the scales in both places, and makes an assigned int8 weight an ``Int8Params`` again.
+        Packed weights for a weight that was never quantized are still refused without ``assign=True``. Before 0.48
+        the next ``.to()`` would destroy the packed weights of such a weight, so the repair of that defect is part
+        of this patch.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

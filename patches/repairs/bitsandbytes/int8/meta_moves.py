@@ -1,19 +1,4 @@
-"""INT8 modules cannot go to the meta device or come back, and their packed weights and scales stay behind.
-
-``module.to("meta")`` and ``to_empty`` on a ``Linear8bitLt`` or ``Embedding8bit`` raise ``Creating a Parameter from an
-instance of type Int8Params requires that detach() returns an instance of the same type``, because torch makes a new
-``Parameter`` if it cannot swap ``.data``. If it can, as between CPU and GPU, only ``param.data`` moves. The packed
-weights and scales on the parameter and in ``state`` stay where they were, unless the layer is moved by itself. All
-releases.
-
-The repair wraps ``_apply`` of both classes. The new parameter keeps its class, and packed weights and scales follow
-the weight, on the parameter and in the state. From meta the scales come back uninitialized, like the weight, and
-``load_state_dict`` fills both. Scales are moved, never cast, because ``.half()`` would round them.
-
-Some programs move a model away with ``.to`` and bring its parameters back through ``.data`` (diffusers' group
-offloading without streams). They found the packed weights and scales of a layer that had not run yet still on the
-device. With the repair these move away with the weight, and the first forward moves them back to it.
-"""
+"""INT8 modules cannot go to the meta device or come back, and their packed weights and scales stay behind."""
 
 from __future__ import annotations
 
@@ -67,6 +52,24 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        ``module.to("meta")`` and ``to_empty`` on a ``Linear8bitLt`` or ``Embedding8bit`` raise ``Creating a
+        Parameter from an instance of type Int8Params requires that detach() returns an instance of the same type``,
+        because torch makes a new ``Parameter`` if it cannot swap ``.data``. If it can, as between CPU and GPU, only
+        ``param.data`` moves. The packed weights and scales on the parameter and in ``state`` stay where they were,
+        unless the layer is moved by itself. All releases.
+    """,
+    repair="""
+        The repair wraps ``_apply`` of both classes. The new parameter keeps its class, and packed weights and
+        scales follow the weight, on the parameter and in the state. From meta the scales come back uninitialized,
+        like the weight, and ``load_state_dict`` fills both. Scales are moved, never cast, because ``.half()`` would
+        round them.
+
+        Some programs move a model away with ``.to`` and bring its parameters back through ``.data`` (diffusers'
+        group offloading without streams). They found the packed weights and scales of a layer that had not run yet
+        still on the device. With the repair these move away with the weight, and the first forward moves them back
+        to it.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,13 +1,4 @@
-"""The shape function of ``int8_mixed_scaled_mm`` declares another shape and dtype than the kernel returns.
-
-The second result of the operator holds the outlier columns of the input: rows by columns, in the dtype of the input.
-Its shape function (the fake kernel that torch.compile calls) declares one dimension of unknown length, int64. So
-``opcheck`` fails, and programs that compile or export the operator themselves get graphs with wrong types. All
-releases; #2044.
-
-The repair declares what the kernel returns. The number of columns is the length of ``outlier_cols``. Without outliers
-the kernel returns an empty vector. If the number is symbolic, the declared matrix is right for every number except 0.
-"""
+"""The shape function of ``int8_mixed_scaled_mm`` declares another shape and dtype than the kernel returns."""
 
 from __future__ import annotations
 
@@ -76,6 +67,17 @@ PATCH = Patch(
     groups=("compile",),
     silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
+    why="""
+        The second result of the operator holds the outlier columns of the input: rows by columns, in the dtype of
+        the input. Its shape function (the fake kernel that torch.compile calls) declares one dimension of unknown
+        length, int64. So ``opcheck`` fails, and programs that compile or export the operator themselves get graphs
+        with wrong types. All releases; #2044.
+    """,
+    repair="""
+        The repair declares what the kernel returns. The number of columns is the length of ``outlier_cols``.
+        Without outliers the kernel returns an empty vector. If the number is symbolic, the declared matrix is right
+        for every number except 0.
+    """,
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",
     edits=(

@@ -1,18 +1,4 @@
-"""torch.compile breaks the graph at every INT8 layer that has a threshold.
-
-transformers loads INT8 models with ``llm_int8_threshold=6.0``. ``MatMul8bitLt`` then looks for activation columns
-above the threshold. Their number depends on the data, so Dynamo cannot give ``int8_vectorwise_quant`` and
-``int8_mixed_scaled_mm`` a shape and breaks the graph. A model of 3 layers becomes 35 graphs. With gradient
-checkpointing no decoder layer compiles, and a compiled step needs more time than an eager one. Affects training on a
-GPU, and eval on every device. ``capture_dynamic_output_shape_ops`` does not help: with checkpointing it makes Dynamo fail. All
-releases.
-
-While compiling, the repair makes the layer one operator, ``bnb_patches::int8_linear_…``, whose output shape does not
-depend on the data. It calls the same two kernels in the same order, and its backward rounds as
-``MatMul8bitLt.backward`` does, so forward and backward are bit-equal to eager. It takes only quantized weights with a
-threshold and 2-D or 3-D inputs. Eager calls take the old path, and so does torch.export, whose programs are loaded
-where the operator does not exist.
-"""
+"""torch.compile breaks the graph at every INT8 layer that has a threshold."""
 
 from __future__ import annotations
 
@@ -97,6 +83,21 @@ PATCH = Patch(
     ),
     words=("graph break",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2044",),
+    why="""
+        transformers loads INT8 models with ``llm_int8_threshold=6.0``. ``MatMul8bitLt`` then looks for activation
+        columns above the threshold. Their number depends on the data, so Dynamo cannot give
+        ``int8_vectorwise_quant`` and ``int8_mixed_scaled_mm`` a shape and breaks the graph. A model of 3 layers
+        becomes 35 graphs. With gradient checkpointing no decoder layer compiles, and a compiled step needs more
+        time than an eager one. Affects training on a GPU, and eval on every device.
+        ``capture_dynamic_output_shape_ops`` does not help: with checkpointing it makes Dynamo fail. All releases.
+    """,
+    repair="""
+        While compiling, the repair makes the layer one operator, ``bnb_patches::int8_linear_…``, whose output shape
+        does not depend on the data. It calls the same two kernels in the same order, and its backward rounds as
+        ``MatMul8bitLt.backward`` does, so forward and backward are bit-equal to eager. It takes only quantized
+        weights with a threshold and 2-D or 3-D inputs. Eager calls take the old path, and so does torch.export,
+        whose programs are loaded where the operator does not exist.
+    """,
     requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",
     edits=(

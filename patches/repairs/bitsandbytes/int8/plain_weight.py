@@ -1,16 +1,4 @@
-"""An INT8 layer cannot run with a weight that is not an ``Int8Params``.
-
-``Linear8bitLt.forward`` reads ``self.weight.CB``, but other code puts plain tensors there. transformers ties
-``lm_head`` to the embedding if ``llm_int8_skip_modules`` does not name it (#1634). FSDP2 replaces every parameter.
-``functional_call`` uses the tensors that it is given. In all three cases forward raises ``'Parameter' object has no
-attribute 'CB'``. All releases.
-
-The repair gives such a weight its own forward, which leaves layer and weight as they were (the normal path would write
-packed weights into the embedding that the head is tied to). A plain floating-point weight is not quantized: the layer
-computes as ``nn.Linear``, or, with ``has_fp16_weights``, quantizes it for the call, as always. A plain int8 tensor
-uses the scales of this layer. FSDP2 drops the quantized weight, so the layer stores these scales as soon as it gets
-one.
-"""
+"""An INT8 layer cannot run with a weight that is not an ``Int8Params``."""
 
 from __future__ import annotations
 
@@ -77,6 +65,19 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",
     ),
+    why="""
+        ``Linear8bitLt.forward`` reads ``self.weight.CB``, but other code puts plain tensors there. transformers
+        ties ``lm_head`` to the embedding if ``llm_int8_skip_modules`` does not name it (#1634). FSDP2 replaces
+        every parameter. ``functional_call`` uses the tensors that it is given. In all three cases forward raises
+        ``'Parameter' object has no attribute 'CB'``. All releases.
+    """,
+    repair="""
+        The repair gives such a weight its own forward, which leaves layer and weight as they were (the normal path
+        would write packed weights into the embedding that the head is tied to). A plain floating-point weight is
+        not quantized: the layer computes as ``nn.Linear``, or, with ``has_fp16_weights``, quantizes it for the
+        call, as always. A plain int8 tensor uses the scales of this layer. FSDP2 drops the quantized weight, so the
+        layer stores these scales as soon as it gets one.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,17 +1,4 @@
-"""An INT8 weight whose scales were lost is quantized a second time, as if its packed weights were values.
-
-If the packed weights (``CB``) or row scales (``SCB``) of a quantized layer are missing, forward calls
-``int8_vectorwise_quant`` on whatever the weight holds. Packed weights stay the same, but every scale becomes 127:
-outputs are off by a factor of about 2000, without an error. Programs reach this in two ways. accelerate's offload hook
-brings a weight back without its scales. And ``Int8Params.to`` itself quantizes again on 0.46.1, or drops the scales on
-0.47.0 (so that transformers loads INT8 checkpoints wrongly there).
-
-Upstream: #1927, which proposes ``SCB = CB.abs().amax(1) / 127``. That is 1.0 for every row.
-
-The repair never computes a scale. ``init_8bit_state`` takes it from where it is (the weight, accelerate's offloaded
-weights, the state that holds these packed weights) and also stores it on the weight, so that both move together.
-Packed weights are never quantized. If a weight has no scales anywhere, an error names the layer.
-"""
+"""An INT8 weight whose scales were lost is quantized a second time, as if its packed weights were values."""
 
 from __future__ import annotations
 
@@ -66,6 +53,21 @@ PATCH = Patch(
     messages=(Message("'NoneType' object has no attribute 'dtype'", "figure"),),
     words=("loss is nan, or does not fall",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        If the packed weights (``CB``) or row scales (``SCB``) of a quantized layer are missing, forward calls
+        ``int8_vectorwise_quant`` on whatever the weight holds. Packed weights stay the same, but every scale
+        becomes 127: outputs are off by a factor of about 2000, without an error. Programs reach this in two ways.
+        accelerate's offload hook brings a weight back without its scales. And ``Int8Params.to`` itself quantizes
+        again on 0.46.1, or drops the scales on 0.47.0 (so that transformers loads INT8 checkpoints wrongly there).
+
+        Upstream: #1927, which proposes ``SCB = CB.abs().amax(1) / 127``. That is 1.0 for every row.
+    """,
+    repair="""
+        The repair never computes a scale. ``init_8bit_state`` takes it from where it is (the weight, accelerate's
+        offloaded weights, the state that holds these packed weights) and also stores it on the weight, so that both
+        move together. Packed weights are never quantized. If a weight has no scales anywhere, an error names the
+        layer.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=KEEP_PACKED_WEIGHT,

@@ -1,20 +1,4 @@
-"""With ``has_fp16_weights=True``, an INT8 layer goes on computing with the packed weights of an older weight.
-
-Forward quantizes the weight again unless ``weight.grad`` exists: it assumes that gradients are then being
-accumulated. ``zero_grad(set_to_none=False)`` leaves zeros there, so every later step computes with the packed weights
-of the first one. An eval forward uses the packed weights of the last training forward, from before the optimizer's step. Both are
-silent. All releases; before 0.48 such a layer can be trained only on an accelerator.
-
-The repair quantizes in every training forward (the same weight gives the same packed weights, so right results stay
-bit-identical). In eval it quantizes if the weight differs from the weight of the last eval forward. It compares contents,
-because ``weight.data``, numpy and the optimizer kernels of bitsandbytes write without raising version counters. On a
-CPU it compares a checksum (CRC-32) of the whole weight; two weights share one by chance once in 4e9. On other devices
-it quantizes in each eval forward, because reading a checksum would wait for the device.
-
-Cost: in eval on a CPU 0.23 ms a MB, so 1.9 ms for 2048 x 2048 in bfloat16. Quantizing takes 20 ms there, and
-a product 0.5 ms with one row and 3 ms with 128 rows. On other devices an eval forward quantizes the weight, which takes
-less time than a product.
-"""
+"""With ``has_fp16_weights=True``, an INT8 layer goes on computing with the packed weights of an older weight."""
 
 from __future__ import annotations
 
@@ -79,6 +63,26 @@ PATCH = Patch(
     silent=True,
     words=("loss is nan, or does not fall",),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        Forward quantizes the weight again unless ``weight.grad`` exists: it assumes that gradients are then being
+        accumulated. ``zero_grad(set_to_none=False)`` leaves zeros there, so every later step computes with the
+        packed weights of the first one. An eval forward uses the packed weights of the last training forward, from
+        before the optimizer's step. Both are silent. All releases; before 0.48 such a layer can be trained only on
+        an accelerator.
+    """,
+    repair="""
+        The repair quantizes in every training forward (the same weight gives the same packed weights, so right
+        results stay bit-identical). In eval it quantizes if the weight differs from the weight of the last eval
+        forward. It compares contents, because ``weight.data``, numpy and the optimizer kernels of bitsandbytes
+        write without raising version counters. On a CPU it compares a checksum (CRC-32) of the whole weight; two
+        weights share one by chance once in 4e9. On other devices it quantizes in each eval forward, because reading
+        a checksum would wait for the device.
+    """,
+    cost="""
+        In eval on a CPU 0.23 ms a MB, so 1.9 ms for 2048 x 2048 in bfloat16. Quantizing takes 20 ms there, and a
+        product 0.5 ms with one row and 3 ms with 128 rows. On other devices an eval forward quantizes the weight,
+        which takes less time than a product.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

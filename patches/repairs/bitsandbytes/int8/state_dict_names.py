@@ -1,12 +1,4 @@
-"""``get_model_state_dict`` fails on INT8 layers, because keys of their state dict are not attributes.
-
-``Linear8bitLt`` saves ``SCB`` and ``weight_format`` beside ``weight`` and has no attribute of either name.
-``torch.distributed.checkpoint`` finds the owner of each key by following attributes, so ``get_model_state_dict``
-raises ``'Linear8bitLt' object has no attribute 'SCB'`` (FSDP, DCP, accelerate). All releases.
-
-The repair adds both as properties that return what the layer saves. They can be set and deleted, so that
-``functional_call`` accepts a whole state dict.
-"""
+"""``get_model_state_dict`` fails on INT8 layers, because keys of their state dict are not attributes."""
 
 from __future__ import annotations
 
@@ -71,6 +63,16 @@ PATCH = Patch(
     groups=("shard", "save"),
     messages=(Message("'Linear8bitLt' object has no attribute 'SCB'", "figure"),),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        ``Linear8bitLt`` saves ``SCB`` and ``weight_format`` beside ``weight`` and has no attribute of either name.
+        ``torch.distributed.checkpoint`` finds the owner of each key by following attributes, so
+        ``get_model_state_dict`` raises ``'Linear8bitLt' object has no attribute 'SCB'`` (FSDP, DCP, accelerate).
+        All releases.
+    """,
+    repair="""
+        The repair adds both as properties that return what the layer saves. They can be set and deleted, so that
+        ``functional_call`` accepts a whole state dict.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,10 +1,4 @@
-"""``state_dict()`` of a model with a tied INT8 head raises ``'Parameter' object has no attribute 'SCB'``.
-
-``Linear8bitLt._save_to_state_dict`` reads the scales from the weight. A weight that is tied to an embedding, or
-replaced by FSDP2, is a plain ``Parameter`` without them. On the meta device, transformers also removes the attribute
-from an ``Int8Params``. Saving fails, and so does loading with transformers, which reads the state dict (#1634). Up to
-0.49.2; the repair is the one of 0.50.0 (#1897).
-"""
+"""``state_dict()`` of a model with a tied INT8 head raises ``'Parameter' object has no attribute 'SCB'``."""
 
 from __future__ import annotations
 
@@ -36,6 +30,15 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1634",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1897",
     ),
+    why="""
+        ``Linear8bitLt._save_to_state_dict`` reads the scales from the weight. A weight that is tied to an
+        embedding, or replaced by FSDP2, is a plain ``Parameter`` without them. On the meta device, transformers
+        also removes the attribute from an ``Int8Params``. Saving fails, and so does loading with transformers,
+        which reads the state dict (#1634). Up to 0.49.2.
+    """,
+    repair="""
+        The repair is the one of 0.50.0 (#1897).
+    """,
     requires=("bitsandbytes>=0.46.1,<0.50",),
     tested_up_to="0.49.2",
     edits=(

@@ -1,18 +1,4 @@
-"""Packed INT8 weights are loaded without their scales, silently.
-
-``SCB`` is neither a parameter nor a buffer, so ``load_state_dict(strict=True)`` does not report it as missing. If
-packed weights arrive alone, they are combined with the scales that the layer had, and every output is wrong. This
-happens with ``set_model_state_dict(broadcast_from_rank0=True)``, which sends only parameters and buffers to the other
-ranks, and with a saved ``dict(model.named_parameters())``. A layer that is not quantized yet takes the packed weights
-as values. All releases.
-
-With the repair, packed weights without scales raise an error that names the layer, and the layer is left as it was.
-Two cases are accepted: they equal the packed weights that the layer has, so its scales fit, or they are assigned as an
-``Int8Params`` that carries its scales. A program that loads the files of a checkpoint one by one with ``strict=False`` may
-find weight and scales in two of them: the layer then has no scales until they are loaded, and raises an error that names
-it if it computes before that. transformers' ``load_sharded_checkpoint`` is such a program. Floating-point weights for a
-quantized layer raise an error too, because torch would truncate them to integers.
-"""
+"""Packed INT8 weights are loaded without their scales, silently."""
 
 from __future__ import annotations
 
@@ -164,6 +150,22 @@ PATCH = Patch(
     groups=("save", "shard"),
     silent=True,
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
+    why="""
+        ``SCB`` is neither a parameter nor a buffer, so ``load_state_dict(strict=True)`` does not report it as
+        missing. If packed weights arrive alone, they are combined with the scales that the layer had, and every
+        output is wrong. This happens with ``set_model_state_dict(broadcast_from_rank0=True)``, which sends only
+        parameters and buffers to the other ranks, and with a saved ``dict(model.named_parameters())``. A layer that
+        is not quantized yet takes the packed weights as values. All releases.
+    """,
+    repair="""
+        With the repair, packed weights without scales raise an error that names the layer, and the layer is left as
+        it was. Two cases are accepted: they equal the packed weights that the layer has, so its scales fit, or they
+        are assigned as an ``Int8Params`` that carries its scales. A program that loads the files of a checkpoint
+        one by one with ``strict=False`` may find weight and scales in two of them: the layer then has no scales
+        until they are loaded, and raises an error that names it if it computes before that. transformers'
+        ``load_sharded_checkpoint`` is such a program. Floating-point weights for a quantized layer raise an error
+        too, because torch would truncate them to integers.
+    """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(

@@ -1,21 +1,4 @@
-"""A copied or unpickled optimizer of bitsandbytes cannot step.
-
-torch copies and pickles what ``Optimizer.__getstate__`` returns: defaults, states and groups. The optimizers of
-bitsandbytes have more attributes, set in ``__init__`` (whether their states have 8 bits, their code books, names),
-which it does not return. After ``copy.deepcopy((model, optimizer))``, or after ``torch.save`` and ``torch.load`` of an
-optimizer, ``step()``, ``load_state_dict()`` and since 0.49.2 ``state_dict()`` raise ``'Adam8bit' object has no
-attribute 'initialized'`` (or ``'non_castable_tensor_keys'``). All releases; torch's own optimizers can be copied.
-
-The repair returns these attributes as well, and the configuration that overrides gave to the parameters, so that the
-copied parameters have it too. Objects that exist once in a process (the managers) are the ones of the process of the
-copy. A copy steps exactly as the original does, bit for bit.
-
-Paged states are in memory that cannot be copied. Such an optimizer is copied as before, and the copy cannot step: use
-``state_dict()``. A file that was written without the plugin cannot step either, because nothing restores all that it
-lacks.
-
-Cost: nothing in a step.
-"""
+"""A copied or unpickled optimizer of bitsandbytes cannot step."""
 
 from __future__ import annotations
 
@@ -126,6 +109,26 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L189",),
+    why="""
+        torch copies and pickles what ``Optimizer.__getstate__`` returns: defaults, states and groups. The
+        optimizers of bitsandbytes have more attributes, set in ``__init__`` (whether their states have 8 bits,
+        their code books, names), which it does not return. After ``copy.deepcopy((model, optimizer))``, or after
+        ``torch.save`` and ``torch.load`` of an optimizer, ``step()``, ``load_state_dict()`` and since 0.49.2
+        ``state_dict()`` raise ``'Adam8bit' object has no attribute 'initialized'`` (or
+        ``'non_castable_tensor_keys'``). All releases; torch's own optimizers can be copied.
+    """,
+    repair="""
+        The repair returns these attributes as well, and the configuration that overrides gave to the parameters, so
+        that the copied parameters have it too. Objects that exist once in a process (the managers) are the ones of
+        the process of the copy. A copy steps exactly as the original does, bit for bit.
+
+        Paged states are in memory that cannot be copied. Such an optimizer is copied as before, and the copy cannot
+        step: use ``state_dict()``. A file that was written without the plugin cannot step either, because nothing
+        restores all that it lacks.
+    """,
+    cost="""
+        Nothing in a step.
+    """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(

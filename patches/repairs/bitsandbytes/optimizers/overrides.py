@@ -1,40 +1,4 @@
-"""An optimizer override is applied to parameters that it was not made for.
-
-An optimizer override keeps its model in memory, and is applied to parameters that it was not made for. Parameters can
-have their own optimizer configuration. ``Trainer`` (``adamw_8bit`` and similar), peft's LoRA+ and the embeddings of
-``bitsandbytes.nn`` register 32 bits for embeddings. ``GlobalOptimManager`` keeps this until the process ends, in three
-ways: by module, which it keeps alive with everything it refers to; by ``id()`` of the parameter, which a new parameter
-gets once the old one is gone; and by position in the optimizer, where the next model has another parameter. If one
-process trains several models (a notebook, a sweep, a test suite), the embeddings of each stay in memory, and other
-parameters silently get 32-bit states or another learning rate. All releases.
-
-The repair keeps an override as long as its parameter lives. Modules are held weakly, and an override by ``id()`` is
-removed with the parameter. What an optimizer finds by module it stores by parameter only. Since 0.50 overrides by
-parameter are looked up beside those by position; earlier releases ignored them (#1269), and with the repair they are
-looked up there too. What ``register_parameters`` stores by position stays, because an override follows
-``tensor.to(device)`` that way.
-
-A copy of an embedding of ``bitsandbytes.nn`` does not run the constructor that registers it. Unpatched it often had
-the override of its original by its position in the optimizer. With the repair it is registered like its original.
-
-``torch.utils.swap_tensors`` refuses tensors that are referred to weakly. It swaps registered parameters as before: what
-is noted stays with the object.
-
-Cost: nothing in a step; before 0.50 one dict lookup for each parameter, as in later releases.
-
-An optimizer override of one parameter is applied to all parameters that were given in the same call.
-``GlobalOptimManager.override_config`` takes a list of parameters and stores the same dict for each: the one that it
-was given, or one made of ``key`` and ``value``. A later call for one of these parameters writes into that dict. So the
-others get the override too, as does the caller's own dict and every parameter that is given it later. Example: some
-layers have a lower learning rate, then one of them gets 32-bit states; all of them get 32-bit states. There is no
-message. All releases; before 0.50 only if the parameters are registered afterwards, because overrides had no effect
-otherwise.
-
-The repair stores one dict for each parameter. If the caller passed a dict, later overrides go into a separate layer
-above it, so that changes of the caller's dict count as before.
-
-Cost: nothing in a step of a parameter without override.
-"""
+"""An optimizer override is applied to parameters that it was not made for."""
 
 from __future__ import annotations
 
@@ -229,6 +193,45 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py#L119",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2029",
     ),
+    why="""
+        Parameters can have their own optimizer configuration. ``Trainer`` (``adamw_8bit`` and similar), peft's
+        LoRA+ and the embeddings of ``bitsandbytes.nn`` register 32 bits for embeddings. ``GlobalOptimManager``
+        keeps this until the process ends, in three ways: by module, which it keeps alive with everything it refers
+        to; by ``id()`` of the parameter, which a new parameter gets once the old one is gone; and by position in
+        the optimizer, where the next model has another parameter. If one process trains several models (a notebook,
+        a sweep, a test suite), the embeddings of each stay in memory, and other parameters silently get 32-bit
+        states or another learning rate. All releases.
+
+        An optimizer override of one parameter is applied to all parameters that were given in the same call.
+        ``GlobalOptimManager.override_config`` takes a list of parameters and stores the same dict for each: the one
+        that it was given, or one made of ``key`` and ``value``. A later call for one of these parameters writes
+        into that dict. So the others get the override too, as does the caller's own dict and every parameter that
+        is given it later. Example: some layers have a lower learning rate, then one of them gets 32-bit states; all
+        of them get 32-bit states. There is no message. All releases; before 0.50 only if the parameters are
+        registered afterwards, because overrides had no effect otherwise.
+    """,
+    repair="""
+        The repair keeps an override as long as its parameter lives. Modules are held weakly, and an override by
+        ``id()`` is removed with the parameter. What an optimizer finds by module it stores by parameter only. Since
+        0.50 overrides by parameter are looked up beside those by position; earlier releases ignored them (#1269),
+        and with the repair they are looked up there too. What ``register_parameters`` stores by position stays,
+        because an override follows ``tensor.to(device)`` that way.
+
+        A copy of an embedding of ``bitsandbytes.nn`` does not run the constructor that registers it. Unpatched it
+        often had the override of its original by its position in the optimizer. With the repair it is registered
+        like its original.
+
+        ``torch.utils.swap_tensors`` refuses tensors that are referred to weakly. It swaps registered parameters as
+        before: what is noted stays with the object.
+
+        The repair stores one dict for each parameter. If the caller passed a dict, later overrides go into a
+        separate layer above it, so that changes of the caller's dict count as before.
+    """,
+    cost="""
+        Nothing in a step; before 0.50 one dict lookup for each parameter, as in later releases.
+
+        Nothing in a step of a parameter without override.
+    """,
     former_ids=("bitsandbytes-override-outlives-model", "bitsandbytes-override-shared-dict"),
     parts=(
         Part(

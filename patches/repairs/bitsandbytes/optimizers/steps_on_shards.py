@@ -1,25 +1,4 @@
-"""No optimizer of bitsandbytes steps under FSDP2.
-
-``fully_shard`` makes each parameter and its gradient a ``DTensor``, whose shape is the shape of the whole and whose memory
-is one shard. The optimizers pass it to their kernels, with 8-bit scales for the whole. The first step raises ``got
-mixed torch.Tensor and DTensor`` or ``does not have a sharding strategy registered``, and on a GPU it is an illegal
-memory access. All releases. Before 0.50 no optimizer runs on a CPU, so the repair begins with 0.50. (#1633)
-
-The repair passes the kernels the rank's shard of the parameter, of its gradient and of its states. States and scales
-are sharded like the parameter, so ``torch.distributed.checkpoint`` saves and loads them as it does for torch's
-optimizers, on any number of ranks. Blocks of 256 values share a scale. If every rank has the same number of complete
-rows and these are complete blocks, a step equals a step of one process bit for bit. If shards cut a block (odd sizes, a
-weight that is sharded along another dimension or along two), the state of that parameter has 32 bits instead, with a
-warning.
-
-So the number of bits depends on the number of ranks. A full state dict is converted to the one of the ranks that load it
-(8 to 32 bits exactly, 32 to 8 bits as a step rounds), and ``torch-checkpoint-other-forms`` does so for ``dcp.load``.
-On a GPU, paged states are not paged under FSDP2, with a warning. LARS and LAMB limit an update by its norm if the
-state has 32 bits (small parameters always do), and no rank knows that norm: they still fail there, with an error that
-says why.
-
-Cost: without FSDP2 a type check for each parameter in a step.
-"""
+"""No optimizer of bitsandbytes steps under FSDP2."""
 
 from __future__ import annotations
 
@@ -200,6 +179,30 @@ PATCH = Patch(
         ),
     ),
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",),
+    why="""
+        ``fully_shard`` makes each parameter and its gradient a ``DTensor``, whose shape is the shape of the whole
+        and whose memory is one shard. The optimizers pass it to their kernels, with 8-bit scales for the whole. The
+        first step raises ``got mixed torch.Tensor and DTensor`` or ``does not have a sharding strategy
+        registered``, and on a GPU it is an illegal memory access. All releases. Before 0.50 no optimizer runs on a
+        CPU, so the repair begins with 0.50. (#1633)
+    """,
+    repair="""
+        The repair passes the kernels the rank's shard of the parameter, of its gradient and of its states. States
+        and scales are sharded like the parameter, so ``torch.distributed.checkpoint`` saves and loads them as it
+        does for torch's optimizers, on any number of ranks. Blocks of 256 values share a scale. If every rank has
+        the same number of complete rows and these are complete blocks, a step equals a step of one process bit for
+        bit. If shards cut a block (odd sizes, a weight that is sharded along another dimension or along two), the
+        state of that parameter has 32 bits instead, with a warning.
+
+        So the number of bits depends on the number of ranks. A full state dict is converted to the one of the ranks
+        that load it (8 to 32 bits exactly, 32 to 8 bits as a step rounds), and ``torch-checkpoint-other-forms``
+        does so for ``dcp.load``. On a GPU, paged states are not paged under FSDP2, with a warning. LARS and LAMB
+        limit an update by its norm if the state has 32 bits (small parameters always do), and no rank knows that
+        norm: they still fail there, with an error that says why.
+    """,
+    cost="""
+        Without FSDP2 a type check for each parameter in a step.
+    """,
     requires=("bitsandbytes>=0.50", "torch>=2.6"),
     tested_up_to="0.50.2",
     edits=(
