@@ -194,7 +194,7 @@ class Registry:
     def _put_in(self, ids: Collection[str], untested: bool) -> None:
         self._change(partial(self._plan_apply, dict.fromkeys(ids, untested), frozenset()))
         self._await_imports()
-        if len(ids) >= len(self.patches):  # what a few make is made for a trial
+        if len(ids) >= len(self.ids.keys(())):  # what a few make is made for a trial
             self._builder.compiler.keep()
 
     def _change(self, plan: Callable[[Draft], None]) -> None:
