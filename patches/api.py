@@ -88,7 +88,7 @@ def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -
     PatchError
         With ``strict``: a patch met a conflict or failed.
     """
-    settings = autoload.Settings.read(REGISTRY.patches, find=REGISTRY.ids.find)
+    settings = autoload.read_settings()
     REGISTRY.disabled = settings.disabled
     return REGISTRY.apply(
         *ids,
@@ -119,7 +119,7 @@ def applied(*ids: str, strict: bool = True, untested: bool = False) -> Iterator[
     PatchError
         With ``strict``: a patch met a conflict or failed. What was applied on entry is reverted.
     """
-    REGISTRY.disabled = autoload.Settings.read(REGISTRY.patches, find=REGISTRY.ids.find).disabled
+    REGISTRY.disabled = autoload.read_settings().disabled
     with REGISTRY.applied(*ids, strict=strict, untested=untested) as report:
         yield report
 

@@ -66,11 +66,18 @@ class Settings:
         )
 
 
+def read_settings() -> Settings:
+    """What the environment asks of our patches, which it may name by an id that one had before."""
+    from .registry import REGISTRY
+
+    return Settings.read(REGISTRY.patches, find=REGISTRY.ids.find)
+
+
 def start() -> None:
     """Apply every patch that fits, now or when its package is imported."""
     from .registry import REGISTRY
 
-    settings = Settings.read(REGISTRY.patches, find=REGISTRY.ids.find)
+    settings = read_settings()
     if whose := second_name.describe_replaced_package():
         REGISTRY.note(whose)
         _log(logging.WARNING, "%s", whose)

@@ -173,7 +173,7 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
     text = " ".join(options.text)
     known = REGISTRY.ids.find(text)
     found = [known] if known else explain.matching(text, REGISTRY.patches)
-    REGISTRY.disabled = autoload.Settings.read(REGISTRY.patches, find=REGISTRY.ids.find).disabled
+    REGISTRY.disabled = autoload.read_settings().disabled
     report = REGISTRY.report(*found) if found else Report(())
     if options.json:
         rows = [{"id": i, **explain.sections(REGISTRY.patches[i], report[i])} for i in found]
@@ -197,7 +197,7 @@ def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
     handler = logging.StreamHandler()
     handler.addFilter(_once())
     logging.getLogger("bnb_patches").addHandler(handler)
-    off = automatic and not autoload.Settings.read(REGISTRY.patches, find=REGISTRY.ids.find).autoload
+    off = automatic and not autoload.read_settings().autoload
     said: list[str] = [second_name.describe_replaced_package()]
     before = os.environ.get("PATCHES_AUTOLOAD")
     os.environ["PATCHES_AUTOLOAD"] = "0"  # while it imports: one way of applying is enough
