@@ -89,7 +89,7 @@ def start() -> None:
     REGISTRY.disabled = settings.disabled
     if started:
         return
-    if old := gate.in_one_look(gate.too_old):
+    if old := gate.too_old(REGISTRY.floors):
         _log(logging.WARNING, "%s; nothing is changed", old)
     REGISTRY.on_change = lambda report: _tell(report, settings)
     REGISTRY.follow_imports(untested=settings.untested)

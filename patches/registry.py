@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import stacks
-from .engine import catalog, compiler, gate
+from .engine import catalog, compiler
 from .engine.build import Builder
 from .engine.registry import Registry
 from .engine.report import Report
@@ -34,7 +34,10 @@ class _OverStacks(Registry):
         )
 
 
-gate.floors.update(stacks.oldest_releases())
 REGISTRY = _OverStacks(
-    catalog.patches(), compiled_code.forget_compiled_code, live_objects.one_walk, Builder(compiler.compiler())
+    catalog.patches(),
+    compiled_code.forget_compiled_code,
+    live_objects.one_walk,
+    Builder(compiler.compiler()),
+    stacks.oldest_releases(),
 )

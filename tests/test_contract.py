@@ -20,7 +20,6 @@ from patches import REGISTRY
 from patches.engine import gate
 from patches.engine.edits import Rewrite, module_of
 from patches.engine.patch import Patch
-from patches.engine.report import Status
 from patches.engine.match import check
 from patches.verification import PHASES, _NOT_THERE
 from tests import processor, releases
@@ -28,7 +27,7 @@ from tests.snapshot import SNAPSHOT
 from tools import drift
 
 ALL = [REGISTRY.patches[i] for i in os.environ.get("PATCH", "").split()] or list(REGISTRY.patches.values())
-HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
+HERE = [p for p in ALL if gate.is_for(p)]
 """Those for the installed releases."""
 
 DAILY = [p.id for p in ALL if releases.is_newest() or any(module_of(e).startswith("bitsandbytes") for e in p.edits)]

@@ -203,7 +203,7 @@ def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
     os.environ["PATCHES_AUTOLOAD"] = "0"  # while it imports: one way of applying is enough
     try:
         asked = [REGISTRY.patches[result.id] for result in REGISTRY.report(*ids)]
-        said += REGISTRY.import_targets(*(p for p in asked if gate.check(p).status is Status.AVAILABLE))
+        said += REGISTRY.import_targets(*filter(gate.is_for, asked))
     finally:
         del os.environ["PATCHES_AUTOLOAD"]
         os.environ.update({"PATCHES_AUTOLOAD": before} if before is not None else {})

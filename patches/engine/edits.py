@@ -94,5 +94,5 @@ Edit = Rewrite | SetAttribute | DeleteAttribute
 
 
 def module_of(edit: Edit) -> str:
-    """The module that must be imported before ``edit`` can be applied."""
+    """Return the module that must be imported before ``edit`` can be applied."""
     return edit.target.partition(":")[0]

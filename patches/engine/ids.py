@@ -57,11 +57,16 @@ class Ids:
 
     def part(self, key: str) -> Part:
         """Return the part with ``key``."""
-        return next(part for part in self.present[key.partition(": ")[0]].parts if part.key == key)
+        return next(part for part in self.present[patch_id_of(key)].parts if part.key == key)
+
+
+def patch_id_of(key: str) -> str:
+    """Return the id of the patch whose part has ``key``."""
+    return key.partition(": ")[0]
 
 
 def unknown(patch_id: str, known: Iterable[str], kind: str = "patch") -> str:
-    """The message for an id, or other name of a ``kind``, that does not exist."""
+    """Make the message for an id, or another name of a ``kind``, that does not exist."""
     near = difflib.get_close_matches(str(patch_id), list(known), n=3, cutoff=0.4)
     hint = f"the nearest: {', '.join(near)}" if near else "`python -m patches list` shows all"
     return f"no {kind} is named {patch_id!r}; {hint}"

@@ -34,25 +34,25 @@ class Slot(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether the place is still there."""
+        """Tell whether the place is still there."""
 
     def held(self) -> Any:
-        """The object that the place is in, for code that needs it to stay; None if it is gone."""
+        """Return the object that the place is in, for code that needs it to stay; None if it is gone."""
 
     def read(self) -> Any:
-        """What stands there now."""
+        """Return the value that stands there now."""
 
     def build(self, original: Any, edits: Sequence[Any], compiler: Compiler) -> Any:
-        """The value that ``edits`` make of ``original``; writes nothing. May raise ``Conflict``."""
+        """Make the ``edits`` of ``original``, and write nothing. May raise ``Conflict``."""
 
     def step(self, before: Any, after: Any) -> Step | None:
-        """What puts ``after`` there, where ``before`` stands now; None if the place is gone."""
+        """Return the step that puts ``after`` there, where ``before`` stands now; None if the place is gone."""
 
     def diff(self, original: Any, edits: Sequence[Any]) -> str:
-        """What ``edits`` make of ``original``, as a unified diff."""
+        """Show the ``edits`` of ``original`` as a unified diff."""
 
     def displaced(self) -> str:
-        """Who put something else where the place was to be found, in words; empty if no other code did."""
+        """Say who put something else where the place was to be found; empty if no other code did."""
 
 
 class CodeSlot:
@@ -220,10 +220,10 @@ def _is_function(value: Any) -> bool:
 
 
 def slots_of(edit: Edit) -> list[tuple[Slot, Edit]]:
-    """The places that ``edit`` changes, each with the edit to make there.
+    """Return the places that ``edit`` changes, each with the edit to make there.
 
-    The module of the edit must be imported. Raises ``Conflict`` if it does not hold what the
-    target names; ``Replaced``, which is one, if a function of another package stands there.
+    The module of the edit must be imported. Raises ``Conflict`` if the target is not in it, and its subclass ``Replaced``
+    if a function of another package stands there.
     """
     if not isinstance(edit, Rewrite):
         return [(AttributeSlot(*targets.owner_of(edit.target), edit.target), edit)]

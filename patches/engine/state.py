@@ -58,8 +58,6 @@ class State:
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     waiting: Mapping[str, bool] = field(default_factory=dict)
     """Patches that follow an import, and whether on untested releases too."""
-    holders: Mapping[str, tuple[ref[Any], ...]] = field(default_factory=dict)
-    """Who uses a feature; it goes when none of them is alive."""
     duties: tuple[Duty, ...] = ()
     retired: tuple[ref[CodeType], ...] = field(default=(), repr=False)
     """Code that was reverted while names that it uses are still there; held weakly, for others may have it."""

@@ -22,7 +22,7 @@ ABSENT: Any = _Absent()
 
 
 def owner_of(target: str) -> tuple[Any, str]:
-    """The class or module that holds the last name of ``target``, and that name."""
+    """Return the class or module that holds the last name of ``target``, and that name."""
     module, _, path = target.partition(":")
     *parents, attribute = path.split(".")
     owner: Any = sys.modules.get(module)
@@ -36,7 +36,7 @@ def owner_of(target: str) -> tuple[Any, str]:
 
 
 def function_of(edit: Rewrite) -> FunctionType:
-    """The function that ``edit`` is to rewrite. Raises ``Replaced`` if another package put its own there."""
+    """Return the function that ``edit`` rewrites. Raises ``Replaced`` if another package put its own there."""
     function = _found(edit)
     if not is_of(function, edit.target):
         raise Replaced(f"{edit.target} was replaced by a function of {home(function)}")
@@ -54,7 +54,7 @@ def _found(edit: Rewrite) -> FunctionType:
 
 
 def unwrapped(raw: Any, target: str) -> FunctionType:
-    """The function under static and class methods, properties and ``functools.wraps``."""
+    """Return the function under static and class methods, properties and ``functools.wraps``."""
     if raw is ABSENT:
         raise Conflict(f"{target}: there is no such function")
     seen: set[int] = set()
@@ -72,7 +72,7 @@ def unwrapped(raw: Any, target: str) -> FunctionType:
 
 
 def module_of(function: FunctionType, target: str) -> ModuleType:
-    """The module whose globals ``function`` uses."""
+    """Return the module whose globals ``function`` uses."""
     module = sys.modules.get(home(function))
     if not isinstance(module, ModuleType) or vars(module) is not function.__globals__:
         raise Conflict(f"{target}: the module that defined it is no longer in sys.modules")
@@ -80,17 +80,17 @@ def module_of(function: FunctionType, target: str) -> ModuleType:
 
 
 def home(function: FunctionType) -> str:
-    """The module in which ``function`` was written, whatever ``functools.wraps`` made of its name."""
+    """Return the module in which ``function`` was written, whatever ``functools.wraps`` made of its name."""
     return str(function.__globals__.get("__name__", ""))
 
 
 def is_of(function: FunctionType, target: str) -> bool:
-    """Whether ``function`` was written in the package that ``target`` is in."""
+    """Tell whether ``function`` was written in the package that ``target`` is in."""
     return home(function).partition(".")[0] == target.partition(":")[0].partition(".")[0]
 
 
 def displaced(edit: Rewrite, function: FunctionType) -> str:
-    """Who put something else where ``function`` was found, in words; empty if no other code did."""
+    """Say who put something else where ``function`` was found; empty if no other code did."""
     try:
         found = _found(edit)
     except Conflict:
@@ -101,14 +101,14 @@ def displaced(edit: Rewrite, function: FunctionType) -> str:
 
 
 def _reaches(wrapper: FunctionType, function: FunctionType, depth: int = 4) -> bool:
-    """Whether ``wrapper`` is ``function`` or has it in its closure, as one that calls it would."""
+    """Tell whether ``wrapper`` is ``function`` or has it in its closure, as one that calls it would."""
     if wrapper is function:
         return True
     return depth > 0 and any(_reaches(inner, function, depth - 1) for inner in enclosed(wrapper))
 
 
 def enclosed(function: FunctionType) -> Iterator[FunctionType]:
-    """The functions in the closure of ``function``."""
+    """Give the functions in the closure of ``function``."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # nothing is in it yet
             if isinstance(cell.cell_contents, FunctionType):

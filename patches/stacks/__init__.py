@@ -65,9 +65,9 @@ def nearest_stack() -> Nearest | None:
 
 def report_notes() -> tuple[str, ...]:
     """What the report says of the installed stack."""
-    if old := gate.in_one_look(gate.too_old):
+    if old := gate.too_old(oldest_releases()):
         return (f"{old}; nothing is changed",)
-    found = gate.in_one_look(nearest_stack)
+    found = nearest_stack()
     return () if found is None else (str(found),)
 
 

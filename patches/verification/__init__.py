@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..engine import gate, needs, table
+from ..engine.ids import patch_id_of
 from ..engine.patch import CannotShow, Finding, Part
 from ..engine.report import Status
 from .processes import ask_processes
@@ -103,7 +104,7 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
         raise ValueError(f"jobs must be 1 or more, not {jobs}")
     chosen = [REGISTRY.patches[result.id] for result in REGISTRY.report(*ids)]
     parts = {(patch.id, part.name): part for patch in chosen for part in patch.parts}
-    verdicts = {key: gate.check(part) for key, part in parts.items()}
+    verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
     tasks = [(*key, phase) for key in parts for phase in _phases(verdicts[key].status)]
     findings: dict[tuple[str, str], dict[str, Answer]] = {key: {} for key in parts}
     preload = _preload([(part, verdicts[key]) for key, part in parts.items()])
@@ -184,7 +185,7 @@ def _phases(status: Status) -> Sequence[str]:
 
 def _judged(part: Part, verdict: gate.Verdict, found: dict[str, Answer]) -> Row:
     def row(verdict: str, reason: str, found: dict[str, Answer]) -> Row:
-        return Row(part.key.partition(": ")[0], verdict, reason, found, part.name)
+        return Row(patch_id_of(part.key), verdict, reason, found, part.name)
 
     found = {phase: found[phase] for phase in PHASES if phase in found}
     said = [present for present, _ in found.values()]
