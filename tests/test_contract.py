@@ -164,12 +164,15 @@ for patch in here:  # where it edits, after each; everywhere, after all
 after, _keep3 = snapshot()
 assert changed(before, after) == [], changed(before, after)
 """,
-    # several patches share functions: each can leave first, and the last one puts the original back
-    "taken out in any order, and the rest stays": """
+    # several patches share functions: each can come or leave first, and the last one puts the original back
+    "put in and taken out one by one, in any order, and the rest stays": """
 import random
 for seed in sys.argv[3:]:
     order = [p.id for p in here]
-    patches.apply(*order, strict=True)
+    random.Random(seed[::-1]).shuffle(order)
+    for name in order:
+        patches.apply(name, strict=True)
+    assert {r.id for r in patches.report().with_status(Status.APPLIED)} == set(order)
     random.Random(seed).shuffle(order)
     for i, name in enumerate(order):
         patches.revert(name)

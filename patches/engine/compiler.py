@@ -42,9 +42,12 @@ class Compiler:
         """Make every edit in ``function``, whose code was ``code``. May raise ``Conflict``."""
         return match.rewrite(locate.read(function, code), edits)
 
-    def holds(self, function: FunctionType, text: str) -> bool:
-        """Tell whether the expression or statements ``text`` stand in ``function``. May raise ``Conflict``."""
-        return match.occurrences(locate.read(function, function.__code__), text) > 0
+    def holds(self, function: FunctionType, code: CodeType, text: str) -> bool:
+        """Tell whether the expression or statements ``text`` stand in ``function``, whose code was ``code``.
+
+        May raise ``Conflict``.
+        """
+        return match.occurrences(locate.read(function, code), text) > 0
 
     def keep(self) -> None:
         """Write new code to the file, if there is one. Raises no ``Exception``."""
@@ -63,8 +66,8 @@ class KeepingCompiler(Compiler):
         make = partial(super().rewritten, function, code, edits)
         return cast(CodeType, self._remembered(function, code, asked, make))
 
-    def holds(self, function: FunctionType, text: str) -> bool:
-        return cast(bool, self._remembered(function, function.__code__, text, partial(super().holds, function, text)))
+    def holds(self, function: FunctionType, code: CodeType, text: str) -> bool:
+        return cast(bool, self._remembered(function, code, text, partial(super().holds, function, code, text)))
 
     def _remembered(self, function: FunctionType, code: CodeType, asked: Any, make: Callable[[], Any]) -> Any:
         stamp = _stamp(code.co_filename)  # before the file is read

@@ -105,7 +105,7 @@ class Draft:
 
     def _new_places(self, owner: str, edits: Sequence[Edit]) -> list[tuple[Slot, Edit]]:
         """Find the slots of ``edits`` in which ``owner`` has no edit yet."""
-        pairs = [pair for edit in edits for pair in slots_of(edit)]
+        pairs = [pair for edit in edits for pair in slots_of(edit, self.before)]
         if not pairs:
             raise Conflict("the patch has no edit for this release")
         fresh = []
@@ -158,7 +158,7 @@ class Draft:
     def _build(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> Installed:
         """Add the edits ``added`` to ``known``, in the order of their owners."""
         edits = tuple(sorted((*known.edits, *added), key=lambda entry: self._order.get(entry[0], len(self._order))))
-        return self._builder.with_edits(known, edits)
+        return self._builder.with_edits(known, edits, self.before)
 
     # -- taking out ----------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Draft:
         rest = tuple((owner, edit) for owner, edit in known.edits if owner not in leaving)
         if rest:
             try:
-                self._builder.with_edits(known, rest)
+                self._builder.with_edits(known, rest, self.before)
             except Conflict as conflict:
                 return f"cannot be reverted alone, because another patch changed the same function: {conflict}"
         return ""
@@ -212,7 +212,7 @@ class Draft:
     def _leave(self, key: Hashable, known: Installed, rest: tuple[tuple[str, Edit], ...]) -> None:
         """Let a slot have the edits ``rest`` alone; a name without edits stays until nothing uses it."""
         if rest:
-            self.slots[key] = self._builder.with_edits(known, rest)
+            self.slots[key] = self._builder.with_edits(known, rest, self.before)
         elif isinstance(known.slot, NameSlot):
             self.slots[key] = Installed(known.slot, known.original, (), known.value)
         else:

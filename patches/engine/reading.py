@@ -68,7 +68,7 @@ def part_result(state: State, patch: Patch, part: Part, verdict: gate.Verdict, *
     notes: tuple[str, ...] = ()
     active = [known for known in active if known.slot.alive]
     if active:
-        status, reason = _of_active(needs.edits(part), active)
+        status, reason = _of_active(state, needs.edits(part), active)
         if outcome is not None:
             reason, notes = reason or outcome.reason, outcome.notes
     elif disabled:
@@ -93,11 +93,11 @@ def features(state: State, known: Iterable[Feature]) -> Iterator[Result]:
     """Give the features that are in."""
     for feature in known:
         if active := state.active.get(feature.id):
-            status, reason = _of_active(feature.edits, active)
+            status, reason = _of_active(state, feature.edits, active)
             yield Result(feature.id, feature.summary, status, reason, changes=_changes(active, feature.id))
 
 
-def _of_active(edits: Iterable[Edit], active: Sequence[Installed]) -> tuple[Status, str]:
+def _of_active(state: State, edits: Iterable[Edit], active: Sequence[Installed]) -> tuple[Status, str]:
     """Return the state of an owner that has edits in, and the reason."""
     lost = [
         f"{known.slot.name} was changed by another program after the patch was applied"
@@ -106,7 +106,7 @@ def _of_active(edits: Iterable[Edit], active: Sequence[Installed]) -> tuple[Stat
     ]
     keys = {known.slot.key for known in active}
     try:
-        slots = [slot for edit in edits for slot, _ in slots_of(edit) if not isinstance(slot, NameSlot)]
+        slots = [slot for edit in edits for slot, _ in slots_of(edit, state) if not isinstance(slot, NameSlot)]
         others = [slot.name for slot in slots if slot.key not in keys]
     except Conflict:  # something of someone else's stands there, or nothing
         lost += filter(None, (known.slot.displaced() for known in active))

@@ -41,7 +41,8 @@ def _shown(attribute: str, value: Any) -> list[str]:
     inner: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     try:
         head = f"# {attribute} = {type(value).__name__} of {inner.__module__}.{inner.__qualname__}\n"
-        return [head, *inspect.getsource(inner).splitlines(keepends=True)]
+        source = inspect.getsource(getattr(inner, "__code__", inner))  # not of the function that it wraps
+        return [head, *source.splitlines(keepends=True)]
     except (TypeError, OSError, AttributeError):
         text = repr(value)
         return [f"{attribute} = {text if ' at 0x' not in text else type(value).__name__}\n"]

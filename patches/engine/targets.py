@@ -35,18 +35,25 @@ def owner_of(target: str) -> tuple[Any, str]:
     return owner, attribute
 
 
-def function_of(edit: Rewrite) -> FunctionType:
-    """Return the function that ``edit`` rewrites. Raises ``Replaced`` if another package put its own there."""
-    function = _found(edit)
+def raw_attribute(owner: Any, attribute: str) -> Any:
+    """Return the raw value of an attribute of a class or module itself; ``ABSENT`` if there is none."""
+    return vars(owner).get(attribute, ABSENT)
+
+
+def function_of(edit: Rewrite, raw: Callable[[Any, str], Any] = raw_attribute) -> FunctionType:
+    """Return the function that ``edit`` rewrites; ``raw`` gives the attributes of classes and modules.
+
+    Raises ``Replaced`` if another package put its own function there.
+    """
+    function = _found(edit, raw)
     if not is_of(function, edit.target):
         raise Replaced(f"{edit.target} was replaced by a function of {home(function)}")
     return function
 
 
-def _found(edit: Rewrite) -> FunctionType:
+def _found(edit: Rewrite, raw: Callable[[Any, str], Any]) -> FunctionType:
     if edit.reach is None:
-        owner, attribute = owner_of(edit.target)
-        return unwrapped(vars(owner).get(attribute, ABSENT), edit.target)
+        return unwrapped(raw(*owner_of(edit.target)), edit.target)
     try:
         return edit.reach()
     except LookupError as error:
@@ -92,7 +99,7 @@ def is_of(function: FunctionType, target: str) -> bool:
 def displaced(edit: Rewrite, function: FunctionType) -> str:
     """Say who put something else where ``function`` was found; empty if no other code did."""
     try:
-        found = _found(edit)
+        found = _found(edit, raw_attribute)
     except Conflict:
         return f"{edit.target} was removed by another program after the patch was applied"
     if _reaches(found, function):
