@@ -20,7 +20,24 @@ __all__ = ["Inspection", "inspect"]
 
 
 def inspect(model: Any, optimizer: Any = None) -> Inspection:
-    """See :func:`patches.inspect`."""
+    """Say in one table what a live model consists of, what of it trains, and what will go wrong.
+
+    It changes nothing, reads no contents of tensors, imports nothing, and needs no patch applied. ``print()`` shows
+    the table and below it each problem with what to do; a notebook shows it as a table. ``.problems`` has the problems
+    that no applied patch has repaired. Programs use ``.problems``, ``.to_dict()`` and ``.to_json()``.
+
+    Parameters
+    ----------
+    model:
+        Any ``torch.nn.Module``: of transformers, wrapped by peft, dispatched by accelerate, compiled, or plain.
+    optimizer:
+        Its ``torch.optim.Optimizer``. After ``zero_grad()`` only the optimizer knows which parameters got no gradient.
+
+    Raises
+    ------
+    TypeError
+        ``model`` or ``optimizer`` has another type.
+    """
     torch = sys.modules.get("torch")
     _demand(model, getattr(torch, "nn", None), "Module", "model", "a torch.nn.Module")
     if optimizer is not None:
