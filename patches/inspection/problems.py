@@ -1,4 +1,4 @@
-"""What will go wrong with a model, and what to do: read from its state, nothing is tried."""
+"""Say what will go wrong with a model, and what to do: read from its state, nothing is tried."""
 
 from __future__ import annotations
 
@@ -75,14 +75,7 @@ FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
         PREVENTS,
     ),
 }
-"""By the bits of the layer's class and the fault of its weight: what goes wrong, what to do, patch, what that does."""
-
-ON_META = {
-    "modules_to_save": "peft-modules-to-save-offloaded",
-    "trainable_tokens": "peft-modules-to-save-offloaded",
-    "prompt": "peft-adapters-on-meta",
-}
-"""The patch for what peft leaves on meta, by the kind of adapter; for the others it is one."""
+"""What goes wrong, the remedy, the patch and its effect, by the bits of the layer's class and the fault of its weight."""
 
 
 def find_problems(
@@ -180,9 +173,8 @@ def _half(dtype: str) -> bool:
 def _of_adapters(adapters: Found, training: Training) -> Iterator[Problem]:
     meta: dict[str, list[str]] = {}
     for (kind, _), entry in adapters.items():
-        patch = ON_META.get(
-            kind, ON_META["prompt"] if "Prompt" in kind or "Prefix" in kind else "peft-adapters-on-meta"
-        )
+        copied = kind in ("modules_to_save", "trainable_tokens")
+        patch = "peft-modules-to-save-offloaded" if copied else "peft-adapters-on-meta"
         if names := [name for name, tensor in entry.tensors.values() if tensor.is_meta]:
             meta.setdefault(patch, []).extend(names)
     for patch, names in meta.items():
