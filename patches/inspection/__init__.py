@@ -59,7 +59,7 @@ def _read(model: Any, optimizer: Any) -> Facts:
     found = adapters.find_adapters(modules)
     of_adapters = adapters.tensor_ids(found)
     base = layers.find_layers(modules, of_adapters)
-    naming = Naming(modules, any(layer.weight.how for layer in base))
+    naming = Naming(modules, any(layer.weight.quantized for layer in base))
     named = dict(model.named_parameters())
     parameters = {name: p for name, p in named.items() if p.requires_grad}
     trains = training.read_training(modules, parameters, of_adapters, optimizer)

@@ -19,6 +19,7 @@ from .tensors import (
     is_instance_of,
     offload_hooks,
     offload_place,
+    own_parameters,
     stored_dtype,
     total_bytes,
 )
@@ -58,11 +59,6 @@ class Layer:
     def offloaded(self) -> str:
         """As in ``Layers.offloaded``; empty if it is not offloaded."""
         return f"{self.offload_place}, runs on {self.runs_on}" if self.runs_on else ""
-
-
-def own_parameters(module: Any) -> list[Any]:
-    """Return the parameters of the module itself."""
-    return [p for p in module._parameters.values() if p is not None]
 
 
 def find_layers(modules: Modules, not_these: set[int]) -> list[Layer]:
@@ -128,10 +124,10 @@ def layer_lines(layers: Iterable[Layer], naming: Naming) -> tuple[Layers, ...]:
     groups: dict[tuple[str, ...], list[Layer]] = {}
     for layer in layers:
         weight = layer.weight
-        reason = "" if weight.how else reason_not_quantized(layer, naming)
+        reason = "" if weight.quantized else reason_not_quantized(layer, naming)
         parameter = _main_parameter(layer)
         compute = weight.compute or dtype_name(parameter)
-        key = (layer.kind, weight.how, reason, stored_dtype(parameter), compute, weight.statistics)
+        key = (layer.kind, weight.quantized, reason, stored_dtype(parameter), compute, weight.statistics)
         groups.setdefault(key, []).append(layer)
     return tuple(_line(key, group) for key, group in groups.items())
 
@@ -192,7 +188,7 @@ def reason_not_quantized(layer: Layer, naming: Naming) -> str:
 
 def holds_experts(layer: Layer) -> bool:
     """Tell whether a parameter holds many experts: three dimensions, and no convolution or position."""
-    if layer.weight.how or is_instance_of(layer.module, "torch.nn.modules.conv", "_ConvNd"):
+    if layer.weight.quantized or is_instance_of(layer.module, "torch.nn.modules.conv", "_ConvNd"):
         return False
     return any(p.dim() >= 3 and p.shape[0] > 1 for p in own_parameters(layer.module))
 
@@ -209,7 +205,7 @@ def place_lines(layers: Sequence[Layer]) -> tuple[Place, ...]:
     for layer in layers:
         place = layer.offload_place or layer.device
         counts[place] += 1
-        quantized[place] += bool(layer.weight.how)
+        quantized[place] += bool(layer.weight.quantized)
         if layer.offload_place:
             held[place] += layer.offloaded_bytes
             held[layer.runs_on] += layer.bytes - layer.offloaded_bytes  # statistics and buffers
@@ -235,7 +231,7 @@ def requested_config(layers: Sequence[Layer], naming: Naming) -> Asked | None:
         precision=precision,
         default_list=skip is None,
         skip=tuple(skip or ()),
-        skipped=sum(not layer.weight.how for layer in linear),
+        skipped=sum(not layer.weight.quantized for layer in linear),
         of=len(linear),
         dtypes=dict(Counter(dtype_name(p) for p in floating if type(p).__name__ not in ("Params4bit", "Int8Params"))),
         compute=compute if precision == "4bit" else "",

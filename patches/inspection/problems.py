@@ -9,6 +9,7 @@ from ..process.byte_sizes import format_bytes
 from .adapters import Found
 from .layers import Layer, holds_experts
 from .records import Checkpointing, OptimizerState, Problem, Training
+from .tensors import dtype_name, own_parameters
 from .training import Named
 from .transformers_names import Naming
 
@@ -19,6 +20,7 @@ REPAIRS, PREVENTS, WARNS, RAISES = (
     "raises an error instead",
 )
 
+HALF = ("float16", "bfloat16")
 FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
     ("4", "plain"): (
         "4-bit layers hold a plain weight in floating point (a tied head, an old skip list): forward raises an error",
@@ -120,7 +122,7 @@ def _of_experts(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
     share = sum(layer.weight.parameters for layer in left) / max(1, sum(layer.weight.parameters for layer in layers))
     if not naming.quantized or share < 0.1:
         return
-    kept = sorted({str(p.dtype).removeprefix("torch.") for layer in left for p in layer.module._parameters.values()})
+    kept = sorted({dtype_name(p) for layer in left for p in own_parameters(layer.module)})
     yield Problem(
         f"{share:.0%} of the parameters are 3-D expert parameters and not quantized: "
         f"{format_bytes(sum(layer.bytes for layer in left))} of {' and '.join(kept)}",
@@ -134,7 +136,7 @@ def _of_experts(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
 
 
 def _of_dense(layers: Sequence[Layer]) -> Iterator[Problem]:
-    quantized = tuple(layer.name for layer in layers if layer.weight.how.partition(",")[0].endswith(" experts"))
+    quantized = tuple(layer.name for layer in layers if layer.weight.quantized.partition(",")[0].endswith(" experts"))
     if quantized and (found := dense_operations.dense_summary()):
         yield Problem(
             f"operations in this process dequantized all experts of a parameter at once: {found}",
@@ -147,15 +149,15 @@ def _of_dense(layers: Sequence[Layer]) -> Iterator[Problem]:
 
 
 def _of_compute(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
-    made = [(layer, str(layer.weight.state.dtype)) for layer in layers if layer.weight.state is not None]
-    slow = [layer.name for layer, dtype in made if layer.weight.compute == "float32" and _half(dtype)]
+    weights = {layer.name: layer.weight for layer in layers}
+    slow = [name for name, w in weights.items() if w.compute == "float32" and w.dequantized_dtype in HALF]
     if not slow:
         return
     asked = str(naming.setting("bnb_4bit_compute_dtype")).removeprefix("torch.")
     if asked == "float32":
         cause, patch = "the default of bnb_4bit_compute_dtype", ""
     else:
-        cause = f"although {asked} was asked for" if _half(asked) else "set by the program, or by their first input"
+        cause = f"although {asked} was asked for" if asked in HALF else "set by the program, or by their first input"
         patch = "bitsandbytes-linear4bit-compute-dtype"
     yield Problem(
         f"4-bit layers of a 16-bit model compute in float32 ({cause}), which is slower and needs more memory",
@@ -164,10 +166,6 @@ def _of_compute(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
         patch,
         effect=PREVENTS if patch else "",
     )
-
-
-def _half(dtype: str) -> bool:
-    return dtype.removeprefix("torch.") in ("float16", "bfloat16")
 
 
 def _of_adapters(adapters: Found, training: Training) -> Iterator[Problem]:
@@ -249,7 +247,7 @@ def _of_optimizer(optimizer: OptimizerState) -> Iterator[Problem]:
 
 
 def _of_float16(parameters: Named, optimizer: OptimizerState | None) -> Iterator[Problem]:
-    names = tuple(name for name, p in parameters.items() if str(p.dtype) == "torch.float16")
+    names = tuple(name for name, p in parameters.items() if dtype_name(p) == "float16")
     if not names:
         return
     over = " with an 8-bit optimizer" if optimizer is not None and optimizer.bits == 8 else ""

@@ -23,6 +23,11 @@ def is_instance_of(thing: object, module: str, *names: str) -> bool:
     return any(c.__name__ in names and c.__module__ == module for c in type(thing).__mro__)
 
 
+def own_parameters(module: Any) -> list[Any]:
+    """Return the parameters of the module itself."""
+    return [p for p in module._parameters.values() if p is not None]
+
+
 def stored_dtype(tensor: Any) -> str:
     """Return the dtype in memory: of a quantized tensor of torchao the dtype of its largest part."""
     inside = parts_of_parameter(tensor)
