@@ -12,7 +12,7 @@ from ..registry import REGISTRY
 from .explain import EFFECTS
 
 ACTED_ON = (Status.CONFLICT, Status.FAILED, Status.SHADOWED, Status.UNTESTED)
-"""States in which the defect may be there and is not repaired, although nobody disabled the patch."""
+"""States in which the defect may be there and is not repaired, without being disabled."""
 
 _SHOWN_DISABLED = 3
 _ORDER = sorted(Status, key=lambda status: status is not Status.APPLIED)

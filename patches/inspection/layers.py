@@ -62,7 +62,7 @@ class Layer:
 
 
 def find_layers(modules: Modules, not_these: set[int]) -> list[Layer]:
-    """Return all layers, without those that have only the parameters ``not_these`` (by id): adapters."""
+    """Return all layers but adapters, which have only the parameters ``not_these`` (by id)."""
     seen: set[int] = set()
     owners = Counter(id(p) for _, module in modules for p in own_parameters(module))
     found = [_layer(name, module, hook, owners, seen) for name, module, hook in _with_hooks(modules, not_these)]

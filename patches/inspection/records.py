@@ -71,7 +71,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Training:
-    """The parameters that train, and those of them that have no gradient."""
+    """The parameters that train, and the ones among them without a gradient."""
 
     names: tuple[str, ...]
     outside: tuple[str, ...]

@@ -107,7 +107,7 @@ def _held(optimizer: Any) -> dict[int, Any]:
 
 
 def optimizer_state(optimizer: Any, known: set[int], parameters: Named) -> OptimizerState:
-    """Describe ``optimizer``. ``known``: the ids of all parameters of the model; ``parameters``: those that train."""
+    """Describe ``optimizer``. ``known``: the ids of all parameters of the model; ``parameters``: the trained ones."""
     held = _held(optimizer)
     states = [state for p in held.values() if (state := optimizer.state.get(p))]
     tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]

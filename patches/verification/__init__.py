@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`patches.verify` found: one row for each reproducer. ``str()`` is a table."""
+    """The findings of :func:`patches.verify`: one row for each reproducer. ``str()`` is a table."""
 
     rows: tuple[Row, ...]
 

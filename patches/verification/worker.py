@@ -1,4 +1,4 @@
-"""What runs in the processes that :mod:`.processes` starts, and what looks after them.
+"""Run in the processes that :mod:`.processes` starts, and look after them.
 
 A question is a call of one function of a module, its answer ``(present, figure)``; both travel as files in a
 folder that the asking process has made, so nothing that a library prints or closes can come between. A process that
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 Answer = tuple[bool | None, str]
-"""Whether the defect is there (None: no answer) and the figure, or why there is no answer."""
+"""True if the defect is there (None: no answer), and the figure, or why there is no answer."""
 
 TICK = 0.01
 """Seconds between two looks at the processes that run."""
