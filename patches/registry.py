@@ -14,27 +14,18 @@ from .loading import placement_summary
 from .process import compiled_code, live_objects
 
 
-class _OverStacks(Registry):
-    """Says in the report which tested stack is nearest, where models that do not fit are, and what made experts dense."""
+class _PluginRegistry(Registry):
+    """Adds to the report the nearest tested stack, where parts of models were placed, and what made experts dense."""
 
     def report(self, *ids: str) -> Report:
         found = super().report(*ids)
-        return (
-            found
-            if ids
-            else replace(
-                found,
-                notes=(
-                    *found.notes,
-                    *stacks.report_notes(),
-                    *placement_summary.report_notes(),
-                    *dense_operations.report_notes(),
-                ),
-            )
-        )
+        if ids:
+            return found
+        notes = (*stacks.report_notes(), *placement_summary.report_notes(), *dense_operations.report_notes())
+        return replace(found, notes=(*found.notes, *notes))
 
 
-REGISTRY = _OverStacks(
+REGISTRY = _PluginRegistry(
     catalog.patches(),
     compiled_code.forget_compiled_code,
     live_objects.one_walk,
