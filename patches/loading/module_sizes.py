@@ -47,7 +47,7 @@ Sizes = dict[str, tuple[int, int]]
 Map = dict[str, offload_map.Place]
 
 
-def counted(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Callable[..., Any]:
+def infer_by_true_sizes(infer: Callable[..., Any], max_memory: Any, quantizer: Any) -> Callable[..., Any]:
     """``infer_auto_device_map``: by the true sizes where transformers' map offloads, or holds more than allowed."""
 
     def infer_auto_device_map(model: Any, **options: Any) -> Any:

@@ -65,7 +65,7 @@ def save_beside(save_file: Callable[..., None], model: Any) -> Callable[..., Non
     return save
 
 
-class Shards:
+class ShardsInPlace:
     """The items of a dict of file names; when all are written, and only then, the new files take the old ones' names."""
 
     def __init__(self, shards: Iterable[tuple[str, Any]], model: Any, directory: str) -> None:

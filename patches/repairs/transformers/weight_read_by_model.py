@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import quantizers, skip_list
 from ...engine import Finding, Message, Patch
+from ..reproducers.quantized_models import load_quantized
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-READ = {
+READ = {  # classes of transformers, and their layers whose weight they read
     # activations are cast to the dtype of the weight
     "AXK2Indexer": ("weights_proj",),
     "Blip2ForImageTextRetrieval": ("itm_head", "vision_projection", "text_projection"),
@@ -62,11 +63,10 @@ READ = {
     "TDNNLayer": ("kernel",),
     "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
 }
-"""Classes of transformers, and their layers whose weight they read."""
 
 
-def listed_and_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
-    """``quantizer.get_modules_to_not_convert``; its list has the layers whose weight ``model`` reads, too."""
+def skip_layers_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
+    """Return ``quantizer.get_modules_to_not_convert``, whose list has the layers whose weight ``model`` reads, too."""
     get: Callable[..., list[str]] = quantizer.get_modules_to_not_convert
     if quantizer.pre_quantized:
         return get
@@ -86,7 +86,7 @@ def listed_and_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
 
 
 def _read(model: Module, packed: str) -> Iterator[str]:
-    """Paths of the linear layers of ``model`` whose weight, stored as ``packed``, its code cannot read."""
+    """Yield the paths of the linear layers of ``model`` whose weight, stored as ``packed``, its code cannot read."""
     layers = set(skip_list.find_linear_layers(model))
     for path, module in model.named_modules():
         kind: Any = type(module)
@@ -98,7 +98,7 @@ def _read(model: Module, packed: str) -> Iterator[str]:
 
 @functools.cache
 def _lost_for(kind: Any, name: str) -> frozenset[str]:
-    """The ways to store packed weights that the methods of ``kind`` cannot read ``self.name.weight`` in."""
+    """Return the ways to store packed weights in which the methods of ``kind`` cannot read ``self.name.weight``."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
@@ -128,27 +128,22 @@ def _lost_in(method: ast.FunctionDef, text: str, weight: str) -> set[str]:
 
 
 def _casts(node: ast.AST, owners: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a dtype at ``node`` is what something is cast to."""
+    """Tell whether something is cast to the dtype at ``node``."""
     call = owners[node] if isinstance(node, ast.keyword) else node
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "to"
 
 
 def defect() -> Finding:
     """Load a tiny LongT5 in 4 bits, and run it beside one whose weights were rounded to the same values."""
-    import tempfile
-
     import bitsandbytes
     import torch
     from transformers import BitsAndBytesConfig, LongT5Config, LongT5ForConditionalGeneration
 
     torch.manual_seed(0)
     config = LongT5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2)
-    load = LongT5ForConditionalGeneration.from_pretrained
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        LongT5ForConditionalGeneration(config).save_pretrained(folder)
-        model = load(folder, quantization_config=how, torch_dtype=torch.float32).eval()
-        rounded = load(folder, torch_dtype=torch.float32).eval()
+    rounded = LongT5ForConditionalGeneration(config).eval()
+    model = load_quantized(rounded, how, torch_dtype=torch.float32).eval()
     for path, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
@@ -209,8 +204,8 @@ PATCH = Patch(
     edits=quantizers.rewrite_both_quantizers(
         quantizers.BEFORE_LOADING,
         find="self.get_modules_to_not_convert",
-        replace="_patches_listed_and_read(self, model)",
-        names={"_patches_listed_and_read": listed_and_read},
+        replace="_patches_skip_layers_read(self, model)",
+        function=skip_layers_read,
     ),
     defect=defect,
 )
