@@ -12,6 +12,7 @@ from ...loading import (
     checkpoint_keys,
     chunked_quantization,
     device_maps,
+    dispatching,
     module_sizes,
     offload_v4,
     offload_v5,
@@ -51,7 +52,7 @@ _CHECK_FILES = (
 )
 _DISPATCH = (
     "dispatch_model(model, **device_map_kwargs) => "
-    "offload_v5.dispatch_offloaded(dispatch_model, model, device_map_kwargs)"
+    "dispatching.dispatch_offloaded(dispatch_model, model, device_map_kwargs)"
 )
 _HOOKS, _MODEL = "transformers.integrations.accelerate", "transformers.modeling_utils"
 
@@ -133,13 +134,13 @@ _PLACED = "device_map, model, param_name, param, hf_quantizer, disk_offload_inde
 _OF_SOME_RELEASES = {
     "transformers==5.2.0": {  # it takes all that is on meta, at the address 0, for one tied weight
         f"{_MODEL}:PreTrainedModel._adjust_tied_keys_with_tied_pointers": (
-            "self.state_dict() => offload_v5.without_meta_tensors(self.state_dict())"
+            "self.state_dict() => dispatching.without_meta_tensors(self.state_dict())"
         ),
     },
     "transformers>=5,<5.13": {  # they hang no hooks on a model that is on the disk whole
         f"{_MODEL}:PreTrainedModel.from_pretrained": """
             len(set(device_map.values())) > 1
-                => len(set(device_map.values())) > 1 or offload_v5.needs_hooks(device_map)
+                => len(set(device_map.values())) > 1 or dispatching.needs_hooks(device_map)
         """,
     },
     "transformers>=4.57,<5": {
@@ -161,7 +162,15 @@ _OF_SOME_RELEASES = {
 
 _MODULES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (checkpoint_keys, chunked_quantization, device_maps, module_sizes, offload_v4, offload_v5)
+    for module in (
+        checkpoint_keys,
+        chunked_quantization,
+        device_maps,
+        dispatching,
+        module_sizes,
+        offload_v4,
+        offload_v5,
+    )
 }
 _OUR_FUNCTION = re.compile(rf"\b({'|'.join(_MODULES)})\.(\w+)")
 
