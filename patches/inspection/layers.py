@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..experts.experts_in_model import holds_two_dimensional_experts
-from ..offload import forward_uses
-from ..offload.onload_bytes import bytes_per_use
+from ..offload.forward_uses import bytes_per_use, count_forward_uses
 from .module_walk import Modules
 from .records import Layers
 from .tensors import (
@@ -60,7 +59,7 @@ def find_layers(modules: Modules, not_these: set[int]) -> list[Layer]:
     found = [_layer(name, module, hook, owners, seen) for name, module, hook in _with_hooks(modules, not_these)]
     if not any(layer.brings for layer in found):
         return found
-    used = forward_uses.count_forward_uses(modules[0][1])
+    used = count_forward_uses(modules[0][1])
     return [replace(layer, brings=used[id(layer.module)] * layer.brings) for layer in found]
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..offload.onload_bytes import bytes_of_parameter, parts_of_parameter
+from ..offload.forward_uses import bytes_of_parameter, parts_of_parameter
 
 
 def imported_attribute(module: str, name: str) -> Any:

@@ -64,7 +64,7 @@ def plan_device_map(model: Module, device_map: Any, quantizer: Any) -> Any:
     # By where modules go, not by the given map: one with tensors of its own takes a tied weight along (Zaya).
     found = dict(_make_disjoint(model, "", {**found, **_places_of_tied(model, found, main)}, main, inside=False))
     result = OffloadMap(found, given)
-    result.divided = split_layers.devices_of_split_layers(model, result)
+    result.devices_of_split_layers = split_layers.devices_of_split_layers(model, result)
     return result
 
 

@@ -30,7 +30,7 @@ def dispatch_offloaded(dispatch_model: Callable[..., Any], model: Any, options: 
     tied = _untie_on_disk(model, index or {})
     in_memory = _tensors_in_memory(model, device_map, index or {})
     if index is not None:
-        index = weight_files.Index(index, device_map.folder, device_map.ahead)
+        index = weight_files.Index(index, device_map.folder, device_map.prefetch_window)
         in_memory = experts_on_disk.ExpertsMap(in_memory or {}, index) or None
     options = {
         **options,

@@ -66,8 +66,8 @@ def device_map_within(device_map: Any, prefix: str) -> Any:
     if prefix.rstrip(".") in inside:
         inside[""] = inside.pop(prefix.rstrip("."))
     view = OffloadMap(inside, device_map.given)
-    divided = {name.removeprefix(prefix): place for name, place in device_map.divided.items()}
-    vars(view).update(vars(device_map), root=prefix, divided=divided)
+    split = {name.removeprefix(prefix): place for name, place in device_map.devices_of_split_layers.items()}
+    vars(view).update(vars(device_map), root=prefix, devices_of_split_layers=split)
     return view
 
 

@@ -49,7 +49,7 @@ def offload_folder(load_config: Any, model: Any, index: dict[str, Any] | None) -
     device_map = load_config.device_map
     inside: str | None = load_config.disk_offload_folder
     if isinstance(device_map, OffloadMap):
-        device_map.handled = sys.exc_info()[1]
+        device_map.handled_error = sys.exc_info()[1]
     if not isinstance(device_map, OffloadMap) or "disk" not in device_map.values():
         return inside
     return open_folder(device_map, model, load_config.hf_quantizer, inside, in_safetensors=bool(index))
@@ -209,6 +209,6 @@ def is_packed(weight: Any) -> bool:
 def end_loading(device_map: Any) -> None:
     """Remove the folder of this load if an error ends it; do nothing if all weights were read."""
     if isinstance(device_map, OffloadMap):
-        error, before, device_map.handled = sys.exc_info()[1], device_map.handled, None
+        error, before, device_map.handled_error = sys.exc_info()[1], device_map.handled_error, None
         if device_map.folder is not None and error is not before:
             device_map.folder.remove()

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ..offload import forward_uses, onload_bytes
+from ..offload import forward_uses
 from ..process.byte_sizes import format_bytes
 from ..process.messages import LOGGER
 
@@ -29,13 +29,11 @@ def log_placement(model: Module, device_map: OffloadMap) -> None:
             at = device_map.at(name)
             place = str(device_map.main if at is None else at)
             layers[place] += 1
-            held[place] += sum(
-                onload_bytes.bytes_of_parameter(parameter) for parameter in own if id(parameter) not in seen
-            )
+            held[place] += sum(forward_uses.bytes_of_parameter(each) for each in own if id(each) not in seen)
             seen.update(map(id, own))
     placed = ", ".join(f"{place} ({count} layers, {format_bytes(held[place])})" for place, count in layers.items())
     used = forward_uses.count_forward_uses(model)
-    copied = format_bytes(sum(used[id(module)] * onload_bytes.bytes_per_use(module) for module in model.modules()))
+    copied = format_bytes(sum(used[id(module)] * forward_uses.bytes_per_use(module) for module in model.modules()))
     _SUMMARIES[model] = (
         f"{type(model).__name__} is quantized and placed on {placed}. Each forward copies {copied} from the CPU or the disk "
         f"to {device_map.main}. patches.inspect(model) shows where each part is"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
-from ...offload import offloaded_modules, retie
+from ...offload import offloaded_modules, weights_maps
 from ...quantized import accelerate_hooks
 from ...quantized.int8 import row_scales
 from ..reproducers import tiny_models
@@ -37,7 +37,7 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
             # Scales that are away are in no state dict once the layer has run.
             new = {name: tensor for name, tensor in brought.items() if name in away or name not in state}
             state.update((name, tensor.to("cpu")) for name, tensor in new.items())
-    tied = retie.restore_ties(model)  # after all modules were visited, which gives each a parameter of its own
+    tied = weights_maps.restore_ties(model)  # after all modules were visited, which gives each a parameter of its own
     state.update((name, state[source]) for name, source in tied.items() if name in state and not state[source].is_meta)
     if renamed and modules:
         modules.clear()
