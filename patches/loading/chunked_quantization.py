@@ -112,12 +112,7 @@ def _of_4_bits(
     size = flat.numel()
     packed = flat.new_empty(((size + 1) // 2 // quant_storage.itemsize, 1), dtype=quant_storage)
     absmax = flat.new_empty(-(-size // blocksize), dtype=torch.float32)
-    rows = blocks = 0
-    for part in _parts(flat, CHUNK_OF_4_BIT):
-        piece, statistics = quantize(part, blocksize, quant_type, quant_storage)
-        packed[rows : rows + piece.shape[0]] = piece
-        absmax[blocks : blocks + statistics.shape[0]] = statistics
-        rows, blocks = rows + piece.shape[0], blocks + statistics.shape[0]
+    _fill((packed, absmax), quantize, _parts(flat, CHUNK_OF_4_BIT), blocksize, quant_type, quant_storage)
     return packed, absmax
 
 
@@ -131,12 +126,18 @@ def _of_int8(
         return quantize(weight, threshold)
     packed = weight.new_empty(weight.shape, dtype=torch.int8)
     scales = weight.new_empty(len(weight), dtype=torch.float32)
-    rows = 0
-    for part in _parts(weight, max(1, CHUNK_OF_INT8 // weight.shape[1])):
-        end = rows + part.shape[0]
-        packed[rows:end], scales[rows:end], _ = quantize(part, threshold)
-        rows = end
+    _fill((packed, scales), quantize, _parts(weight, max(1, CHUNK_OF_INT8 // weight.shape[1])), threshold)
     return packed, scales, None
+
+
+def _fill(results: tuple[Tensor, Tensor], quantize: Callable[..., Any], parts: list[Tensor], *how: Any) -> None:
+    """Quantize ``parts``, and write what each gives behind what the part before gave."""
+    starts = [0, 0]
+    for part in parts:
+        for number, piece in enumerate(quantize(part, *how)[:2]):
+            end = starts[number] + piece.shape[0]
+            results[number][starts[number] : end] = piece
+            starts[number] = end
 
 
 def _parts(tensor: Tensor, length: int) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 from ...config import quantizers
 from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
+from ...experts import quantize_request, quantized_sizes
 from ...loading import weights_stored_separately
 from ...quantized.quantized_experts import is_quantized_experts
 
@@ -16,16 +17,9 @@ def with_expert_converters(mapping: list[Any], model: Any, load_config: Any, sta
     """Return the conversions that a model is loaded by, with converters for quantized experts where they are needed."""
     if getattr(load_config.hf_quantizer, "quantization_config", None) is None:
         return mapping
-    from ...experts import expert_converters, quantize_request
+    from ...experts import expert_converters
 
     return expert_converters.converters(mapping, model, load_config, state, quantize_request.is_requested())
-
-
-def element_size(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
-    """Return the bytes of an element of ``parameter`` once it is loaded."""
-    from ...experts import quantized_sizes
-
-    return quantized_sizes.bytes_of_element(quantizer, model, name, parameter)
 
 
 def remove_ties(remove: Callable[..., Any], state: dict[str, Any], model: Any) -> dict[str, Any]:
@@ -129,7 +123,7 @@ PATCH = Patch(
         Rewrite.to_call(
             "transformers.quantizers.base:HfQuantizer.param_element_size",
             find="param.element_size()",
-            function=element_size,
+            function=quantized_sizes.bytes_of_element,
             arguments="self, model, param_name, param",
         ),
         Rewrite.to_call(

@@ -16,53 +16,33 @@ from ..reproducers.quantized_models import load_quantized
 if TYPE_CHECKING:
     from torch.nn import Module
 
-READ = {  # classes of transformers, and their layers whose weight they read
+_READERS = (
     # activations are cast to the dtype of the weight
-    "AXK2Indexer": ("weights_proj",),
-    "Blip2ForImageTextRetrieval": ("itm_head", "vision_projection", "text_projection"),
-    "Blip2TextModelWithProjection": ("text_projection",),
-    "Blip2VisionModelWithProjection": ("vision_projection",),
-    "DeepseekV32Indexer": ("weights_proj",),
-    "Dots3NoteTextIndexer": ("weights_proj",),
-    "FalconMambaForCausalLM": ("lm_head",),
-    "Glm5NextTextIndexer": ("weights_proj",),
-    "GlmMoeDsaIndexer": ("weights_proj",),
-    "GraniteSpeech5Encoder": ("input_linear",),
-    "HYV4ForCausalLM": ("lm_head",),
-    "HYV4Indexer": ("weights_proj",),
-    "Kosmos2_5VisionMlp": ("wo",),
-    "LongT5DenseActDense": ("wo",),
-    "LongT5DenseGatedActDense": ("wo",),
-    "Mamba2ForCausalLM": ("lm_head",),
-    "MambaForCausalLM": ("lm_head",),
-    "MistralLarge4TextIndexer": ("weights_proj",),
-    "Pix2StructTextDenseGatedActDense": ("wo",),
-    "Pix2StructVisionMlp": ("wo",),
-    "Pop2PianoDenseActDense": ("wo",),
-    "Pop2PianoDenseGatedActDense": ("wo",),
-    "Swin2SRSelfAttention": ("continuous_position_bias_mlp.0",),
-    "Swinv2SelfAttention": ("continuous_position_bias_mlp.0",),
-    "SwitchTransformersDenseActDense": ("wo",),
-    "UdopDenseActDense": ("wo",),
-    "UdopDenseGatedActDense": ("wo",),
-    "UniSpeechForPreTraining": ("project_q",),
-    "Wav2Vec2ConformerForPreTraining": ("project_q",),
-    "Wav2Vec2ForPreTraining": ("project_q",),
-    "xLSTMForCausalLM": ("lm_head",),
+    ("Blip2ForImageTextRetrieval", "itm_head vision_projection text_projection"),
+    ("Blip2TextModelWithProjection", "text_projection"),
+    ("Blip2VisionModelWithProjection", "vision_projection"),
+    ("FalconMambaForCausalLM HYV4ForCausalLM Mamba2ForCausalLM MambaForCausalLM xLSTMForCausalLM", "lm_head"),
+    ("GraniteSpeech5Encoder", "input_linear"),
+    ("AXK2Indexer DeepseekV32Indexer Dots3NoteTextIndexer Glm5NextTextIndexer GlmMoeDsaIndexer", "weights_proj"),
+    ("HYV4Indexer MistralLarge4TextIndexer", "weights_proj"),
+    ("Kosmos2_5VisionMlp Pix2StructTextDenseGatedActDense Pix2StructVisionMlp", "wo"),
+    ("LongT5DenseActDense LongT5DenseGatedActDense Pop2PianoDenseActDense Pop2PianoDenseGatedActDense", "wo"),
+    ("SwitchTransformersDenseActDense UdopDenseActDense UdopDenseGatedActDense", "wo"),
+    ("Swin2SRSelfAttention Swinv2SelfAttention", "continuous_position_bias_mlp.0"),
+    ("UniSpeechForPreTraining Wav2Vec2ConformerForPreTraining Wav2Vec2ForPreTraining", "project_q"),
     # the weight is a matrix in a product
-    "ConditionalDetrMHAttentionMap": ("k_proj",),
-    "DabDetrMHAttentionMap": ("k_linear",),
-    "DetrMHAttentionMap": ("k_proj",),
-    "DisentangledSelfAttention": ("in_proj",),
-    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
-    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
-    "LongcatFlashTopkRouter": ("classifier",),
-    "MambaMixer": ("dt_proj",),
-    "MaskFormerDetrMHAttentionMap": ("k_proj",),
-    "MobileBertLMPredictionHead": ("decoder", "dense"),
-    "TDNNLayer": ("kernel",),
-    "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
-}
+    ("ConditionalDetrMHAttentionMap DetrMHAttentionMap MaskFormerDetrMHAttentionMap", "k_proj"),
+    ("DabDetrMHAttentionMap", "k_linear"),
+    ("DisentangledSelfAttention", "in_proj"),
+    ("LayoutLMv2Encoder LayoutLMv3Encoder", "rel_pos_bias rel_pos_x_bias rel_pos_y_bias"),
+    ("LongcatFlashTopkRouter", "classifier"),
+    ("MambaMixer", "dt_proj"),
+    ("MobileBertLMPredictionHead", "decoder dense"),
+    ("TDNNLayer", "kernel"),
+    ("WavLMAttention", "q_proj k_proj v_proj out_proj"),
+)
+READ = {kind: tuple(layers.split()) for kinds, layers in _READERS for kind in kinds.split()}
+"""Classes of transformers, and their layers whose weight they read."""
 
 
 def skip_layers_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
