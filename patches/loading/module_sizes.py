@@ -1,8 +1,8 @@
 """A device map for a quantized model that does not fit, by the bytes that its modules will take.
 
-transformers counts half a byte for a weight of 4 bits and none for its absmax, keeps a tenth free for what quantizing
-needs, and a layer that computes. Here the true sizes are counted: packed weights, statistics, row scales, what is
-not quantized in its own dtype, buffers. Statistics of 4-bit weights and buffers stay on the device where their layer
+transformers counts half a byte for a weight of 4 bits and none for its absmax, and keeps room for quantizing (a tenth)
+and for a layer that computes. Here the true sizes are counted: packed weights, statistics, row scales, buffers, and
+unquantized weights in their own dtype. Statistics of 4-bit weights and buffers stay on the device where their layer
 computes, wherever its weights wait, and so they count there.
 """
 

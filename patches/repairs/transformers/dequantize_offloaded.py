@@ -84,7 +84,7 @@ def defect() -> Finding:
         error = (model.dequantize()(ids).logits - expected(ids).logits).norm().item()
     except NotImplementedError as raised:
         return Finding(True, f"NotImplementedError: {str(raised).split(';')[0]}")
-    return Finding(not error == 0, f"logits differ from those of the whole model by {error:.1e}")
+    return Finding(not error == 0, f"logits differ from the whole model's by {error:.1e}")
 
 
 _CLASS = "target_cls = bnb.nn.Linear8bitLt if quant_method == 'llm_int8' else bnb.nn.Linear4bit"
