@@ -16,16 +16,17 @@ AFTER_LOADING = "_process_model_after_weight_loading"
 
 
 def rewrite_both_quantizers(
-    method: str, find: str, replace: str, names: dict[str, Callable[..., Any]], when: str = ""
+    method: str, find: str, replace: str, function: Callable[..., Any], when: str = ""
 ) -> tuple[Rewrite, ...]:
-    """A ``Rewrite`` of ``method`` in each of the two, for 4 bits and for INT8."""
+    """Rewrite ``method`` of the 4-bit and of the INT8 quantizer; ``replace`` has ``function`` by its name after _patches_."""
+    names = {f"_patches_{function.__name__}": function}
     return tuple(
         Rewrite(f"{quantizer}.{method}", find=find, replace=replace, names=names, when=when) for quantizer in QUANTIZERS
     )
 
 
 def makes_parameter(quantizer: Any, model: Any, name: str) -> bool:
-    """Whether ``quantizer`` makes the parameter ``name`` of ``model``, from a weight or from packed weights."""
+    """Tell whether ``quantizer`` makes the parameter ``name`` of ``model``, from a weight or from packed weights."""
     upstream = getattr(quantizer, "param_needs_quantization", None)
     if upstream is not None:
         return bool(upstream(model, name))
@@ -33,7 +34,13 @@ def makes_parameter(quantizer: Any, model: Any, name: str) -> bool:
     return own == "weight" and type(model.get_submodule(path)._parameters[own]).__name__ in ("Params4bit", "Int8Params")
 
 
+def reads_packed_weights(conversion: Any) -> bool:
+    """Tell whether ``conversion`` of transformers 5 joins a quantized parameter from the tensors that its layer writes."""
+    operations = getattr(conversion, "operations", None) or ()
+    return any(type(operation).__name__ in ("Bnb4bitDeserialize", "Bnb8bitDeserialize") for operation in operations)
+
+
 def is_bitsandbytes(quantizer: Any) -> bool:
-    """Whether ``quantizer`` makes or reads a model in 4 bits or INT8."""
+    """Tell whether ``quantizer`` makes or reads a model in 4 bits or INT8."""
     config = getattr(quantizer, "quantization_config", None)
     return bool(getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False))

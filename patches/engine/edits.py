@@ -49,6 +49,14 @@ class Rewrite(NamedTuple):
     when: str = ""
     reach: Callable[[], FunctionType] | None = None
 
+    @classmethod
+    def to_call(
+        cls, target: str, find: str, function: Callable[..., Any], arguments: str, when: str = "", count: int = 1
+    ) -> Rewrite:
+        """Replace ``find`` by a call of ``function`` with ``arguments`` (source), named after it in the module."""
+        name = f"_patches_{function.__name__}"
+        return cls(target, find, f"{name}({arguments})", count, {name: function}, when)
+
 
 class SetAttribute(NamedTuple):
     """Set one attribute of a class or module, through the owner's own ``__dict__``.

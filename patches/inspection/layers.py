@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..experts.experts_in_model import holds_two_dimensional_experts
-from ..offload import forward_uses
-from ..offload.onload_bytes import bytes_per_use
+from ..offload.forward_uses import bytes_per_use, count_forward_uses
 from .records import Asked, Layers, Place
 from .tensors import (
     Modules,
@@ -68,7 +67,7 @@ def find_layers(modules: Modules, not_these: set[int]) -> list[Layer]:
     found = [_layer(name, module, hook, owners, seen) for name, module, hook in _with_hooks(modules, not_these)]
     if not any(layer.bytes_per_forward for layer in found):
         return found
-    used = forward_uses.count_forward_uses(modules[0][1])
+    used = count_forward_uses(modules[0][1])
     return [replace(each, bytes_per_forward=used[id(each.module)] * each.bytes_per_forward) for each in found]
 
 

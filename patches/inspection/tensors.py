@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..offload.onload_bytes import bytes_of_parameter, parts_of_parameter
+from ..offload.forward_uses import bytes_of_parameter, parts_of_parameter
 
 Modules = Sequence[tuple[str, Any]]
 """Each module of a model once, with its name, a parent before its children."""

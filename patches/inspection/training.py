@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ..offload.onload_bytes import bytes_of_parameter
+from ..offload.forward_uses import bytes_of_parameter
 from .records import Checkpointing, OptimizerState, Training
 from .tensors import Modules, count_dtypes, imported_attribute, is_instance_of
 

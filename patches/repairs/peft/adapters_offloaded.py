@@ -19,7 +19,7 @@ def children(module: Module, offload: bool) -> Iterator[tuple[str, Any]]:
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if offload and tuners is not None and isinstance(module, tuners.BaseTunerLayer):
         hold_base_weights.hold_base_weights(module)
-        lost_gradients.remember_gradients(module)
+        lost_gradients.remember_parameters(module)
         if _watch not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_watch)
     return module.named_children()
