@@ -1,4 +1,4 @@
-"""Merging an adapter into a quantized layer and taking it out again: what the reproducers of unmerging measure."""
+"""An adapter that is merged into a quantized layer and taken out again."""
 
 from __future__ import annotations
 

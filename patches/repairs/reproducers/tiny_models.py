@@ -10,7 +10,7 @@ SIZE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num
 
 
 def save_llama(folder: str, **also: Any) -> None:
-    """A Llama of one layer, in float32."""
+    """Save a Llama of one layer, in float32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +19,7 @@ def save_llama(folder: str, **also: Any) -> None:
 
 
 def save_llava(folder: str) -> None:
-    """A Llava, which sees through a CLIP, in float32."""
+    """Save a Llava, which sees through a CLIP, in float32."""
     import torch
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -31,5 +31,5 @@ def save_llava(folder: str) -> None:
 
 
 def in_dtype(dtype: Any) -> dict[str, Any]:
-    """The keyword that asks ``from_pretrained`` for ``dtype``, as the installed release calls it."""
+    """Return the keyword that asks ``from_pretrained`` for ``dtype``, as the installed release calls it."""
     return {"dtype" if satisfied("transformers>=4.56") else "torch_dtype": dtype}

@@ -24,7 +24,7 @@ def always_call(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def damage() -> tuple[str, ...]:
-    """A cache that is on now, when no forward should be running."""
+    """Name a cache that is on now, when no forward should be running."""
     import torch.nn.utils.parametrize as cache
 
     if not cache._cache_enabled:

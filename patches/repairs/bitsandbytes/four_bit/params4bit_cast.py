@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
-    """``fn(parameter)`` without the cast in it, if ``parameter`` holds packed bits."""
+    """Return ``fn(parameter)``, without its cast if ``parameter`` holds packed bits."""
     moved = fn(parameter)
     if moved.dtype is parameter.dtype or not quant_states.is_packed(parameter):
         return moved
@@ -26,7 +26,7 @@ def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
 
 
 def damage() -> tuple[str, ...]:
-    """Weights whose bits were cast before the patch was applied: in another dtype than they were packed in."""
+    """Name the weights whose packed bits were cast before the patch was applied."""
     weights = live_objects.without_garbage(_cast_weights)  # a weight and its layer refer to each other
     states = map(quant_states.get_quant_state, weights)
     return tuple(
@@ -38,7 +38,7 @@ def damage() -> tuple[str, ...]:
 
 
 def _cast_weights() -> list[Params4bit]:
-    """Quantized weights of layers (not the casts that a user made of one) in another dtype than they were packed in."""
+    """Find quantized weights of layers (not the casts that a user made of one) in another dtype than they were packed in."""
     states = [(w, quant_states.get_quant_state(w)) for w in _weights() if quant_states.is_marked(w)]
     # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
     plain = [w for w, state in states if state is not None and not quant_states.is_for_cpu_kernel(state)]
@@ -54,6 +54,7 @@ def _weights() -> Iterator[Any]:
 
 
 def defect() -> Finding:
+    """Cast a layer in bfloat16 storage to float16."""
     import torch
     from bitsandbytes.nn import Linear4bit
 
@@ -61,9 +62,9 @@ def defect() -> Finding:
     layer = Linear4bit(
         64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4", quant_storage=torch.bfloat16
     ).to("cpu")
-    codes = layer.weight.data.view(torch.uint8).clone()
+    packed = layer.weight.data.view(torch.uint8).clone()
     layer.half()
-    changed = layer.weight.data.view(torch.uint8) != codes
+    changed = layer.weight.data.view(torch.uint8) != packed
     return Finding(bool(changed.any()), f"{int(changed.sum())} of {changed.numel()} packed bytes changed by half()")
 
 

@@ -116,7 +116,7 @@ def _half(A: Tensor) -> Tensor:
 
 
 def defect() -> Finding:
-    """A layer takes the next weight (streaming of layers) between its forward and its backward."""
+    """Give a layer the next weight (streaming of layers) between its forward and its backward."""
     import bitsandbytes as bnb
     import torch
 

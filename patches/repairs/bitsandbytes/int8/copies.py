@@ -53,7 +53,7 @@ def _pieces(whole: Int8Params, parts: tuple[Tensor, ...], dim: int) -> tuple[Ten
 
 
 def defect() -> Finding:
-    """A quantized weight through each way to copy or split it."""
+    """Copy or split a quantized weight in each way."""
     import copy
     import io
     import pickle

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _scale_to_fill(layer: Any) -> Tensor | None:
-    """The scales that the checkpoint's are copied into; None if the layer is not quantized."""
+    """Return the scales that the checkpoint's are copied into, or None if ``layer`` is not quantized."""
     import torch
     from bitsandbytes.nn import Int8Params
 

@@ -20,7 +20,7 @@ def _settle(layer: Any, old: dict[str, Any], address: int) -> None:
 
 
 def defect() -> Finding:
-    """A quantized model to meta and back, as before loading a checkpoint."""
+    """Move a quantized model to meta and back, as before loading a checkpoint."""
     import copy
 
     import bitsandbytes as bnb

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _plain_forward(layer: Any, x: Tensor) -> Tensor:
-    """Forward with a weight that carries no packed weights or scales of its own."""
+    """Run the forward of ``layer`` with a weight that carries no packed weights or scales of its own."""
     import bitsandbytes as bnb
     import torch
 
@@ -36,7 +36,7 @@ def _note(layer: Any, old: dict[str, Any], address: int) -> None:
 
 
 def defect() -> Finding:
-    """A head tied to its embedding, as transformers does it."""
+    """Tie a head to its embedding, as transformers does it."""
     import bitsandbytes as bnb
     import torch
 

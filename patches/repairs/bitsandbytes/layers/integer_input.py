@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def floating(layer: Any, x: Tensor) -> bool:
-    """True, if ``layer`` can compute with ``x``."""
+    """Return True, or raise if ``layer`` cannot compute with ``x``."""
     if not x.dtype.is_floating_point:
         _refuse(layer, x)
     return True
 
 
 def state_of(x: Tensor, state: Any) -> Any:
-    """``state``, of a ``Linear8bitLt`` that is given ``x``; None of no layer."""
+    """Return ``state``, or raise if its ``Linear8bitLt`` cannot compute with ``x``. It is None if there is no layer."""
     if state is not None and not x.dtype.is_floating_point:
         _refuse(row_scales.layer_of(state), x)
     return state
@@ -35,7 +35,7 @@ def _refuse(layer: Any, x: Tensor) -> None:
 
 
 def defect() -> Finding:
-    """Activations that the code of a model has cast to the dtype of the weight, in a 4-bit layer."""
+    """Cast activations to the dtype of the weight, as the code of a model does, in a 4-bit layer."""
     import torch
     from bitsandbytes.nn import Linear4bit
 

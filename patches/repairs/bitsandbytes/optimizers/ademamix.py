@@ -40,7 +40,7 @@ def update_step(self: AdEMAMix32bit, group: dict[str, Any], p: Tensor, gindex: i
 
 
 def defect_32_bits() -> Finding:
-    """Three steps of AdEMAMix32bit, and of AdEMAMix, which has 32 bits unless it is told otherwise."""
+    """Make three steps of AdEMAMix32bit, and of AdEMAMix, which has 32 bits unless it is told otherwise."""
     import torch
     from bitsandbytes.optim import AdEMAMix, AdEMAMix32bit
 
@@ -58,7 +58,7 @@ def defect_32_bits() -> Finding:
 
 
 def defect_paged() -> Finding:
-    """A step of PagedAdEMAMix8bit on a layer with 102,400 weights, and the same of AdEMAMix8bit."""
+    """Make a step of PagedAdEMAMix8bit on a layer with 102,400 weights, and the same of AdEMAMix8bit."""
     import torch
     from bitsandbytes.optim import AdEMAMix8bit, PagedAdEMAMix8bit
 

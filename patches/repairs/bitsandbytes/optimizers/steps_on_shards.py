@@ -97,7 +97,7 @@ def local(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float = 0.0) 
 
 
 def defect() -> Finding:
-    """Three steps of AdamW8bit on a layer of FSDP2, on one rank, and the same without FSDP2."""
+    """Make three steps of AdamW8bit on a layer of FSDP2, on one rank, and the same without FSDP2."""
     import copy
 
     import torch
