@@ -6,14 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from ...engine import SetAttribute
+
 Method = Callable[..., Any]
 
 
-def make_method(owner: str, name: str, run: Method) -> Callable[[Method | None], Method]:
-    """Return the ``make`` of a ``SetAttribute`` for the method ``name`` of the class ``owner``.
+def wrap_method(owner: str, name: str, run: Method, over: str = "", when: str = "") -> SetAttribute:
+    """Return the edit that puts ``run`` around the method ``name`` of the class ``owner``.
 
     The method calls ``run(self, inherited, *args, **kwargs)``. ``inherited`` is the bound method that the class had until
-    then, of its own or of its base class.
+    then, of its own or of its base class. ``over`` and ``when`` are the ones of :class:`SetAttribute`.
     """
 
     def make(original: Method | None) -> Method:
@@ -28,7 +30,7 @@ def make_method(owner: str, name: str, run: Method) -> Callable[[Method | None],
         method.__name__ = name
         return method
 
-    return make
+    return SetAttribute(f"bitsandbytes.nn.modules:{owner}.{name}", make=make, over=over, when=when)
 
 
 class Load(NamedTuple):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Patch, Rewrite
 from ....process import call_stack
 from ....quantized.four_bit import partial_loads, quant_states
 from ....quantized.four_bit.quant_state_dict import IncompleteState, bytes_of_packed_weight
 from ....quantized.own_packed_weights import is_own_packed_weight
 from ....quantized.weights import dequantized_in_place
-from ....quantized.weights.layer_methods import Load, make_method
+from ....quantized.weights.layer_methods import Load, wrap_method
 from ....quantized.weights.parameter_copies import make_like
 
 if TYPE_CHECKING:
@@ -207,10 +207,7 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(
-            "bitsandbytes.nn.modules:Linear4bit._load_from_state_dict",
-            make=make_method("Linear4bit", "_load_from_state_dict", _load_from_state_dict),
-        ),
+        wrap_method("Linear4bit", "_load_from_state_dict", _load_from_state_dict),
         Rewrite(
             "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
             find="self.weight.quant_state.as_dict(packed=True)",

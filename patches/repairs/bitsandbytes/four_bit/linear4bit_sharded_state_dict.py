@@ -12,8 +12,8 @@ from ....quantized.four_bit import foreign_weights, quant_states
 from ....quantized.four_bit.quant_state_dict import bytes_of_packed_weight, read_quantized_weight
 from ....quantized.four_bit.quant_state_names import NESTED, OWN, packed_key
 from ....quantized.own_packed_weights import is_own_packed_weight
-from ....quantized.weights.layer_methods import Load, make_method
-from ...reproducers.one_rank import one_rank, shard_quantized
+from ....quantized.weights.layer_methods import Load, wrap_method
+from ...reproducers.training import one_rank, shard_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -152,15 +152,13 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(
-            "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
-            make=make_method("Linear4bit", "_save_to_state_dict", _save_to_state_dict),
+        wrap_method(
+            "Linear4bit",
+            "_save_to_state_dict",
+            _save_to_state_dict,
             over="super()._save_to_state_dict(destination, prefix, keep_vars)",
         ),
-        SetAttribute(
-            "bitsandbytes.nn.modules:Linear4bit._load_from_state_dict",
-            make=make_method("Linear4bit", "_load_from_state_dict", _load_from_state_dict),
-        ),
+        wrap_method("Linear4bit", "_load_from_state_dict", _load_from_state_dict),
         SetAttribute("bitsandbytes.functional:QuantState.__getattr__", value=packed_key, keep=True),
         SKIP_UNKNOWN_KEYS,  # with statistics in it, a full state dict has more than parameters
         *TAKE_STATISTICS,

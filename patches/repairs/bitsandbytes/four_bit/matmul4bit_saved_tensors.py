@@ -45,7 +45,7 @@ def _state(operands: tuple[torch.Tensor, ...], state: QuantState) -> QuantState:
 
 
 def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
-    """If ``weight`` is resident, note its tensors and those of ``state``, and how often each was written to; else save.
+    """If ``weight`` is resident, note it, the tensors of ``state`` and how often each was written to; else save them.
 
     Written out, like :func:`recall`: each layer calls both in each training step.
     """

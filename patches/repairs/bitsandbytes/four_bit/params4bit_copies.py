@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Message, Part, Patch, Rewrite, SetAttribute
 from ....quantized.four_bit import quant_states
-from ....quantized.weights.layer_methods import make_method
+from ....quantized.weights.layer_methods import wrap_method
 from ....quantized.weights.parameter_copies import is_read_by_default, make_setstate, reduce_with_class
 
 if TYPE_CHECKING:
@@ -179,9 +179,7 @@ PATCH = Patch(
             ("bitsandbytes>=0.46.1",),
             "0.50.2",
             (
-                SetAttribute(
-                    f"{_PARAMETER}.__reduce_ex__", make=make_method("Params4bit", "__reduce_ex__", _reduce_ex)
-                ),
+                wrap_method("Params4bit", "__reduce_ex__", _reduce_ex),
                 *(
                     SetAttribute(
                         f"bitsandbytes.nn.modules:{layer}.__setstate__",

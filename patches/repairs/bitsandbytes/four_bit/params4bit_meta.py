@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _moves_with(device: torch.device | None, state: QuantState) -> bool:
-    """Tell whether the statistics follow a weight to ``device``: those of a repacked weight fit its own bytes only."""
+    """Tell whether the statistics follow a weight to ``device``. If it is repacked, they fit its own bytes only."""
     return device is None or device.type != "meta" or quant_states.is_for_cpu_kernel(state)
 
 

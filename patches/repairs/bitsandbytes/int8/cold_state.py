@@ -16,15 +16,15 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     """While tracing, compute ``layer(x)`` without writing anything; return None if that cannot be done."""
     import bitsandbytes as bnb
 
-    settled, weight = layer.state, layer.weight
-    if settled.has_fp16_weights or not row_scales.has_scales(weight):
+    state, weight = layer.state, layer.weight
+    if state.has_fp16_weights or not row_scales.has_scales(weight):
         return None  # tied, sharded or given by functional_call: the state belongs to another weight
-    # The weight first: with `int8-requantized-weights` it shows the scales of the state, so that an eager forward in
-    # between, which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
+    # The weight first: with `int8-requantized-weights` it shows the scales of the state. So an eager forward in between,
+    # which moves them to the state, changes nothing that is read here, and the graph holds. detach(), not .data: an
     # operation that the graph holds too, where torch.export would make a constant of the value that it read.
     scale = row_scales.get_scales(weight)
     if scale is None:
-        packed, scale = row_scales.pair_of_product(settled)
+        packed, scale = row_scales.pair_of_product(state)
     else:
         packed = weight.detach()
     if packed is None or scale is None or packed.device != x.device or scale.device != x.device:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
 from ....quantized.int8 import row_scales
 from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
-from ....quantized.weights.layer_methods import make_method
+from ....quantized.weights.layer_methods import wrap_method
 from ....quantized.weights.parameter_copies import (
     is_read_by_default,
     make_cut,
@@ -30,14 +31,12 @@ def _reduce_ex(weight: Int8Params, reduce: Callable[..., tuple[Any, ...]], proto
     return reduce_with_class(reduced, weight, SCB=row_scales.get_scales(weight))
 
 
-def _make_copy(original: None) -> Callable[[Int8Params], Int8Params]:
-    from bitsandbytes.nn.modules import Int8Params
+def _copy(weight: Int8Params) -> Int8Params:
+    """Return a copy of ``weight`` with its class and row scales, for ``copy.copy``."""
+    from torch.nn import Parameter
 
-    def __copy__(self: Int8Params) -> Int8Params:
-        rebuild, arguments, *_ = _reduce_ex(self, super(Int8Params, self).__reduce_ex__, 4)
-        return rebuild(*arguments)
-
-    return __copy__
+    rebuild, arguments, *_ = _reduce_ex(weight, partial(Parameter.__reduce_ex__, weight), 4)
+    return rebuild(*arguments)
 
 
 def _pieces(whole: Int8Params, parts: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
@@ -57,7 +56,6 @@ def defect() -> Finding:
     import copy
     import io
     import pickle
-    from functools import partial
 
     import bitsandbytes as bnb
     import torch
@@ -118,12 +116,8 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(
-            f"{_PARAM}.__reduce_ex__",
-            make=make_method("Int8Params", "__reduce_ex__", _reduce_ex),
-            when="bitsandbytes>=0.47",
-        ),
-        SetAttribute(f"{_PARAM}.__copy__", make=_make_copy, when="bitsandbytes<0.47"),
+        wrap_method("Int8Params", "__reduce_ex__", _reduce_ex, when="bitsandbytes>=0.47"),
+        SetAttribute(f"{_PARAM}.__copy__", value=_copy, when="bitsandbytes<0.47"),
         *(SetAttribute(f"{_PARAM}.{name}", make=make_cut("Int8Params", name, _pieces)) for name in ("chunk", "split")),
         *(
             SetAttribute(

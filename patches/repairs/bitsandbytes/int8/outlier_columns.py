@@ -51,7 +51,7 @@ def defect() -> Finding:
     layer = bnb.nn.Linear8bitLt(32, 16, bias=False, has_fp16_weights=False, threshold=6.0).to("cpu").eval()
     x = torch.randn(4, 32)
     x[:, 3] *= 20
-    layer(x)  # so that what is left is the columns, not the state that the first call settles
+    layer(x)  # so that the columns are all that breaks the graph, not the state that the first call writes
     # Not fullgraph=True: that alone turns capture_dynamic_output_shape_ops on in newer torch.
     return show_graphs(layer, x)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Message, Part, Patch, Rewrite, SetAttribute
-from ...reproducers.optimizer_steps import take_steps
+from ...reproducers.training import take_steps
 
 if TYPE_CHECKING:
     from bitsandbytes.optim import AdEMAMix32bit

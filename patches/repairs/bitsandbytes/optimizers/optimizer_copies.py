@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....optimizers.parameter_overrides import BY_PARAMETER
-from ...reproducers.optimizer_steps import take_steps
+from ...reproducers.training import take_steps
 
 if TYPE_CHECKING:
     from bitsandbytes.optim.optimizer import Optimizer8bit

@@ -8,10 +8,10 @@ from collections import ChainMap
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Part, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Part, Patch, Rewrite
 from ....optimizers.parameter_overrides import BY_PARAMETER
-from ....quantized.weights.layer_methods import make_method
-from ...reproducers.optimizer_steps import take_steps
+from ....quantized.weights.layer_methods import wrap_method
+from ...reproducers.training import take_steps
 
 if TYPE_CHECKING:
     from bitsandbytes.optim import GlobalOptimManager
@@ -113,7 +113,7 @@ def own(given: dict[str, Any], is_callers: bool) -> MutableMapping[str, Any]:
 
 
 def defect_model_that_is_gone() -> Finding:
-    """Train two models with an embedding, then one without, and look what is left of the former."""
+    """Train two models with an embedding, then one without, and look for traces of the first two."""
     import gc
 
     import torch
@@ -250,13 +250,7 @@ PATCH = Patch(
                     )
                     for swapped in ("t1", "t2")
                 ),
-                *(
-                    SetAttribute(
-                        f"bitsandbytes.nn.modules:{owner}.__setstate__",
-                        make=make_method(owner, "__setstate__", register_copy),
-                    )
-                    for owner in ("StableEmbedding", "Embedding")
-                ),
+                *(wrap_method(owner, "__setstate__", register_copy) for owner in ("StableEmbedding", "Embedding")),
             ),
             defect_model_that_is_gone,
         ),

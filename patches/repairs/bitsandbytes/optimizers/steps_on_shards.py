@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ....distributed.dtensors import is_sharded
 from ....engine import CannotShow, Finding, Message, Patch, Rewrite
 from ....optimizers.state_bits import BLOCK, SAME_BITS
-from ...reproducers.one_rank import one_rank
-from ...reproducers.optimizer_steps import take_steps
+from ...reproducers.training import one_rank, take_steps
 
 if TYPE_CHECKING:
     import torch

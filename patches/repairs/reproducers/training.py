@@ -1,14 +1,15 @@
-"""FSDP2 in a process group of one rank, on a CPU: how reproducers shard."""
+"""How reproducers train and shard: steps of an optimizer, and FSDP2 on one rank."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
@@ -43,3 +44,19 @@ def shard_quantized(layer: Module, mesh: DeviceMesh) -> None:
         if "floating point dtype can require gradients" not in str(error):
             raise
         raise CannotShow("FSDP2 of this torch cannot shard integer weights") from error
+
+
+def take_steps(optimizer: Any, model: Module, steps: int = 1, x: Tensor | None = None) -> Exception | None:
+    """Train ``model`` on ``x`` (two rows of 64 ones if it is None) and return the error that a step raised, or None.
+
+    Before 0.50 no optimizer of bitsandbytes steps on a CPU: the first step makes the optimizer states and raises an error.
+    """
+    import torch
+
+    for _ in range(steps):
+        model(torch.ones(2, 64) if x is None else x).square().sum().backward()
+        try:
+            optimizer.step()
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            return error
+    return None
