@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-Group = dict[str, "torch.Tensor"]
-"""Tensors by what follows ``weight.`` in their key; the packed weight itself under ""."""
+    from ....quantized.four_bit.partial_loads import Group
 
 
 def _load_from_state_dict(layer: Linear4bit, *args: Any, **kwargs: Any) -> None:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 _REGISTER = "module.register_forward_pre_hook(_enable_parametrization_cache)"
 
 
-def register(module: torch.nn.Module, parameter: str) -> None:
+def register_load_hook(module: torch.nn.Module, parameter: str) -> None:
     """Let ``module`` load the keys that it saves of ``parameter``."""
-    module.register_load_state_dict_pre_hook(partial(load, parameter=parameter))
+    module.register_load_state_dict_pre_hook(partial(load_parameter, parameter=parameter))
 
 
-def load(
+def load_parameter(
     module: torch.nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
@@ -135,7 +135,7 @@ PATCH = Patch(
             "bitsandbytes.nn.parametrize:_register_parametrization_hooks",
             _REGISTER,
             f"{_REGISTER}\n_patches_register(module, param_name)",
-            names={"_patches_register": register},
+            names={"_patches_register": register_load_hook},
         ),
     ),
     defect=defect,

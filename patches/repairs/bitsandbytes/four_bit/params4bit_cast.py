@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite
 from ....process import live_objects
@@ -39,18 +39,15 @@ def damage() -> tuple[str, ...]:
 
 def _cast_weights() -> list[Params4bit]:
     """Find quantized weights of layers (not the casts that a user made of one) in another dtype than they were packed in."""
-    states = [(w, quant_states.get_quant_state(w)) for w in _weights() if quant_states.is_marked(w)]
-    # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
-    plain = [w for w, state in states if state is not None and not quant_states.is_for_cpu_kernel(state)]
-    return [w for w in plain if w.dtype != w.quant_storage]
-
-
-def _weights() -> Iterator[Any]:
     from bitsandbytes.nn import Embedding4bit, Linear4bit
 
     layers = [layer for kind in (Linear4bit, Embedding4bit) for layer in live_objects.find_instances(kind)]
     held = (vars(layer).get("_parameters", {}).get("weight") for layer in layers)
-    return iter({id(weight): weight for weight in held if weight is not None}.values())
+    weights = {id(weight): weight for weight in held if quant_states.is_marked(weight)}.values()
+    states = ((weight, quant_states.get_quant_state(weight)) for weight in weights)
+    # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
+    plain = (weight for weight, state in states if state is not None and not quant_states.is_for_cpu_kernel(state))
+    return [weight for weight in plain if weight.dtype != weight.quant_storage]
 
 
 def defect() -> Finding:

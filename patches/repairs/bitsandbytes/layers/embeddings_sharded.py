@@ -37,7 +37,7 @@ def _note_scales(layer: Any, old: Any) -> None:
         setattr(layer, _SCALES, row_scales.get_scales(old))
 
 
-def scales(layer: Any) -> Tensor | None:
+def find_scales(layer: Any) -> Tensor | None:
     """Return the row scales of an ``Embedding8bit``: of its weight, or of the weight that FSDP2 took."""
     weight = layer.weight
     if row_scales.has_scales(weight):
@@ -106,7 +106,9 @@ PATCH = Patch(
             for owner, note in (("Embedding4bit", _note_storage), ("Embedding8bit", _note_scales))
         ),
         *(
-            Rewrite("bitsandbytes.nn.modules:Embedding8bit.forward", find, replace, names={"_patches_scales": scales})
+            Rewrite(
+                "bitsandbytes.nn.modules:Embedding8bit.forward", find, replace, names={"_patches_scales": find_scales}
+            )
             for find, replace in (
                 (
                     'not hasattr(self.weight, "SCB")',

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def floating(layer: Any, x: Tensor) -> bool:
+def is_floating(layer: Any, x: Tensor) -> bool:
     """Return True, or raise if ``layer`` cannot compute with ``x``."""
     if not x.dtype.is_floating_point:
         _refuse(layer, x)
     return True
 
 
-def state_of(x: Tensor, state: Any) -> Any:
+def checked_state(x: Tensor, state: Any) -> Any:
     """Return ``state``, or raise if its ``Linear8bitLt`` cannot compute with ``x``. It is None if there is no layer."""
     if state is not None and not x.dtype.is_floating_point:
         _refuse(row_scales.layer_of(state), x)
@@ -90,13 +90,13 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:Linear4bit.forward",
             find=_ASKED,
             replace=f"_patches_floating(self, x) and {_ASKED}",
-            names={"_patches_floating": floating},
+            names={"_patches_floating": is_floating},
         ),
         Rewrite(
             "bitsandbytes.autograd._functions:matmul",
             find="state or MatmulLtState()",
             replace="_patches_state_of(A, state) or MatmulLtState()",
-            names={"_patches_state_of": state_of},
+            names={"_patches_state_of": checked_state},
         ),
     ),
     defect=defect,

@@ -42,7 +42,7 @@ def _overrides(optimizer: Optimizer8bit) -> Iterator[tuple[Tensor, dict[str, Any
                 yield parameter, config
 
 
-def joined(optimizer: Optimizer8bit, state: dict[str, Any]) -> dict[str, Any]:
+def with_managers(optimizer: Optimizer8bit, state: dict[str, Any]) -> dict[str, Any]:
     """Return ``state`` for ``__setstate__``: if it is the one of a copy, with the managers of this process."""
     from bitsandbytes.functional import GlobalPageManager
     from bitsandbytes.optim import GlobalOptimManager
@@ -128,7 +128,7 @@ PATCH = Patch(
             f"{_OPTIMIZER}.__setstate__",
             "super().__setstate__(state)",
             "super().__setstate__(_patches_joined(self, state))",
-            names={"_patches_joined": joined},
+            names={"_patches_joined": with_managers},
         ),
         BY_PARAMETER,
     ),

@@ -69,7 +69,7 @@ class _Registered:
         return torch.empty(0) if parameter is None else parameter  # in no optimizer
 
 
-def alive(entries: list[Entry]) -> list[Entry]:
+def alive_entries(entries: list[Entry]) -> list[Entry]:
     """Return the registered modules without the ones that are gone; another thread may register meanwhile."""
     return [entry for entry in [*entries] if not (isinstance(entry[0], _Registered) and entry[0].is_gone())]
 
@@ -78,7 +78,7 @@ def register(manager: GlobalOptimManager, module: Module, name: str, config: dic
     """Note ``config`` for the parameter ``name`` of ``module``, as long as one of both is alive."""
     entries = manager.module_weight_config_triple
     for entry in [*entries]:
-        if not alive([entry]):
+        if not alive_entries([entry]):
             with contextlib.suppress(ValueError):  # by another thread
                 entries.remove(entry)
     entries.append((_Registered(module, name), name, config))
@@ -107,7 +107,7 @@ def is_noted(parameter: Tensor, configs: dict[int, Any]) -> bool:
     return id(parameter) in configs
 
 
-def own(given: dict[str, Any], is_callers: bool) -> MutableMapping[str, Any]:
+def own_override(given: dict[str, Any], is_callers: bool) -> MutableMapping[str, Any]:
     """Return the override ``given`` as a dict of one parameter. The caller may go on to write into its dict."""
     return ChainMap({}, given) if is_callers else dict(given)
 
@@ -230,7 +230,7 @@ PATCH = Patch(
                     f"{_MODULE}:Optimizer8bit.check_overrides",
                     "self.mng.module_weight_config_triple",
                     "_patches_alive(self.mng.module_weight_config_triple)",
-                    names={"_patches_alive": alive},
+                    names={"_patches_alive": alive_entries},
                 ),
                 Rewrite(
                     f"{_MODULE}:Optimizer8bit.check_overrides",
@@ -263,7 +263,7 @@ PATCH = Patch(
                     f"{_MODULE}:GlobalOptimManager.override_config",
                     "self.pid2config[id(p)] = key_value_dict",
                     "self.pid2config[id(p)] = _patches_own(key_value_dict, key is None or value is None)",
-                    names={"_patches_own": own},
+                    names={"_patches_own": own_override},
                 ),
             ),
             defect_list_of_parameters,

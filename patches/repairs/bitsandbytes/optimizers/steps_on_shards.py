@@ -48,7 +48,7 @@ def is_unpaged(parameter: Tensor) -> bool:
     return True
 
 
-def scales(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+def zero_scales(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return zeros of ``shape``, whose last dimension counts the blocks of ``parameter``, sharded like ``parameter``."""
     import torch
 
@@ -61,7 +61,7 @@ def scales(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     return zeros(*shape, dtype=torch.float32, device_mesh=parameter.device_mesh, placements=placements)
 
 
-def double(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def zero_double_state(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return zeros for two states of ``parameter``, one behind the other, sharded like ``parameter``."""
     import torch
 
@@ -70,7 +70,7 @@ def double(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([torch.zeros_like(parameter, dtype=dtype)] * 2)
 
 
-def local(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float = 0.0) -> tuple[Any, ...]:
+def local_shards(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float = 0.0) -> tuple[Any, ...]:
     """Return the shards that this rank has of a parameter, of its gradient and of its states."""
     if not is_sharded(p):
         return p, g, *states
@@ -119,7 +119,7 @@ def defect() -> Finding:
 
 _OPTIMIZER = "bitsandbytes.optim.optimizer"
 _ADEMAMIX = "bitsandbytes.optim.ademamix:AdEMAMix"
-_SCALES = {"_patches_scales": scales}
+_SCALES = {"_patches_scales": zero_scales}
 
 
 def _init_state(target: str, scales_of: int) -> tuple[Rewrite, ...]:
@@ -189,7 +189,7 @@ PATCH = Patch(
             f"{_ADEMAMIX}._get_state_double_buffer",
             "torch.zeros((2, *p.size()), dtype=dtype, device=p.device)",
             "_patches_double(p, dtype)",
-            names={"_patches_double": double},
+            names={"_patches_double": zero_double_state},
         ),
         *(
             Rewrite(
@@ -206,14 +206,14 @@ PATCH = Patch(
             "p, g, state1, state2 = _patches_local(p, g, state1, state2, max_unorm=max_unorm)\n"
             "if p.numel() == 0:\n    return\n"  # a rank without a row
             "param_norm = 0.0",
-            names={"_patches_local": local},
+            names={"_patches_local": local_shards},
         ),
         Rewrite(
             "bitsandbytes.functional:optimizer_update_8bit_blockwise",
             "is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])",
             "p, g, state1, state2, absmax1, absmax2 = _patches_local(p, g, state1, state2, absmax1, absmax2)\n"
             "is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])",
-            names={"_patches_local": local},
+            names={"_patches_local": local_shards},
         ),
         *SAME_BITS,
     ),
