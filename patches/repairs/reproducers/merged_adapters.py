@@ -1,4 +1,4 @@
-"""Merging an adapter into a quantized layer and taking it out again: what the reproducers of unmerging measure."""
+"""An adapter that is merged into a quantized layer and taken out again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...engine.gate import satisfied
 
 
 def show_unmerge_error(config: str, int8: bool = False, **options: Any) -> Finding:
-    """Merge an adapter into a quantized layer, ask the model without adapters, and compare with what it was."""
+    """Merge an adapter into a quantized layer, run the model without adapters, and compare with the output before."""
     import peft
     import torch
     from bitsandbytes.nn import Linear4bit, Linear8bitLt

@@ -7,7 +7,7 @@ from ....quantized.int8 import plain_weights
 
 
 def defect() -> Finding:
-    """The state dict of a head that is tied to its embedding."""
+    """Make the state dict of a head that is tied to its embedding."""
     import bitsandbytes as bnb
     import torch
 
