@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from ...adapters import merge_edits
+from ...adapters.merge_snapshot import IN_BNB, make_merge_edits
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
@@ -83,7 +83,7 @@ PATCH = Patch(
         _product("Linear4bit.unmerge"),
         _config(8, "Linear8bitLt", "eightbit_kwargs"),
         _config(4, "Linear4bit", "fourbit_kwargs"),
-        *merge_edits.make_merge_edits("oft.bnb", *merge_edits.IN_BNB, when="peft>=0.20"),
+        *make_merge_edits("oft.bnb", *IN_BNB, when="peft>=0.20"),
         *KEEP_PACKED_WEIGHT_BEFORE_048,  # a merge moves the layer
     ),
     defect=defect,
