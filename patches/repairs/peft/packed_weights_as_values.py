@@ -5,24 +5,14 @@ from __future__ import annotations
 from ...engine import Finding, Patch, Rewrite
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
+from ..reproducers.adapted_layer import show_untrained_error
 
 
 def defect() -> Finding:
-    """HRA before its first step, which changes no output."""
-    import bitsandbytes as bnb
-    import torch
-    from peft import HRAConfig, get_peft_model
+    """Compare the outputs of an INT8 layer with and without HRA before its first step, which changes nothing."""
+    from peft import HRAConfig
 
-    torch.manual_seed(0)
-    base = bnb.nn.Linear8bitLt(64, 48, has_fp16_weights=False).to("cpu")
-    x = torch.randn(4, 64)
-    expected = base(x).detach()
-    model = get_peft_model(torch.nn.Sequential(base), HRAConfig(r=4, target_modules=["0"]))
-    try:
-        error = ((model(x) - expected).norm() / expected.norm()).item()
-    except RuntimeError as raised:
-        return Finding(True, f"HRA on an INT8 layer: {raised}")
-    return Finding(error > 0.05, f"HRA before its first step: relative error of the output {error:.3f}")
+    return show_untrained_error(HRAConfig(r=4, target_modules=["0"]), int8=True)
 
 
 _TUNERS = "peft.tuners"

@@ -8,6 +8,7 @@ from ...adapters import base_weight
 from ...engine import Finding, Message, Patch, Rewrite
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
+from ..reproducers.adapted_layer import show_untrained_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,21 +39,10 @@ def _unless_trained(layer: Any) -> Any:
 
 
 def defect() -> Finding:
-    """LoHa on a 4-bit layer, which starts as the identity."""
-    import bitsandbytes as bnb
-    import torch
-    from peft import LoHaConfig, get_peft_model
+    """Compare the outputs of a 4-bit layer with and without LoHa before its first step, which changes nothing."""
+    from peft import LoHaConfig
 
-    torch.manual_seed(0)
-    base = bnb.nn.Linear4bit(64, 48, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
-    x = torch.randn(4, 64)
-    expected = base(x).detach()
-    model = get_peft_model(torch.nn.Sequential(base), LoHaConfig(r=4, target_modules=["0"]))
-    try:
-        error = ((model(x) - expected).norm() / expected.norm()).item()
-    except RuntimeError as raised:
-        return Finding(True, f"LoHa on a 4-bit layer: {raised}")
-    return Finding(error > 0.05, f"LoHa before its first step: relative error of the output {error:.3f}")
+    return show_untrained_error(LoHaConfig(r=4, target_modules=["0"]), int8=False)
 
 
 _NAMES = {"_patches_dense_weight": dense_weight.dequantize_weight, "_patches_shape_of": dense_weight.dense_shape}

@@ -8,7 +8,7 @@ from ...adapters.merge_snapshot import IN_BNB, make_merge_edits
 from ...engine import CannotShow, Finding, Part, Patch
 from ...engine.gate import satisfied
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
-from ..reproducers.merged_adapters import show_unmerge_error
+from ..reproducers.adapted_layer import show_unmerge_error
 
 _BEFORE_048 = "before bitsandbytes 0.48 another defect comes first: moving a layer quantizes its INT8 weights again"
 

@@ -11,7 +11,7 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 from patches.engine.gate import satisfied  # noqa: E402
-from patches.repairs.reproducers import merged_adapters
+from patches.repairs.reproducers.adapted_layer import show_unmerge_error
 from tests.repairs.peft.merging import ADAPTERS, config  # noqa: E402
 
 if satisfied("peft<0.15") and not torch.cuda.is_available():
@@ -27,4 +27,4 @@ def test_alone_on_int8(adapter):
     config(adapter)  # skips what this release of peft cannot merge
     name, options, _ = ADAPTERS[adapter]
     with patches.applied(*IDS):
-        assert not merged_adapters.show_unmerge_error(name, int8=True, **options).present
+        assert not show_unmerge_error(name, int8=True, **options).present
