@@ -12,10 +12,10 @@ from ..quantized.weights import dense_weight
 if TYPE_CHECKING:
     import torch
 
-_DENSE = {
-    "": {"_patches_dense_weight": dense_weight.dequantize_weight},
-    ".shape": {"_patches_dense_shape": dense_weight.dense_shape},
-    ".dtype": {"_patches_dense_dtype": dense_weight.dense_dtype},
+_DENSE: dict[str, tuple[str, Any]] = {
+    "": ("_patches_dense_weight", dense_weight.dequantize_weight),
+    ".shape": ("_patches_dense_shape", dense_weight.dense_shape),
+    ".dtype": ("_patches_dense_dtype", dense_weight.dense_dtype),
 }
 
 
@@ -32,9 +32,9 @@ def read_dense(function: str, weight: str, when: str = "", *, dtype: str = "", c
         An expression for the dtype to which the weight is dequantized; the dtype before it was quantized if empty.
     """
     layer, _, attribute = weight.rpartition(".weight")
-    (name,) = _DENSE[attribute]
+    name, read = _DENSE[attribute]
     call = f"{name}({layer}, {dtype})" if dtype else f"{name}({layer})"
-    return Rewrite(f"peft.tuners.{function}", weight, call, count=count, names=_DENSE[attribute], when=when)
+    return Rewrite(f"peft.tuners.{function}", weight, call, count=count, names={name: read}, when=when)
 
 
 def refuse_if_packed(layer: Any, option: str, remedy: str, does: str = "replaces the weight of its layer") -> Any:

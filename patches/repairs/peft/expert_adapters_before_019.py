@@ -86,9 +86,9 @@ PATCH = Patch(
     ),
     links=("https://github.com/huggingface/peft/issues/3165",),
     why="""
-        For a parameter (experts, out, in), as transformers stores experts, peft before 0.19 applies
-        ``lora_A`` to the rows and ``lora_B`` to the columns of each expert. Since 0.19 it is the other way round.
-        Files are not converted. If the numbers of rows and columns differ, loading raises ``size mismatch for
+        For a parameter (experts, out, in), as transformers stores experts, peft before 0.19 applies ``lora_A`` to
+        the rows and ``lora_B`` to the columns of each expert. Since 0.19 it is the other way round. Files are not
+        converted. If the numbers of rows and columns differ, loading raises ``size mismatch for
         ...lora_A.default.weight``. If they are equal (both directions of an OLMoE's ``gate_up_proj``, 2048), the
         adapter loads silently and adds another update: in the program below the output is wrong by as much as the
         adapter adds. Upstream: peft #3165. All releases from 0.19 on.

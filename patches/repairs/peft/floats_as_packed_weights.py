@@ -76,13 +76,14 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",
     ),
     why="""
-        With ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point and quantizes it in
-        each forward. Its class is the class of packed weights. peft (DoRA, PiSSA, merging) and ``dequantize()`` of
-        transformers decide by the name of the class, and multiply the values by row scales. Before the first forward
-        there are no scales: adding DoRA or PiSSA and ``merge_and_unload()`` raise ``'NoneType' object has no attribute
-        'to'``, and ``dequantize()`` ``'NoneType' object has no attribute 'view'``. After a forward (``generate``, an
-        evaluation), the results are silently wrong. The same happens to 4-bit and INT8 layers that were dequantized in
-        place (``layer.weight.data = ...``). All releases with these functions.
+        With ``llm_int8_has_fp16_weight=True`` a ``Linear8bitLt`` keeps its weight in floating point and quantizes
+        it in each forward. Its class is the class of packed weights. peft (DoRA, PiSSA, merging) and
+        ``dequantize()`` of transformers decide by the name of the class, and multiply the values by row scales.
+        Before the first forward there are no scales: adding DoRA or PiSSA and ``merge_and_unload()`` raise
+        ``'NoneType' object has no attribute 'to'``, and ``dequantize()`` ``'NoneType' object has no attribute
+        'view'``. After a forward (``generate``, an evaluation), the results are silently wrong. The same happens to
+        4-bit and INT8 layers that were dequantized in place (``layer.weight.data = ...``). All releases with these
+        functions.
     """,
     repair="""
         The repair looks at the contents: a floating-point weight is used as it is. Packed weights are dequantized

@@ -198,16 +198,16 @@ PATCH = Patch(
         device, the whole model, with hooks and adapters, is dispatched again by a map that is inferred from free
         memory, as above.
 
-        Since transformers 5.4 ``model.load_adapter`` loads the tensors of an adapter by the device map of the model.
-        If the map has a layer on the disk, the tensor counts as offloaded and is not loaded: the adapter silently
-        keeps its random initial values. If the map has a layer on the CPU, the tensor goes there, although the layer
-        runs on the device.
+        Since transformers 5.4 ``model.load_adapter`` loads the tensors of an adapter by the device map of the
+        model. If the map has a layer on the disk, the tensor counts as offloaded and is not loaded: the adapter
+        silently keeps its random initial values. If the map has a layer on the CPU, the tensor goes there, although
+        the layer runs on the device.
     """,
     repair="""
-        With the repair an offloaded model stays dispatched as it is, and the adapters are loaded to the device where
-        their layers run (``peft-adapters-on-meta``). If you pass a ``device_map`` or ``max_memory`` to
-        ``PeftModel.from_pretrained`` or ``load_adapter``, the model is dispatched with it, as before. A model without
-        offload hooks is read and dispatched by its device map, as before.
+        With the repair an offloaded model stays dispatched as it is, and the adapters are loaded to the device
+        where their layers run (``peft-adapters-on-meta``). If you pass a ``device_map`` or ``max_memory`` to
+        ``PeftModel.from_pretrained`` or ``load_adapter``, the model is dispatched with it, as before. A model
+        without offload hooks is read and dispatched by its device map, as before.
     """,
     former_ids=(
         "peft-load-adapter-dispatches-again",

@@ -69,10 +69,10 @@ PATCH = Patch(
     ),
     why="""
         From its first forward on, a ``Linear8bitLt`` computes with ``layer.state``. A weight that is assigned later
-        (``layer.weight = Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own packed
-        weights and row scales, which the next forward takes. Before that forward, merging and DoRA of peft and
-        ``dequantize()`` of transformers multiply the new packed weights by the old scales in ``layer.state.SCB``. A
-        merged model or a dequantized layer silently computes wrong numbers. All releases.
+        (``layer.weight = Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own
+        packed weights and row scales, which the next forward takes. Before that forward, merging and DoRA of peft
+        and ``dequantize()`` of transformers multiply the new packed weights by the old scales in
+        ``layer.state.SCB``. A merged model or a dequantized layer silently computes wrong numbers. All releases.
     """,
     repair="""
         The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing
