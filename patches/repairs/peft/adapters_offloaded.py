@@ -26,7 +26,7 @@ def children(module: Module, offload: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _watch(layer: Module, args: Any) -> None:
-    """Note that gradients of offloaded weights below ``layer``, which are there now, will be lost."""
+    """Watch for gradients of offloaded weights below ``layer``, which are there now: such a gradient will be lost."""
     import torch
 
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 
-_IN_FLOAT32 = ("peft.tuners.adalora.bnb", "peft.tuners.hira.bnb", "peft.tuners.frod")
-"""Layers that cast their input to float32, or compute with a weight in float32, whatever dtype their adapter has."""
+# cast their input to float32, or compute with a weight in float32, whatever dtype their adapter has
+_COMPUTE_IN_FLOAT32 = ("peft.tuners.adalora.bnb", "peft.tuners.hira.bnb", "peft.tuners.frod")
 
 
 def _cast(model: Any, adapter: str) -> None:
@@ -32,7 +32,7 @@ def _cast(model: Any, adapter: str) -> None:
         dtype = _dtype_of(base)
         if dtype is None:
             dtype = of_model = of_model or _first_dtype(model, layers)
-        if dtype is None or (dtype != torch.float32 and type(layer).__module__.startswith(_IN_FLOAT32)):
+        if dtype is None or (dtype != torch.float32 and type(layer).__module__.startswith(_COMPUTE_IN_FLOAT32)):
             continue
         for container in layer.modules():
             if not isinstance(container, (nn.ModuleDict, nn.ParameterDict, BufferDict)) or adapter not in container:
@@ -66,7 +66,7 @@ def _first_dtype(model: Any, layers: list[Any]) -> torch.dtype | None:
 
 
 def defect() -> Finding:
-    """An adapter on an INT8 layer of a bfloat16 model that is to have the dtype of the model."""
+    """Put an adapter on an INT8 layer of a bfloat16 model, and ask for the dtype of the model."""
     import bitsandbytes as bnb
     import torch
     from peft import LoraConfig, get_peft_model

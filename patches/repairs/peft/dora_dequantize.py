@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_torchao(weight: torch.Tensor) -> bool:
-    """Whether torchao made ``weight``: peft's test, with an answer for parameters that Dynamo can follow."""
+    """Tell whether torchao made ``weight``: peft's test, with an answer for parameters that Dynamo can follow."""
     import torch
 
     if torch.compiler.is_compiling() and type(weight) is torch.nn.Parameter:
@@ -24,7 +24,7 @@ def is_torchao(weight: torch.Tensor) -> bool:
 
 
 def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
-    """While compiling: the weight of ``module``, dequantized if bitsandbytes quantized it; else None."""
+    """Return the weight of ``module`` while compiling, dequantized if bitsandbytes quantized it; None in eager."""
     import torch
 
     if not torch.compiler.is_compiling():

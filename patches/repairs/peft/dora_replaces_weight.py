@@ -55,9 +55,9 @@ PATCH = Patch(
                 if module.weight.device != device:
                     module.weight = module.weight.to(device)
                 else:
-                    _patches_codes_of_data(module.weight)
+                    _patches_take_packed_weight(module.weight)
             """,
-            names={"_patches_codes_of_data": row_scales.take_packed_weight_of_data},
+            names={"_patches_take_packed_weight": row_scales.take_packed_weight_of_data},
         ),
     ),
     defect=defect,

@@ -10,7 +10,7 @@ from ..reproducers.adapted_layer import show_merge_error
 
 
 def _bias_is_bad(layer: Any, adapter: str, safe_merge: bool) -> bool:
-    """False. Raises where the bias of ``adapter`` cannot be merged into ``layer``, whose weight is unchanged."""
+    """Return False, or raise an error if the bias of ``adapter`` cannot be merged into ``layer``, still unchanged."""
     import torch
 
     if not layer.lora_bias[adapter]:
@@ -40,10 +40,8 @@ _WEIGHT_IS_BAD = "safe_merge and not torch.isfinite(w_data).all()"
 
 
 def _scaled(method: str, count: int = 1, when: str = "") -> Rewrite:
-    return Rewrite(
-        f"peft.tuners.lora.{method}", find=_BIAS, replace=f"({_BIAS} * self.scaling[active_adapter])", count=count,
-        when=when,
-    )  # fmt: skip
+    replace = f"({_BIAS} * self.scaling[active_adapter])"
+    return Rewrite(f"peft.tuners.lora.{method}", find=_BIAS, replace=replace, count=count, when=when)
 
 
 def _edits() -> Iterator[Rewrite]:

@@ -188,8 +188,8 @@ PATCH = Patch(
         Rewrite(
             f"peft.tuners.{_TOKENS}.merge",
             "merged = self.base_layer.weight.data",
-            "merged = _patches_unless_codes(self.base_layer, self).weight.data",
-            names={"_patches_unless_codes": dense_weight.refuse_if_packed},
+            "merged = _patches_unless_packed(self.base_layer, self).weight.data",
+            names={"_patches_unless_packed": dense_weight.refuse_if_packed},
             when="peft>=0.16",
         ),
         Rewrite(

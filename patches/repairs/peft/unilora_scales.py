@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def dtype_of_scales(base_layer: Any, vector: torch.Tensor) -> torch.dtype:
-    """The dtype of the weight of ``base_layer``, or, where that is packed, of ``vector``."""
+    """Return the dtype of the weight of ``base_layer``, or if that is packed, of ``vector``."""
     dtype: torch.dtype = base_layer.weight.dtype
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else vector.dtype
 
 
 def damage() -> tuple[str, ...]:
-    """Adapters that were put on before the patch was applied."""
+    """Count adapters that were put on before the patch was applied."""
     lost = len(live_objects.without_garbage(_with_lost_scales))
-    said = f"{lost} UniLora layers have scales in an integer dtype: add the adapter again, and train it"
-    return (said,) if lost else ()
+    found = f"{lost} UniLora layers have scales in an integer dtype: add the adapter again, and train it"
+    return (found,) if lost else ()
 
 
 def _with_lost_scales() -> list[Any]:
@@ -32,7 +32,7 @@ def _with_lost_scales() -> list[Any]:
 
 
 def defect() -> Finding:
-    """A backward through UniLora on an INT8 layer."""
+    """Run a backward through UniLora on an INT8 layer."""
     import bitsandbytes as bnb
     import torch
     from peft import UniLoraConfig, get_peft_model
