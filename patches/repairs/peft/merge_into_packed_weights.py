@@ -8,22 +8,21 @@ from ...engine import Finding, Patch
 from ...engine.gate import satisfied
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
+from ..reproducers.adapted_layer import quantized_layer
 
 
 def defect() -> Finding:
     """Merge C3A, or before peft 0.16 Bone, into an INT8 layer, and ask the model the same again."""
-    import bitsandbytes as bnb
     import peft
     import torch
 
-    torch.manual_seed(0)
-    base = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
+    base = torch.nn.Sequential(quantized_layer(int8=True))
     config: Any
     if satisfied("peft>=0.16"):
         tuner, config = "C3A", peft.C3AConfig(block_size=16, target_modules=["0"], init_weights="gaussian")
     else:
         tuner, config = "Bone", peft.BoneConfig(r=16, target_modules=["0"], init_weights=False)
-    model = peft.get_peft_model(torch.nn.Sequential(base), config)
+    model = peft.get_peft_model(base, config)
     x = torch.randn(4, 64)
     with torch.no_grad():
         expected = model(x)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from ...engine import Finding, Part, Patch, Rewrite
 from ...quantized.int8 import row_scales
-from ..reproducers.adapted_layer import relative_error
+from ..reproducers.adapted_layer import quantized_layer, relative_error
 from ..reproducers.tiny_models import load_llama_int8
 
 
 def defect_peft() -> Finding:
     """Run a layer, give it a new quantized weight, and merge an adapter that adds nothing."""
-    import bitsandbytes as bnb
     import torch
+    from bitsandbytes.nn import Int8Params
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False)).to("cpu")
+    model = torch.nn.Sequential(quantized_layer(int8=True, outputs=32, bias=False))
     x, new = torch.randn(4, 64), torch.randn(32, 64) * torch.logspace(-1, 1, 32)[:, None]
     model(x)
-    model[0].weight = bnb.nn.Int8Params(new, requires_grad=False, has_fp16_weights=False).to("cpu")
+    model[0].weight = Int8Params(new, requires_grad=False, has_fp16_weights=False).to("cpu")
     model.is_loaded_in_8bit = True  # type: ignore[assignment]
     with torch.no_grad():
         merged = get_peft_model(model, LoraConfig(r=2, target_modules=["0"])).merge_and_unload()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
 from ...process import live_objects
+from ..reproducers.adapted_layer import quantized_layer
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +34,10 @@ def _with_lost_scales() -> list[Any]:
 
 def defect() -> Finding:
     """Run a backward through UniLora on an INT8 layer."""
-    import bitsandbytes as bnb
     import torch
     from peft import UniLoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)).to("cpu")
+    base = torch.nn.Sequential(quantized_layer(int8=True, bias=False))
     model = get_peft_model(base, UniLoraConfig(r=4, theta_d_length=64, target_modules=["0"]))
     model(torch.randn(4, 64)).square().sum().backward()
     (vector,) = (p for p in model.parameters() if p.requires_grad)

@@ -67,7 +67,7 @@ def kept(model) -> int:
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_over_many_cycles(kind, adapter, device):
     if adapter in ("pvera", "randlora") and not satisfied("bitsandbytes>=0.48"):
-        pytest.skip("before 0.48 a move quantizes INT8 codes again: it is wrong before these two adapters are")
+        pytest.skip("before 0.48 a move quantizes packed INT8 weights again: it is wrong before these two adapters are")
     model, x = adapted(kind, adapter, device), X.to(device)
     own = bits(model)
     with model.disable_adapter():
