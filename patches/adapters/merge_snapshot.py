@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IN_BNB = ("Linear8bitLt", "Linear4bit")
-_SNAPSHOT = (
-    "_patches_merge_snapshot"  # in vars() of a layer of peft: neither a parameter nor a buffer, so in no state dict
-)
+# where it is in vars() of a layer of peft: neither a parameter nor a buffer, so in no state dict
+_SNAPSHOT = "_patches_merge_snapshot"
 
 
 class Snapshot(TypedDict):
