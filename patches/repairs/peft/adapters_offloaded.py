@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def children(module: Module, offload: bool) -> Iterator[tuple[str, Any]]:
-    """``module.named_children()``; a layer of peft that is offloaded is to bring them itself."""
+    """Return ``module.named_children()``; let an offloaded layer of peft bring them itself."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if offload and tuners is not None and isinstance(module, tuners.BaseTunerLayer):
         hold_base_weights.hold_base_weights(module)
@@ -26,7 +26,7 @@ def children(module: Module, offload: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _watch(layer: Module, args: Any) -> None:
-    """Called when the weights below ``layer`` are there: a gradient of one that is offloaded will be lost."""
+    """Watch for gradients of offloaded weights below ``layer``, which are there now: such a gradient will be lost."""
     import torch
 
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():

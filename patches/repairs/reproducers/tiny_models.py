@@ -42,6 +42,17 @@ def save_llava(folder: str) -> None:
     make_llava().save_pretrained(folder)
 
 
+def load_llama_int8(folder: str, **options: Any) -> Any:
+    """Save a Llama to ``folder`` and load it in INT8, float32, on the CPU; ``options`` are for its BitsAndBytesConfig."""
+    import torch
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    save_llama(folder)
+    config = BitsAndBytesConfig(load_in_8bit=True, **options)
+    load = {"quantization_config": config, "device_map": "cpu", **in_dtype(torch.float32)}
+    return LlamaForCausalLM.from_pretrained(folder, **load)
+
+
 def in_dtype(dtype: Any) -> dict[str, Any]:
     """Return the keyword that asks ``from_pretrained`` for ``dtype``, as the installed release calls it."""
     return {"dtype" if satisfied("transformers>=4.56") else "torch_dtype": dtype}

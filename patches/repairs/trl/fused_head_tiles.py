@@ -24,7 +24,7 @@ def defect() -> Finding:
 
 
 def tile(buffer: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Where the product of ``rows`` tokens with ``columns`` of the vocabulary is written."""
+    """Return the tensor for the product of ``rows`` tokens with ``columns`` of the vocabulary."""
     import torch
 
     if torch.compiler.is_compiling():
@@ -33,7 +33,7 @@ def tile(buffer: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def row_stride(tile: torch.Tensor) -> int:
-    """``tile.stride(0)``, which Dynamo does not say while it traces a backward."""
+    """Return ``tile.stride(0)``, which Dynamo does not know while it traces a backward."""
     import torch
 
     return tile.shape[1] if torch.compiler.is_compiling() else tile.stride(0)
