@@ -228,7 +228,8 @@ class Registry:
             draft = Draft(self._store.read, self._order, self._builder, refused)
             try:
                 plan(draft)
-                _, left = draft.take_out(self._features.unused())
+                unused = self._features.unused()
+                left = draft.take_out(unused)[1] if unused else {}
                 self._store.commit(draft.before, draft.state(), draft.steps())
                 return left
             except Stale:
