@@ -54,7 +54,7 @@ class Rewrite(NamedTuple):
         cls, target: str, find: str, function: Callable[..., Any], arguments: str, when: str = "", count: int = 1
     ) -> Rewrite:
         """Replace ``find`` by a call of ``function`` with ``arguments`` (source), named after it in the module."""
-        name = f"_patches_{function.__name__}"
+        name = f"_patches_{function.__name__.lstrip('_')}"
         return cls(target, find, f"{name}({arguments})", count, {name: function}, when)
 
 

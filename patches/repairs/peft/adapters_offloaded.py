@@ -81,11 +81,8 @@ PATCH = Patch(
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
-            "accelerate.hooks:attach_align_device_hook",
-            find="module.named_children()",
-            replace="_patches_children(module, offload)",
-            names={"_patches_children": children},
+        Rewrite.to_call(
+            "accelerate.hooks:attach_align_device_hook", "module.named_children()", children, "module, offload"
         ),
     ),
     defect=defect,

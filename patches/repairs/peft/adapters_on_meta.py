@@ -165,20 +165,20 @@ PATCH = Patch(
                     when="peft>=0.19",
                 ),
                 # UniLoRA and FRoD read base weights before their layers are made, or after.
-                Rewrite(
+                Rewrite.to_call(
                     "peft.tuners.unilora.layer:UniLoraLayer.update_scaling",
-                    find="base_layer.weight.device",
-                    replace="_patches_home(base_layer, base_layer.weight)",
-                    names={"_patches_home": home},
+                    "base_layer.weight.device",
+                    home,
+                    "base_layer, base_layer.weight",
                     when="peft>=0.20",
                 ),
-                Rewrite(
+                Rewrite.to_call(
                     "peft.tuners.frod.model:FrodModel._init_frod_projections",
-                    find="module.weight",
-                    replace="_patches_values(module)",
-                    count=2,
-                    names={"_patches_values": values},
+                    "module.weight",
+                    values,
+                    "module",
                     when="peft>=0.20",
+                    count=2,
                 ),
             ),
             defect_layers,
@@ -187,14 +187,7 @@ PATCH = Patch(
             "prompts",
             ("peft>=0.14", "accelerate>=0.26.1", "transformers>=4.53"),
             "0.21.2",
-            (
-                Rewrite(
-                    "peft.peft_model:PeftModel._setup_prompt_encoder",
-                    find="self.device",
-                    replace="_patches_device_of(self)",
-                    names={"_patches_device_of": device_of},
-                ),
-            ),
+            (Rewrite.to_call("peft.peft_model:PeftModel._setup_prompt_encoder", "self.device", device_of, "self"),),
             defect_prompts,
         ),
     ),

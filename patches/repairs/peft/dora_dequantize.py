@@ -76,12 +76,7 @@ PATCH = Patch(
     requires=("peft>=0.15", "bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
-            TARGET,
-            find='type(module.weight).__module__.startswith("torchao.")',
-            replace="_patches_is_torchao(module.weight)",
-            names={"_patches_is_torchao": is_torchao},
-        ),
+        Rewrite.to_call(TARGET, 'type(module.weight).__module__.startswith("torchao.")', is_torchao, "module.weight"),
         Rewrite(
             TARGET,
             find="cls_name = weight.__class__.__name__",

@@ -223,11 +223,11 @@ PATCH = Patch(
                 _dispatch_unless_offloaded(f"{_PEFT_MODEL}.from_pretrained", "model", 'hasattr({}, "hf_device_map")'),
                 _dispatch_unless_offloaded(f"{_PEFT_MODEL}.from_pretrained", "model"),
                 _dispatch_unless_offloaded(f"{_PEFT_MODEL}.load_adapter", "self"),
-                Rewrite(
+                Rewrite.to_call(
                     "peft.auto:_BaseAutoPeftModel.from_pretrained",
-                    find="cls._target_peft_class.from_pretrained",
-                    replace="_patches_on_base(cls._target_peft_class.from_pretrained, base_model)",
-                    names={"_patches_on_base": on_base},
+                    "cls._target_peft_class.from_pretrained",
+                    on_base,
+                    "cls._target_peft_class.from_pretrained, base_model",
                 ),
                 _dispatch_unless_offloaded("peft.mixed_model:PeftMixedModel.from_pretrained", "model"),
             ),
@@ -244,11 +244,11 @@ PATCH = Patch(
                     replace=f"{_HAS_MAP.format('self')} and not _patches_offloaded(self)",
                     names={"_patches_offloaded": offloaded_modules.is_offloaded},
                 ),
-                Rewrite(
+                Rewrite.to_call(
                     _LOAD_ADAPTER,
-                    find='self.device if not hasattr(self, "hf_device_map") else list(self.hf_device_map.values())[0]',
-                    replace="_patches_device_of(self)",
-                    names={"_patches_device_of": device_of},
+                    'self.device if not hasattr(self, "hf_device_map") else list(self.hf_device_map.values())[0]',
+                    device_of,
+                    "self",
                 ),
             ),
             defect_load_adapter_of_transformers_4,
@@ -257,14 +257,7 @@ PATCH = Patch(
             "load_adapter of transformers 5",
             ("transformers>=5.4", "peft>=0.14", "accelerate>=0.26.1"),
             "5.24.0",
-            (
-                Rewrite(
-                    _LOAD_ADAPTER,
-                    find='getattr(self, "hf_device_map", {"": self.device})',
-                    replace="_patches_where(self)",
-                    names={"_patches_where": where},
-                ),
-            ),
+            (Rewrite.to_call(_LOAD_ADAPTER, 'getattr(self, "hf_device_map", {"": self.device})', where, "self"),),
             defect_load_adapter_of_transformers_5,
         ),
     ),

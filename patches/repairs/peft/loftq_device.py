@@ -115,11 +115,11 @@ PATCH = Patch(
             "isinstance(module, _patches_kinds(Linear4bit))",
             names={"_patches_kinds": _kinds},
         ),
-        Rewrite(
+        Rewrite.to_call(
             _TARGET.format("replace_lora_weights_loftq"),
             "_loftq_init_new(module.weight, tensor, num_bits=4, reduced_rank=reduced_rank)",
-            "_patches_initial(_loftq_init_new, module, tensor, num_bits=4, reduced_rank=reduced_rank)",
-            names={"_patches_initial": _initial},
+            _initial,
+            "_loftq_init_new, module, tensor, num_bits=4, reduced_rank=reduced_rank",
         ),
         Rewrite(
             "peft.utils.integrations:dequantize_bnb_weight",

@@ -132,11 +132,11 @@ PATCH = Patch(
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             f"{_LAYER}.update_layer",
-            find="self.resolve_lora_variant(config=config)",
-            replace="_patches_variant(self, config)",
-            names={"_patches_variant": _variant},
+            "self.resolve_lora_variant(config=config)",
+            _variant,
+            "self, config",
             when="peft>=0.19",
         ),
         Rewrite(
@@ -168,11 +168,11 @@ PATCH = Patch(
         _dtype_of_base("BdLoraLinearVariant.init", "peft>=0.19", count=2),
         _dtype_of_base("BdLoraLinearVariant._get_bdlora_delta_weight", "peft>=0.19"),
         _dtype_of_base("VeloraLinearVariant.init", "peft>=0.20"),
-        Rewrite(
+        Rewrite.to_call(
             f"{_VARIANTS}:KasaLinearVariant._truncate_base_weight",
-            find="module.get_base_layer()",
-            replace="_patches_unless_kasa(module.get_base_layer())",
-            names={"_patches_unless_kasa": _unless_kasa},
+            "module.get_base_layer()",
+            _unless_kasa,
+            "module.get_base_layer()",
             when="peft>=0.21",
         ),
         *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer

@@ -129,17 +129,14 @@ PATCH = Patch(
             ("peft>=0.14", "accelerate>=0.26.1"),
             "0.21.2",
             (
-                Rewrite(
+                Rewrite.to_call(
                     "peft.utils.other:ModulesToSaveWrapper.update",
-                    find="copy.deepcopy(self.original_module)",
-                    replace="_patches_trainable_copy(self.original_module)",
-                    names={"_patches_trainable_copy": trainable_copy},
+                    "copy.deepcopy(self.original_module)",
+                    trainable_copy,
+                    "self.original_module",
                 ),
-                Rewrite(
-                    "peft.tuners.ln_tuning.layer:LNTuningLayer.update_layer",
-                    find="deepcopy(layer)",
-                    replace="_patches_trainable_copy(layer)",
-                    names={"_patches_trainable_copy": trainable_copy},
+                Rewrite.to_call(
+                    "peft.tuners.ln_tuning.layer:LNTuningLayer.update_layer", "deepcopy(layer)", trainable_copy, "layer"
                 ),
             ),
             defect_modules_to_save,

@@ -103,11 +103,11 @@ PATCH = Patch(
             )
             for test in ("if isinstance(weight, torch.Tensor):", 'if cls_name not in ("Params4bit", "Int8Params"):')
         ),
-        Rewrite(
+        Rewrite.to_call(
             "peft.tuners.shira.layer:Linear.forward",
             "self.get_base_weight()",
-            "_patches_base_weight(self, x)",
-            names={"_patches_base_weight": dense_weight.base_weight_for_input},
+            dense_weight.base_weight_for_input,
+            "self, x",
             when="peft>=0.20",
         ),
         *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer

@@ -69,11 +69,11 @@ PATCH = Patch(
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "peft.tuners.unilora.layer:UniLoraLayer.update_scaling",
             "base_layer.weight.dtype",
-            "_patches_dtype_of_scales(base_layer, self.unilora_theta_d[adapter_name])",
-            names={"_patches_dtype_of_scales": dtype_of_scales},
+            dtype_of_scales,
+            "base_layer, self.unilora_theta_d[adapter_name]",
         ),
     ),
     defect=defect,

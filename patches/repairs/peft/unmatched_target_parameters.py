@@ -67,11 +67,11 @@ PATCH = Patch(
     requires=("peft>=0.17",),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "peft.tuners.tuners_utils:BaseTuner._inject_parameters",
-            find="set(peft_config.target_parameters)",
-            replace="_patches_looked(set(peft_config.target_parameters), model)",
-            names={"_patches_looked": looked},
+            "set(peft_config.target_parameters)",
+            looked,
+            "set(peft_config.target_parameters), model",
         ),
     ),
     defect=defect,

@@ -89,13 +89,6 @@ PATCH = Patch(
     """,
     requires=("peft>=0.14", "transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    edits=(
-        Rewrite(
-            "peft.utils.other:prepare_model_for_kbit_training",
-            find="model.parameters()",
-            replace="_patches_told(model)",
-            names={"_patches_told": told},
-        ),
-    ),
+    edits=(Rewrite.to_call("peft.utils.other:prepare_model_for_kbit_training", "model.parameters()", told, "model"),),
     defect=defect,
 )

@@ -221,11 +221,11 @@ PATCH = Patch(
             when="bitsandbytes<0.50",
         ),
         Rewrite(_FORWARD, "bnb.matmul_4bit", "(_patches_product or bnb.matmul_4bit)"),
-        Rewrite(
+        Rewrite.to_call(
             "bitsandbytes.functional:_convert_weight_packed_for_cpu_inverse",
             "recovered_state.original_nested",
-            "_patches_restore_scales(recovered_state)",
-            names={"_patches_restore_scales": restore_scales},
+            restore_scales,
+            "recovered_state",
         ),
     ),
     defect=defect,

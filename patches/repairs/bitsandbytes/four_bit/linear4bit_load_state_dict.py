@@ -207,11 +207,11 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     edits=(
         wrap_method("Linear4bit", "_load_from_state_dict", _load_from_state_dict),
-        Rewrite(
+        Rewrite.to_call(
             "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
-            find="self.weight.quant_state.as_dict(packed=True)",
-            replace="_patches_statistics(self.weight)",
-            names={"_patches_statistics": _statistics},
+            "self.weight.quant_state.as_dict(packed=True)",
+            _statistics,
+            "self.weight",
         ),
         Rewrite(
             "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",

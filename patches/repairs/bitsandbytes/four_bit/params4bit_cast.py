@@ -94,14 +94,7 @@ PATCH = Patch(
     """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
-    edits=(
-        Rewrite(
-            "torch.nn.modules.module:Module._apply",
-            find="fn(param)",
-            replace="_patches_moved(fn, param)",
-            names={"_patches_moved": _moved},
-        ),
-    ),
+    edits=(Rewrite.to_call("torch.nn.modules.module:Module._apply", "fn(param)", _moved, "fn, param"),),
     defect=defect,
     damage=damage,
 )

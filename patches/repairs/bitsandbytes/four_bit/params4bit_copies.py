@@ -164,12 +164,7 @@ PATCH = Patch(
             ("bitsandbytes>=0.46.1",),
             "0.50.2",
             tuple(
-                Rewrite(
-                    f"{_PARAMETER}.{name}",
-                    "type(self).__new__(type(self))",
-                    "_patches_empty(self)",
-                    names={"_patches_empty": _empty},
-                )
+                Rewrite.to_call(f"{_PARAMETER}.{name}", "type(self).__new__(type(self))", _empty, "self")
                 for name in ("__deepcopy__", "__copy__")
             ),
             defect_offloaded,

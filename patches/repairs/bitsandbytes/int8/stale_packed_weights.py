@@ -81,11 +81,11 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=tuple(
-        Rewrite(
+        Rewrite.to_call(
             f"bitsandbytes.autograd._functions:{function}.forward",
             "state.is_training and not has_grad",
-            "_patches_must_quantize(B, state)",
-            names={"_patches_must_quantize": _must_quantize},
+            _must_quantize,
+            "B, state",
             when=when,
         )
         for function, when in (("MatMul8bitLt", ""), ("MatMul8bitFp", "bitsandbytes>=0.48"))

@@ -162,11 +162,11 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "bitsandbytes.nn.modules:Linear8bitLt._load_from_state_dict",
             "super()._load_from_state_dict",
-            "_patches_guarded(super()._load_from_state_dict, self)",
-            names={"_patches_guarded": _guarded},
+            _guarded,
+            "super()._load_from_state_dict, self",
         ),
         SCALE_OR_ERROR,
     ),

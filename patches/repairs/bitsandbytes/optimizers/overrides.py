@@ -214,23 +214,23 @@ PATCH = Patch(
             ("bitsandbytes>=0.46.1",),
             "0.50.2",
             (
-                Rewrite(
+                Rewrite.to_call(
                     f"{_MODULE}:GlobalOptimManager.register_module_override",
                     "self.module_weight_config_triple.append((module, param_name, config))",
-                    "_patches_register(self, module, param_name, config)",
-                    names={"_patches_register": register},
+                    register,
+                    "self, module, param_name, config",
                 ),
-                Rewrite(
+                Rewrite.to_call(
                     f"{_MODULE}:GlobalOptimManager.override_config",
                     "id(p) in self.pid2config",
-                    "_patches_is_noted(p, self.pid2config)",
-                    names={"_patches_is_noted": is_noted},
+                    is_noted,
+                    "p, self.pid2config",
                 ),
-                Rewrite(
+                Rewrite.to_call(
                     f"{_MODULE}:Optimizer8bit.check_overrides",
                     "self.mng.module_weight_config_triple",
-                    "_patches_alive(self.mng.module_weight_config_triple)",
-                    names={"_patches_alive": alive_entries},
+                    alive_entries,
+                    "self.mng.module_weight_config_triple",
                 ),
                 Rewrite(
                     f"{_MODULE}:Optimizer8bit.check_overrides",

@@ -185,11 +185,11 @@ PATCH = Patch(
             "_patches_scales(p, (2, blocks))",
             names=_SCALES,
         ),
-        Rewrite(
+        Rewrite.to_call(
             f"{_ADEMAMIX}._get_state_double_buffer",
             "torch.zeros((2, *p.size()), dtype=dtype, device=p.device)",
-            "_patches_double(p, dtype)",
-            names={"_patches_double": zero_double_state},
+            zero_double_state,
+            "p, dtype",
         ),
         *(
             Rewrite(
