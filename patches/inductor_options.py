@@ -38,7 +38,7 @@ _CUDAGRAPHS = "triton.cudagraphs"
 
 
 class CompileOptions(Mapping[str, Any]):
-    """What ``torch.compile(**options)`` takes, and a context manager that hands it to others' calls.
+    """The arguments of ``torch.compile(**options)``, and a context manager that hands them to the calls of others.
 
     Made by :func:`patches.compile_options`. Immutable; may be entered again, and in several threads.
     """
@@ -67,16 +67,16 @@ class CompileOptions(Mapping[str, Any]):
         return arguments if self.dynamic is None else {**arguments, "dynamic": self.dynamic}
 
     def merged(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The options of the mode, over them ours, over them the options of the call itself.
+        """Merge the options of the mode, ours, and the options of the call itself; the later ones override.
 
-        ``mode`` and ``options`` are what the call of ``torch.compile`` said; its mode, if it names one other
-        than "default", goes before ours.
+        ``mode`` and ``options`` are the arguments of the call of ``torch.compile``. Its mode overrides ours, unless it is
+        "default".
         """
         named = mode if mode not in (None, "default") else self.mode
         return {**_mode_options(named), **self.chosen, **(options or {})}
 
     def plugin(self, **fields: Any) -> Any:
-        """An ``accelerate.utils.TorchDynamoPlugin`` with Inductor on, for ``Accelerator(dynamo_plugin=...)``.
+        """Make an ``accelerate.utils.TorchDynamoPlugin`` with Inductor on, for ``Accelerator(dynamo_plugin=...)``.
 
         ``fields`` are others of its fields (``fullgraph``, ``dynamic``, ``use_regional_compilation``).
 
@@ -103,7 +103,7 @@ class CompileOptions(Mapping[str, Any]):
         from .registry import REGISTRY
 
         entry = _Entry(self, _feature())
-        REGISTRY.hold(entry.feature, entry)  # until `entry` is released, or gone
+        REGISTRY.hold(entry.feature, entry)  # until `entry` is released, or is gone
         _entered.set((*_entered.get(), entry))
         return self
 
@@ -164,7 +164,7 @@ def _check(chosen: Mapping[str, Any]) -> None:
 
 
 def _declared(config: Any, name: str) -> type:
-    """The type that torch declares for an option; where it has no answer, the type of its value."""
+    """Return the type that torch declares for an option, or else the type of its value."""
     return config.get_type(name) if hasattr(config, "get_type") else type(config.get_config_copy()[name])
 
 
@@ -193,7 +193,7 @@ _entered: ContextVar[tuple[_Entry, ...]] = ContextVar("patches_compile_options",
 
 
 def _deliver(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Stands before the class in which ``torch.compile`` keeps mode and options for Inductor."""
+    """Put the entered options into the class in which ``torch.compile`` keeps mode and options for Inductor."""
 
     def make(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None, *rest: Any) -> Any:
         for entry in reversed(_entered.get()):  # the innermost first; its options go before the outer ones
@@ -220,7 +220,7 @@ def _demand_compile(original: Any) -> Any:
 
 
 def _feature() -> Feature:
-    """The edits that are in while a `with` is entered; it does nothing in contexts that entered none."""
+    """Return the edits that are in while a `with` is entered; in contexts that entered none they do nothing."""
     import torch  # noqa: F401  (the edits need it imported)
 
     return _feature_with(accelerate=imported("accelerate.accelerator"))
