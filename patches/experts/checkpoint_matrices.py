@@ -124,7 +124,7 @@ def _stacked_int8(name: str, matrices: list[list[Any]], target: Any, how: Quanti
                     f"{name}: expert {number} has shape {tuple(codes.shape)} and scales of {tuple(scales.shape)}, expert 0 "
                     f"shape {tuple(group[0][0].shape)}"
                 )
-    return PackedExperts.of_scales(matrices, target.dtype, how.threshold)
+    return PackedExperts.from_scales(matrices, target.dtype, how.threshold)
 
 
 def _stacked(name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig) -> PackedExperts:
@@ -144,7 +144,7 @@ def _stacked(name: str, matrices: list[list[Any]], target: Any, how: Quantizatio
             _check_lengths(f"{name}: expert {number}", codes, state)
             _check_tables(f"{name}: expert {number}", state, matrices[0][0][1])
             state.dtype = target.dtype  # as transformers-quant-state-dtype for linear layers
-    return PackedExperts.of_states(matrices)
+    return PackedExperts.from_states(matrices)
 
 
 def _check_lengths(what: str, codes: Any, state: Any) -> None:

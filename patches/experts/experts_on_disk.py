@@ -73,7 +73,7 @@ class ExpertsMap(dict[str, Any]):
                 part: file.get_tensor(part) if part in TABLES else file.get_slice(part)[number : number + 1]
                 for part in file.keys()  # noqa: SIM118
             }
-        return as_parameter(PackedExperts.laid_out(layout, tensors), dtype, swapped)
+        return as_parameter(PackedExperts.from_layout(layout, tensors), dtype, swapped)
 
 
 def _read(entry: Entry) -> Any:
@@ -83,7 +83,7 @@ def _read(entry: Entry) -> Any:
     from .tensor import as_parameter
 
     layout, dtype, swapped = entry[_LAYOUT]
-    return as_parameter(PackedExperts.laid_out(layout, load_file(entry["safetensors_file"])), dtype, swapped)
+    return as_parameter(PackedExperts.from_layout(layout, load_file(entry["safetensors_file"])), dtype, swapped)
 
 
 def refuse_if_not_offloadable(found: Iterable[ExpertParameter], load_config: Any) -> None:

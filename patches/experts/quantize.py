@@ -89,9 +89,9 @@ def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: Quantization
             malloc_trim.trim_after_quantizing(states[-1][0])
             dtype = matrix.dtype
     return (
-        PackedExperts.of_scales(found, dtype, how.threshold)
+        PackedExperts.from_scales(found, dtype, how.threshold)
         if how.quant_type == "int8"
-        else PackedExperts.of_states(found)
+        else PackedExperts.from_states(found)
     )
 
 

@@ -1,7 +1,7 @@
 """A parameter that looks like the experts of a layer in floating point, and holds packed weights.
 
-What operators do with it is in :data:`RULES` and :data:`FUNCTIONS`, which ``.views`` and ``.products`` fill; ``.tensor`` brings
-all of it. Indexing, slicing over experts and transposing give views. A product dequantizes one expert at a time (an
+What operators do with it is in :data:`RULES` and :data:`FUNCTIONS`, which ``.views`` and ``.products`` fill; ``.tensor``
+imports all of it. Indexing, slicing over experts and transposing give views. A product dequantizes one expert at a time (an
 accelerator a few). Autograd saves the view, which costs no bytes, and the product of the backward dequantizes again. So no
 model is edited, and nothing that is dequantized is kept. Any other operation gets all experts in floating point, and says so
 (``.dense``); one that would write into them raises an error.
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..process import tracing
 from . import fsdp
 from .dense_operations import record_dense_operation
-from .packed_experts import PackedExperts, join_matrices
+from .packed_experts import PackedExperts
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -39,7 +39,7 @@ class QuantizedExperts(torch.Tensor):
     rebuild: Callable[..., torch.Tensor]
     """What a pickle calls; :mod:`.tensor` sets it."""
     graph_key: str
-    """Part of the metadata by which torch finds a compiled graph on disk again; :mod:`.compiled_products` sets it."""
+    """Part of the metadata by which torch finds a compiled graph on disk again; :mod:`.products` sets it."""
 
     @staticmethod
     def __new__(
@@ -98,7 +98,9 @@ class QuantizedExperts(torch.Tensor):
         """All its values, in floating point."""
         if isinstance(self.chosen, int):
             return self.expert(self.chosen)
-        return join_matrices([self.expert(number) for number in self.numbers()], torch.stack)
+        matrices = [self.expert(number) for number in self.numbers()]
+        with torch.autocast(self.device.type, enabled=False):  # stack raises an error for another dtype of 16 bits
+            return torch.stack(matrices)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -147,18 +149,18 @@ class QuantizedExperts(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> QuantizedExperts:
         layout, chosen, swapped, dtype, _ = meta
-        return make_experts(PackedExperts.laid_out(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
+        return make_experts(PackedExperts.from_layout(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], None]:
-        """What FSDP2 gathers of the part of a rank."""
-        return fsdp.tensors_to_gather(self), None
+        """Return the tensors of a rank's part for FSDP2 to gather; the tables are alike on all ranks."""
+        return tuple(self.packed.stacked().values()), None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The experts of all ranks. ``out`` has been made of the same memory, which FSDP2 has filled again."""
+        """Return the experts of all ranks; none if ``out`` was made before, whose memory FSDP2 has filled again."""
         return None if out is not None else (fsdp.gather_parts(self, all_gather_outputs, param_dtype), ())
 
     def __getattr__(self, name: str) -> Any:

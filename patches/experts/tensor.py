@@ -34,7 +34,7 @@ def rebuild_from_pickle(
     layout: Layout, tensors: dict[str, torch.Tensor], chosen: Any, swapped: bool, dtype: torch.dtype, parameter: bool
 ) -> torch.Tensor:
     """What a pickle calls; its arguments are plain, so that ``torch.load(weights_only=True)`` reads them."""
-    tensor = make_experts(PackedExperts.laid_out(layout, tensors), chosen, swapped, dtype)
+    tensor = make_experts(PackedExperts.from_layout(layout, tensors), chosen, swapped, dtype)
     return torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
 
 
