@@ -21,9 +21,23 @@ from torch import Tensor
 from ..process import tracing
 from .dense_operations import record_dense_operation
 
+Rule = Callable[..., Any]
+RULES: dict[Any, Rule] = {}
+"""What stands for a function, and for all functions of a name, which the rule then gets first; :mod:`.adapted_rules` fills it.
+
+A rule returns ``NotImplemented`` if it is not for these arguments."""
+_LOOKS = {
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    *(getattr(torch.Tensor, name) for name in ("dim", "size", "stride", "numel", "is_floating_point", "is_complex")),
+    *(getattr(torch.Tensor, name) for name in ("__len__", "__hash__", "data_ptr", "element_size")),
+}
+"""Functions that ask for a shape, a dtype or the like, and for no number."""
+
 
 class Factors(NamedTuple):
-    """One adapter: it adds ``scaling * left @ right`` to each expert (three dimensions) or to one (two)."""
+    """One adapter, which adds ``scaling * left @ right`` to each expert (three dimensions) or to one (two)."""
 
     left: Tensor
     right: Tensor
@@ -32,14 +46,11 @@ class Factors(NamedTuple):
     def swapped(self) -> Factors:
         return Factors(self.right.transpose(-2, -1), self.left.transpose(-2, -1), self.scaling)
 
-    def at(self, chosen: Tensor) -> Factors:
-        return Factors(self.left[chosen], self.right[chosen], self.scaling)
-
     def moved(self, device: torch.device) -> Factors:
         return Factors(self.left.to(device), self.right.to(device), self.scaling)
 
-    def added(self, result: Tensor, x: Tensor) -> Tensor:
-        """``result`` plus what the adapter adds to ``x @ W``; all of them matrices."""
+    def add_product(self, result: Tensor, x: Tensor) -> Tensor:
+        """Return ``result`` plus the part of the adapter in ``x @ W``; all of them matrices."""
         low = x @ self.left.to(x.dtype)
         return torch.addmm(result, low, self.right.to(low.dtype), alpha=self.scaling)
 
@@ -51,19 +62,24 @@ class Adapters:
         self.whole = list(adapters)
         self._experts: list[list[tuple[Tensor, Tensor]]] | None = None
 
-    def of(self, number: int, swapped: bool) -> list[Factors]:
-        """The factors of one expert."""
-        if self._experts is None:  # by one operation: a selection for each would be as many gradients of full size
-            self._experts = [list(zip(f.left.unbind(0), f.right.unbind(0), strict=True)) for f in self.whole]
-        pairs = zip(self._experts, self.whole, strict=True)
-        found = [Factors(*experts[number], whole.scaling) for experts, whole in pairs]
-        return [factors.swapped() for factors in found] if swapped else found
+    def of(self, chosen: Tensor | int | None, is_swapped: bool) -> list[Factors]:
+        """Return the factors of one expert, of a vector of their numbers, or of all (None), ``is_swapped`` for W.T."""
+        if chosen is None:
+            found = self.whole
+        elif isinstance(chosen, Tensor):
+            found = [Factors(f.left[chosen], f.right[chosen], f.scaling) for f in self.whole]
+        else:
+            if self._experts is None:  # by one operation: a selection for each would be as many gradients of full size
+                self._experts = [list(zip(f.left.unbind(0), f.right.unbind(0), strict=True)) for f in self.whole]
+            pairs = zip(self._experts, self.whole, strict=True)
+            found = [Factors(*experts[chosen], whole.scaling) for experts, whole in pairs]
+        return [factors.swapped() for factors in found] if is_swapped else found
 
     def __add__(self, other: Adapters) -> Adapters:
         return Adapters([*self.whole, *other.whole])
 
     def __radd__(self, experts: Tensor) -> AdaptedExperts:
-        """``experts + self``, as peft's wrapper says it."""
+        """Return ``experts + self``, as peft's wrapper writes it."""
         return AdaptedExperts(experts, self)
 
     def moved(self, device: torch.device) -> Adapters:
@@ -71,16 +87,16 @@ class Adapters:
 
 
 class AdaptedExperts(torch.Tensor):
-    """``base`` and what ``adapters`` add to it: all experts, a selection of them, or one."""
+    """``base`` and what ``adapters`` add to it: all experts, a selection of them, or one.
+
+    ``chosen``: a vector of the numbers of these experts, one number, or None for all.
+    ``is_swapped``: whether each expert is transposed, in ``base`` already.
+    """
 
     base: Tensor
     adapters: Adapters
     chosen: Tensor | int | None
-    """Which experts these are: a vector of numbers, one number, or all."""
     is_swapped: bool
-    """Whether each expert is transposed, in ``base`` already."""
-    apply_rule: Callable[[Any, Any, Any], Any]
-    """Give the result of a function, or ``NotImplemented`` if it needs all numbers; :mod:`.adapted_rules` sets it."""
 
     @staticmethod
     @tracing.never_compile
@@ -97,31 +113,23 @@ class AdaptedExperts(torch.Tensor):
         super().__init__()
 
     def at(self, chosen: Tensor | int) -> AdaptedExperts:
-        """Some of all experts, or one of them."""
+        """Return some of all experts, or one of them."""
         return AdaptedExperts(self.base[chosen], self.adapters, chosen, self.is_swapped)
 
-    def of(self, number: int) -> list[Factors]:
-        """What the adapters add to one expert, in the orientation that this has."""
-        return self.adapters.of(number, self.is_swapped)
-
     def swapped(self) -> AdaptedExperts:
-        """Each expert transposed."""
+        """Return the experts with each of them transposed."""
         return AdaptedExperts(self.base.transpose(-2, -1), self.adapters, self.chosen, not self.is_swapped)
 
     def moved(self, *args: Any, **kwargs: Any) -> AdaptedExperts:
-        """As :meth:`torch.Tensor.to`. Factors move with the base; they take its dtype where they are used."""
+        """Move as :meth:`torch.Tensor.to`. Factors move with the base; they take its dtype where they are used."""
         base = self.base.to(*args, **kwargs)
         adapters = self.adapters if base.device == self.device else self.adapters.moved(base.device)
         return AdaptedExperts(base, adapters, self.chosen, self.is_swapped)
 
     def dense(self) -> Tensor:
-        """All of it in floating point."""
+        """Return all of it in floating point."""
         whole = self.base * 1  # the product of quantized experts and a number is an ordinary tensor
-        for factors in (
-            self.adapters.whole if not isinstance(self.chosen, int) else self.adapters.of(self.chosen, False)
-        ):
-            part = factors.at(self.chosen) if isinstance(self.chosen, Tensor) else factors
-            part = part.swapped() if self.is_swapped else part
+        for part in self.adapters.of(self.chosen, self.is_swapped):
             whole = whole + (part.left @ part.right * part.scaling).to(whole.dtype)
         return whole
 
@@ -132,8 +140,15 @@ class AdaptedExperts(torch.Tensor):
     @tracing.never_compile  # peft's wrapper has ended the graph before
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = cls.apply_rule(func, args, kwargs)
-        return func(*_dense(args, func), **_dense(kwargs, func)) if result is NotImplemented else result
+        name = str(getattr(func, "__name__", "")).removesuffix(".default")
+        if name in RULES:
+            result = RULES[name](func, *args, **kwargs)
+        else:
+            result = RULES[func](*args, **kwargs) if func in RULES else NotImplemented
+        if result is NotImplemented and (func in _LOOKS or name == "__get__"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _call_dense(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -141,11 +156,11 @@ class AdaptedExperts(torch.Tensor):
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
-        return func(*_dense(args, func), **_dense(kwargs or {}, func))
+        return _call_dense(func, args, kwargs or {})
 
 
-def _dense(arguments: Any, func: Any) -> Any:
-    """``arguments`` with ordinary tensors in the place of adapted experts; says so."""
+def _call_dense(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``func`` with ordinary tensors in the place of adapted experts, and record that."""
 
     def plain(value: Any) -> Any:
         if not isinstance(value, AdaptedExperts):
@@ -153,4 +168,5 @@ def _dense(arguments: Any, func: Any) -> Any:
         record_dense_operation(f"{getattr(func, '__name__', func)} with adapters", value)
         return value.dense()
 
-    return torch.utils._pytree.tree_map(plain, arguments)
+    args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs))
+    return func(*args, **kwargs)

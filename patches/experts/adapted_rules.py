@@ -1,7 +1,4 @@
-"""What an operation does with :class:`~.adapted_experts.AdaptedExperts` in the place of forming them.
-
-``NotImplemented`` from a rule means that it is not for these arguments.
-"""
+"""What an operation does with :class:`~.adapted_experts.AdaptedExperts` in the place of forming them."""
 
 from __future__ import annotations
 
@@ -12,35 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .adapted_experts import AdaptedExperts, Factors
-
-Rule = Callable[..., Any]
-_RULES: dict[Any, Rule] = {}
-_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
-"""Names of one product: of torch.nn.functional, of torch (before 2.10), and an operator of transformers."""
-_LOOKS = {
-    torch.Tensor.dim, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex, torch.Tensor.__len__, torch.Tensor.__hash__, torch.Tensor.data_ptr,
-    torch.Tensor.element_size, torch.is_floating_point, torch.is_complex, torch.numel,
-}  # fmt: skip
-"""Functions that ask for a shape, a dtype or the like, and for no number."""
-
-
-def apply_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of ``func``; ``NotImplemented`` if it needs all numbers."""
-    name = str(getattr(func, "__name__", "")).rpartition(".")
-    if name[2] in _GROUPED or name[0] in _GROUPED:  # also as an overload: grouped_mm_fallback.default
-        return _grouped_mm(func, *args, **kwargs)
-    result = _RULES[func](*args, **kwargs) if func in _RULES else NotImplemented
-    if result is NotImplemented and (func in _LOOKS or name[2] == "__get__"):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    return result
+from .adapted_experts import RULES, AdaptedExperts, Factors, Rule
 
 
 def _rule(*functions: Any) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(functions, rule))
+        RULES.update(dict.fromkeys(functions, rule))
         return rule
 
     return add
@@ -112,7 +86,7 @@ def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Any:
     if isinstance(input, AdaptedExperts) or not isinstance(weight, AdaptedExperts) or weight.dim() != 2:
         return NotImplemented
     result = functional.linear(input, weight.base, bias)
-    return _with_one(input, _factors(weight, swapped=True), result)
+    return _with_one(input, weight.adapters.of(weight.chosen, not weight.is_swapped), result)
 
 
 @_rule(
@@ -125,12 +99,12 @@ def _matmul(left: Any, right: Any) -> Any:
         result = _matmul(right.transpose(-2, -1), left.swapped())
         return result if result is NotImplemented else result.transpose(-2, -1)
     if right.dim() == 2:
-        return _with_one(left, _factors(right), left @ right.base)
+        return _with_one(left, right.adapters.of(right.chosen, right.is_swapped), left @ right.base)
     return _bmm(left, right) if left.dim() == 3 and len(left) == len(right) else NotImplemented
 
 
 def _bmm(left: Tensor, right: AdaptedExperts) -> Tensor:
-    """Each matrix of ``left`` times an expert; matrices for the same expert are brought together for the factors."""
+    """Multiply each matrix of ``left`` by an expert; matrices for the same expert are brought together for the factors."""
     result, rows = torch.bmm(left, right.base), left.shape[1]
     if not isinstance(right.chosen, Tensor):
         return _with_each(left.flatten(0, 1), right, [rows] * len(left), result.flatten(0, 1)).view(result.shape)
@@ -140,8 +114,10 @@ def _bmm(left: Tensor, right: AdaptedExperts) -> Tensor:
     return sorted_[order.argsort()]
 
 
+# Names of one product: of torch.nn.functional, of torch (before 2.10), and an operator of transformers.
+@_rule("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 def _grouped_mm(func: Any, input: Any, weight: Any, offs: Tensor | None = None, **options: Any) -> Any:
-    """Rows up to ``offs[0]`` times the first expert, and so on."""
+    """Multiply rows up to ``offs[0]`` by the first expert, and so on."""
     if isinstance(input, AdaptedExperts) or not isinstance(weight, AdaptedExperts) or input.dim() != 2 or offs is None:
         return NotImplemented
     if weight.chosen is not None or any(value is not None for value in options.values()):
@@ -151,30 +127,25 @@ def _grouped_mm(func: Any, input: Any, weight: Any, offs: Tensor | None = None, 
     return _with_each(input, weight, sizes, func(input, weight.base, offs=offs))
 
 
-def _factors(expert: AdaptedExperts, swapped: bool = False) -> list[Factors]:
-    """What the adapters add to one expert, or to its transpose."""
-    assert isinstance(expert.chosen, int)
-    return expert.adapters.of(expert.chosen, expert.is_swapped != swapped)
-
-
 def _with_one(x: Tensor, adapters: list[Factors], result: Tensor) -> Tensor:
-    """``result`` plus what the adapters of one expert add to ``x @ expert``, ``x`` of any dimensions."""
+    """Add the part of the adapters of one expert in ``x @ expert`` to ``result``, ``x`` of any dimensions."""
     flat = _added(x.reshape(-1, x.shape[-1]), adapters, result.reshape(-1, result.shape[-1]))
     return flat.view(result.shape)
 
 
 def _with_each(x: Tensor, experts: AdaptedExperts, sizes: list[int], result: Tensor) -> Tensor:
-    """The same where the first ``sizes[0]`` rows are for the first expert, and so on; rows after these get nothing."""
+    """Do the same where the first ``sizes[0]`` rows are for the first expert, and so on; rows after these get nothing."""
     sizes = [*sizes, len(x) - sum(sizes)]
     pieces = list(zip(x.split(sizes), result.split(sizes), strict=True))
-    done = [_added(rows, experts.of(e), part) for e, (rows, part) in enumerate(pieces[:-1]) if len(rows)]
+    done = [
+        _added(rows, experts.adapters.of(number, experts.is_swapped), part)
+        for number, (rows, part) in enumerate(pieces[:-1])
+        if len(rows)
+    ]
     return torch.cat([*done, pieces[-1][1]])
 
 
 def _added(x: Tensor, adapters: list[Factors], result: Tensor) -> Tensor:
     for factors in adapters:
-        result = factors.added(result, x)
+        result = factors.add_product(result, x)
     return result
-
-
-AdaptedExperts.apply_rule = staticmethod(apply_rule)

@@ -33,7 +33,7 @@ class QuantizationConfig(NamedTuple):
     """Of 4 bits; None: the default of bitsandbytes."""
 
     @classmethod
-    def of_packed(cls, packed: PackedExperts) -> QuantizationConfig:
+    def from_packed(cls, packed: PackedExperts) -> QuantizationConfig:
         """As ``packed`` was quantized."""
         kind = packed.kind
         codes = packed.parts[0].codes
