@@ -23,12 +23,12 @@ from . import verification as _verifying
 from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError
 from .engine.report import Change, Report, Result, Status
-from .experts import quantize_api as _experts
+from .experts import quantize_request as _experts
 from .ranks import RanksDiffer, check_ranks
 from .registry import REGISTRY
 
 if TYPE_CHECKING:
-    from .experts.quantize_api import QuantizeRequest
+    from .experts.quantize_request import QuantizeRequest
     from .inductor_options import CompileOptions
     from .inspection import Inspection
     from .verification import Verification
