@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ..process import tracing
 from .dense_operations import record_dense_operation
+from .quantized_tensor import QuantizedExperts
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-"""What stands for a function, and for all functions of a name, which the rule then gets first; :mod:`.adapted_rules` fills it.
+"""By function, or by the name of several: the rule that gets it and its arguments; :mod:`.adapted_rules` fills it.
 
 A rule returns ``NotImplemented`` if it is not for these arguments."""
 _LOOKS = {
@@ -45,9 +46,6 @@ class Factors(NamedTuple):
 
     def swapped(self) -> Factors:
         return Factors(self.right.transpose(-2, -1), self.left.transpose(-2, -1), self.scaling)
-
-    def moved(self, device: torch.device) -> Factors:
-        return Factors(self.left.to(device), self.right.to(device), self.scaling)
 
     def add_product(self, result: Tensor, x: Tensor) -> Tensor:
         """Return ``result`` plus the part of the adapter in ``x @ W``; all of them matrices."""
@@ -78,58 +76,67 @@ class Adapters:
     def __add__(self, other: Adapters) -> Adapters:
         return Adapters([*self.whole, *other.whole])
 
-    def __radd__(self, experts: Tensor) -> AdaptedExperts:
+    def __radd__(self, experts: QuantizedExperts) -> AdaptedExperts:
         """Return ``experts + self``, as peft's wrapper writes it."""
-        return AdaptedExperts(experts, self)
+        return AdaptedExperts(experts, self, experts.swapped)
 
-    def moved(self, device: torch.device) -> Adapters:
-        return Adapters([factors.moved(device) for factors in self.whole])
+    def moved(self, device: torch.device, experts: slice) -> Adapters:
+        """Return the adapters of ``experts`` on ``device``."""
+        return Adapters(
+            [Factors(f.left[experts].to(device), f.right[experts].to(device), f.scaling) for f in self.whole]
+        )
 
 
 class AdaptedExperts(torch.Tensor):
-    """``base`` and what ``adapters`` add to it: all experts, a selection of them, or one.
+    """``base`` and what ``adapters`` add to it: all experts, a selection of them, or one, as ``base`` is.
 
-    ``chosen``: a vector of the numbers of these experts, one number, or None for all.
-    ``is_swapped``: whether each expert is transposed, in ``base`` already.
+    ``adapted_swapped``: how ``base`` was swapped when the factors were given for it.
     """
 
-    base: Tensor
+    base: QuantizedExperts
     adapters: Adapters
-    chosen: Tensor | int | None
-    is_swapped: bool
+    adapted_swapped: bool
 
     @staticmethod
     @tracing.never_compile
-    def __new__(
-        cls, base: Tensor, adapters: Adapters, chosen: Tensor | int | None = None, is_swapped: bool = False
-    ) -> AdaptedExperts:
+    def __new__(cls, base: QuantizedExperts, adapters: Adapters, adapted_swapped: bool) -> AdaptedExperts:
         made: AdaptedExperts = torch.Tensor._make_wrapper_subclass(
             cls, base.shape, strides=base.stride(), dtype=base.dtype, device=base.device, requires_grad=False
         )
-        made.base, made.adapters, made.chosen, made.is_swapped = base, adapters, chosen, is_swapped
+        made.base, made.adapters, made.adapted_swapped = base, adapters, adapted_swapped
         return made
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    def at(self, chosen: Tensor | int) -> AdaptedExperts:
-        """Return some of all experts, or one of them."""
-        return AdaptedExperts(self.base[chosen], self.adapters, chosen, self.is_swapped)
+    def factors(self, transposed: bool = False) -> list[Factors]:
+        """Return the factors of these experts, each as the base shows it, or ``transposed``."""
+        return self.adapters.of(self.base.chosen, self._is_swapped() != transposed)
 
-    def swapped(self) -> AdaptedExperts:
-        """Return the experts with each of them transposed."""
-        return AdaptedExperts(self.base.transpose(-2, -1), self.adapters, self.chosen, not self.is_swapped)
+    def factors_of(self, number: int) -> list[Factors]:
+        """Return the factors of one expert of all, as the base shows it."""
+        return self.adapters.of(number, self._is_swapped())
+
+    def _is_swapped(self) -> bool:
+        return self.base.swapped != self.adapted_swapped
+
+    def with_base(self, view: QuantizedExperts) -> AdaptedExperts:
+        """Return ``view``, which is one of the base, with the adapters."""
+        return AdaptedExperts(view, self.adapters, self.adapted_swapped)
 
     def moved(self, *args: Any, **kwargs: Any) -> AdaptedExperts:
         """Move as :meth:`torch.Tensor.to`. Factors move with the base; they take its dtype where they are used."""
-        base = self.base.to(*args, **kwargs)
-        adapters = self.adapters if base.device == self.device else self.adapters.moved(base.device)
-        return AdaptedExperts(base, adapters, self.chosen, self.is_swapped)
+        base: Any = self.base.to(*args, **kwargs)
+        if base.device == self.device:
+            return self.with_base(base)
+        number = self.base.chosen
+        moved = slice(number, number + 1) if isinstance(number, int) else slice(None)  # one expert moves alone
+        return AdaptedExperts(base, self.adapters.moved(base.device, moved), self.adapted_swapped)
 
     def dense(self) -> Tensor:
         """Return all of it in floating point."""
         whole = self.base * 1  # the product of quantized experts and a number is an ordinary tensor
-        for part in self.adapters.of(self.chosen, self.is_swapped):
+        for part in self.factors():
             whole = whole + (part.left @ part.right * part.scaling).to(whole.dtype)
         return whole
 
@@ -141,10 +148,8 @@ class AdaptedExperts(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(getattr(func, "__name__", "")).removesuffix(".default")
-        if name in RULES:
-            result = RULES[name](func, *args, **kwargs)
-        else:
-            result = RULES[func](*args, **kwargs) if func in RULES else NotImplemented
+        rule = RULES.get(name) or RULES.get(func)
+        result = rule(func, *args, **kwargs) if rule is not None else NotImplemented
         if result is NotImplemented and (func in _LOOKS or name == "__get__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
