@@ -71,7 +71,7 @@ def _refuse_divided_experts(keys: Any) -> None:
 
 
 class Reading(NamedTuple):
-    """How experts are read: as ``config`` says, and in floating point only if that is not ``asked`` to be quantized.
+    """The way to read experts: as ``config`` says, and in floating point only if that is not ``asked`` to be quantized.
 
     ``transposed``: the checkpoint has each matrix as the weight of a linear layer, and the parameter the other way round.
     """
@@ -193,10 +193,8 @@ class QuantizedWhenMade(WeightConverter):  # type: ignore[misc]
 
     @classmethod
     def of(cls, before: Any, names: set[str], how: Reading) -> QuantizedWhenMade:
-        self = cls(
-            *_patterns(before), operations=before.operations,
-            **({"force_cpu": before.force_cpu} if hasattr(before, "force_cpu") else {}),
-        )  # fmt: skip
+        options = {"force_cpu": before.force_cpu} if hasattr(before, "force_cpu") else {}
+        self = cls(*_patterns(before), operations=before.operations, **options)
         _scope(self, before)
         self.before, self.quantization_operation = before, QuantizeMade(names, how)
         return self
@@ -251,10 +249,13 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
             how, groups = self.how.config_for(full_layer_name, model), list(matrices.values())
             return {full_layer_name: make_parameter(full_layer_name, groups, target, how, self.how.transposed)}
         if any(packed):
-            message = (
+            LOGGER.warning(
                 "%s: %d of %d matrices are packed in the checkpoint and the others are not; the parameter is kept in "
+                "floating point.",
+                full_layer_name,
+                sum(packed),
+                len(packed),
             )
-            LOGGER.warning(message + "floating point.", full_layer_name, sum(packed), len(packed))
         return {full_layer_name: self._floating(matrices, full_layer_name, target, model, kwargs)}
 
     def _ordered(self, sources: list[str], name: str) -> list[str]:

@@ -97,8 +97,7 @@ def test_experts_say_which_operator_their_graph_calls(qwen3):
     """torch finds a graph on disk again by what its inputs say of themselves."""
     experts = patches.quantize_experts(loaded(qwen3)).model.layers[0].mlp.experts.gate_up_proj
     assert (
-        products.OPERATOR.name() == f"bnb_patches::{products.NAME}"
-        and products.NAME in experts.__tensor_flatten__()[1]
+        products.OPERATOR.name() == f"bnb_patches::{products.NAME}" and products.NAME in experts.__tensor_flatten__()[1]
     )
 
 
