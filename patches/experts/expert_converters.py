@@ -274,7 +274,8 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
                 raise ValueError(
                     f"{name}: the checkpoint has {len(group)} experts of {source}, the model {target.shape[0]}"
                 )
-            numbers = {int(n) for key in self.keys for n in re.findall(_numbered(source), key)}
+            numbered = re.compile(source.replace(".", r"\.").replace(r"*\.", r"(\d+)\.") + "$")
+            numbers = {int(number) for key in self.keys for number in numbered.findall(key)}
             missing = sorted(set(range(target.shape[0])) - numbers)
             if len(group) < target.shape[0] or (numbers and missing):
                 raise ValueError(
@@ -295,7 +296,3 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         for operation in self.before.operations:
             result = operation.convert(result, full_layer_name=name, model=model, **{**kwargs, **known})
         return next(iter(result.values()))
-
-
-def _numbered(source: str) -> str:
-    return source.replace(".", r"\.").replace(r"*\.", r"(\d+)\.") + "$"
