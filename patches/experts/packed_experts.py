@@ -66,7 +66,7 @@ class PackedMatrix:
 class QuantizationKind:
     """How the experts of one parameter are quantized: the same for each of them.
 
-    ``quant_type``: ``"nf4"``, ``"fp4"`` or ``"int8"``. The block sizes are those of 4 bits.
+    ``quant_type``: ``"nf4"``, ``"fp4"`` or ``"int8"``. The block sizes are for 4 bits.
     ``dtype``: what they dequantize to, before they become the dtype of the parameter.
     ``threshold``: of INT8, from which input on a column is multiplied in floating point. None: products dequantize.
     ``transposed``: whether the parameter shows each matrix transposed, and is contiguous so.
@@ -162,7 +162,7 @@ class PackedExperts:
         return {f"{name}_{i}": tensor for i, part in enumerate(self.parts) for name, tensor in part.tensors().items()}
 
     def with_tensors(self, tensors: dict[str, torch.Tensor]) -> PackedExperts:
-        """Return the same experts with other tensors in the place of those that ``tensors`` names."""
+        """Return the same experts with ``tensors`` in the place of their own tensors of these names."""
         return PackedExperts.from_layout(self.layout(), {**self.tensors(), **tensors})
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedExperts:
