@@ -21,14 +21,14 @@ from . import inductor_options as _compiling
 from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError
 from .engine.report import Change, Report, Result, Status
-from .experts import quantize_api as _experts
+from .experts import quantize_request as _experts
 from .inspection import inspect
 from .ranks import RanksDiffer, check_ranks
 from .registry import REGISTRY
 from .verification import verify
 
 if TYPE_CHECKING:
-    from .experts.quantize_api import QuantizeRequest
+    from .experts.quantize_request import QuantizeRequest
     from .inductor_options import CompileOptions
 
 __all__ = [

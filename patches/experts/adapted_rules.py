@@ -1,7 +1,4 @@
-"""What an operation does with :class:`~.adapted_experts.AdaptedExperts` in the place of forming them.
-
-``NotImplemented`` from a rule means that it is not for these arguments.
-"""
+"""What an operation does with :class:`~.adapted_experts.AdaptedExperts` in the place of forming them."""
 
 from __future__ import annotations
 
@@ -12,169 +9,117 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .adapted_experts import AdaptedExperts, Factors
-
-Rule = Callable[..., Any]
-_RULES: dict[Any, Rule] = {}
-_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
-"""Names of one product: of torch.nn.functional, of torch (before 2.10), and an operator of transformers."""
-_LOOKS = {
-    torch.Tensor.dim, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex, torch.Tensor.__len__, torch.Tensor.__hash__, torch.Tensor.data_ptr,
-    torch.Tensor.element_size, torch.is_floating_point, torch.is_complex, torch.numel,
-}  # fmt: skip
-"""Functions that ask for a shape, a dtype or the like, and for no number."""
-
-
-def apply_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of ``func``; ``NotImplemented`` if it needs all numbers."""
-    name = str(getattr(func, "__name__", "")).rpartition(".")
-    if name[2] in _GROUPED or name[0] in _GROUPED:  # also as an overload: grouped_mm_fallback.default
-        return _grouped_mm(func, *args, **kwargs)
-    result = _RULES[func](*args, **kwargs) if func in _RULES else NotImplemented
-    if result is NotImplemented and (func in _LOOKS or name[2] == "__get__"):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    return result
+from .adapted_experts import RULES, AdaptedExperts, Factors, Rule
+from .quantized_tensor import QuantizedExperts
 
 
 def _rule(*functions: Any) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(functions, rule))
+        RULES.update(dict.fromkeys(functions, rule))
         return rule
 
     return add
 
 
-@_rule(torch.Tensor.__getitem__)
-def _getitem(experts: Any, index: Any) -> Any:
-    if not isinstance(experts, AdaptedExperts) or experts.chosen is not None:
+@_rule(
+    *(torch.Tensor.__getitem__, torch.Tensor.select, torch.select, torch.Tensor.unbind, torch.unbind),
+    *(torch.Tensor.transpose, torch.transpose, torch.Tensor.permute, torch.permute, torch.Tensor.t, torch.t),
+    *(torch.Tensor.T.__get__, torch.Tensor.mT.__get__),  # type: ignore[attr-defined]
+)
+def _view(func: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
+    """View the base, and give each view its adapters; ``NotImplemented`` where they are no views of the same experts."""
+    if not isinstance(experts, AdaptedExperts):
         return NotImplemented
-    if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and index.dim() < 2:
-        return experts.at(index if index.dim() else int(index) % len(experts))
-    if isinstance(index, int) and not isinstance(index, bool) and -len(experts) <= index < len(experts):
-        return experts.at(index % len(experts))
-    return NotImplemented
+    made = func(experts.base, *args, **kwargs)
+    views = made if isinstance(made, tuple) else (made,)
+    if not all(isinstance(view, QuantizedExperts) and view.packed is experts.base.packed for view in views):
+        return NotImplemented
+    adapted = tuple(map(experts.with_base, views))
+    return adapted if isinstance(made, tuple) else adapted[0]
 
 
-@_rule(torch.Tensor.select, torch.select, torch.Tensor.index_select, torch.index_select)
-def _select(experts: Any, dim: int, index: Any) -> Any:
-    return _getitem(experts, index) if dim == 0 else NotImplemented
-
-
-@_rule(torch.Tensor.unbind, torch.unbind)
-def _unbind(experts: AdaptedExperts, dim: int = 0) -> Any:
-    every = dim == 0 and experts.chosen is None
-    return tuple(experts.at(number) for number in range(len(experts))) if every else NotImplemented
+@_rule(torch.Tensor.index_select, torch.index_select)
+def _index_select(_: Any, experts: Any, dim: int, index: Any) -> Any:
+    return experts[index] if dim == 0 else NotImplemented
 
 
 @_rule(torch.Tensor.__iter__)
-def _iter(experts: AdaptedExperts) -> Any:
-    found = _unbind(experts)
-    return found if found is NotImplemented else iter(found)
-
-
-@_rule(torch.Tensor.transpose, torch.transpose)
-def _transpose(experts: AdaptedExperts, first: int, second: int) -> Any:
-    dims = experts.dim()
-    return experts.swapped() if {first % dims, second % dims} == {dims - 2, dims - 1} else NotImplemented
-
-
-@_rule(torch.Tensor.permute, torch.permute)
-def _permute(experts: AdaptedExperts, *order: Any) -> Any:
-    dims = order[0] if order and not isinstance(order[0], int) else order
-    wanted = [*range(experts.dim() - 2), experts.dim() - 1, experts.dim() - 2]
-    return experts.swapped() if [dim % experts.dim() for dim in dims] == wanted else NotImplemented
-
-
-@_rule(torch.Tensor.t, torch.t, torch.Tensor.T.__get__)  # type: ignore[attr-defined]
-def _t(experts: AdaptedExperts, *_: Any) -> Any:
-    return experts.swapped() if experts.dim() == 2 else NotImplemented
-
-
-@_rule(torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
-def _m_t(experts: AdaptedExperts, *_: Any) -> Any:
-    return experts.swapped()
+def _iter(_: Any, experts: AdaptedExperts) -> Any:
+    return iter(experts.unbind())
 
 
 @_rule(torch.Tensor.detach, torch.Tensor.contiguous)
-def _same(experts: AdaptedExperts, **_: Any) -> Any:
+def _same(_: Any, experts: AdaptedExperts, **__: Any) -> Any:
     return experts
 
 
 @_rule(torch.Tensor.to)
-def _to(experts: Any, *args: Any, **kwargs: Any) -> Any:
+def _to(_: Any, experts: Any, *args: Any, **kwargs: Any) -> Any:
     return experts.moved(*args, **kwargs) if isinstance(experts, AdaptedExperts) else NotImplemented
 
 
 @_rule(functional.linear)
-def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Any:
+def _linear(_: Any, input: Any, weight: Any, bias: Tensor | None = None) -> Any:
     if isinstance(input, AdaptedExperts) or not isinstance(weight, AdaptedExperts) or weight.dim() != 2:
         return NotImplemented
-    result = functional.linear(input, weight.base, bias)
-    return _with_one(input, _factors(weight, swapped=True), result)
+    return _with_one(input, weight.factors(transposed=True), functional.linear(input, weight.base, bias))
 
 
 @_rule(
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch.bmm, torch.Tensor.bmm
 )
-def _matmul(left: Any, right: Any) -> Any:
+def _matmul(func: Any, left: Any, right: Any) -> Any:
     if isinstance(left, AdaptedExperts):  # as right.T @ left.T
         if isinstance(right, AdaptedExperts) or right.dim() != left.dim():
             return NotImplemented
-        result = _matmul(right.transpose(-2, -1), left.swapped())
+        result = _matmul(func, right.transpose(-2, -1), left.transpose(-2, -1))
         return result if result is NotImplemented else result.transpose(-2, -1)
     if right.dim() == 2:
-        return _with_one(left, _factors(right), left @ right.base)
+        return _with_one(left, right.factors(), left @ right.base)
     return _bmm(left, right) if left.dim() == 3 and len(left) == len(right) else NotImplemented
 
 
 def _bmm(left: Tensor, right: AdaptedExperts) -> Tensor:
-    """Each matrix of ``left`` times an expert; matrices for the same expert are brought together for the factors."""
-    result, rows = torch.bmm(left, right.base), left.shape[1]
-    if not isinstance(right.chosen, Tensor):
+    """Multiply each matrix of ``left`` by an expert; matrices for the same expert are brought together for the factors."""
+    result, rows, chosen = torch.bmm(left, right.base), left.shape[1], right.base.chosen
+    if not isinstance(chosen, Tensor):
         return _with_each(left.flatten(0, 1), right, [rows] * len(left), result.flatten(0, 1)).view(result.shape)
-    order = right.chosen.argsort(stable=True)
-    sizes = [rows * count for count in right.chosen.bincount().tolist()]
+    order = chosen.argsort(stable=True)
+    sizes = [rows * count for count in chosen.bincount().tolist()]
     sorted_ = _with_each(left[order].flatten(0, 1), right, sizes, result[order].flatten(0, 1)).view(result.shape)
     return sorted_[order.argsort()]
 
 
+# Names of one product: of torch.nn.functional, of torch (before 2.10), and an operator of transformers.
+@_rule("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 def _grouped_mm(func: Any, input: Any, weight: Any, offs: Tensor | None = None, **options: Any) -> Any:
-    """Rows up to ``offs[0]`` times the first expert, and so on."""
+    """Multiply rows up to ``offs[0]`` by the first expert, and so on."""
     if isinstance(input, AdaptedExperts) or not isinstance(weight, AdaptedExperts) or input.dim() != 2 or offs is None:
         return NotImplemented
-    if weight.chosen is not None or any(value is not None for value in options.values()):
+    if weight.base.chosen is not None or any(value is not None for value in options.values()):
         return NotImplemented
     ends = offs.tolist()
     sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     return _with_each(input, weight, sizes, func(input, weight.base, offs=offs))
 
 
-def _factors(expert: AdaptedExperts, swapped: bool = False) -> list[Factors]:
-    """What the adapters add to one expert, or to its transpose."""
-    assert isinstance(expert.chosen, int)
-    return expert.adapters.of(expert.chosen, expert.is_swapped != swapped)
-
-
-def _with_one(x: Tensor, adapters: list[Factors], result: Tensor) -> Tensor:
-    """``result`` plus what the adapters of one expert add to ``x @ expert``, ``x`` of any dimensions."""
-    flat = _added(x.reshape(-1, x.shape[-1]), adapters, result.reshape(-1, result.shape[-1]))
+def _with_one(x: Tensor, factors: list[Factors], result: Tensor) -> Tensor:
+    """Add the part of the adapters of one expert in ``x @ expert`` to ``result``, ``x`` of any dimensions."""
+    flat = _added(x.reshape(-1, x.shape[-1]), factors, result.reshape(-1, result.shape[-1]))
     return flat.view(result.shape)
 
 
 def _with_each(x: Tensor, experts: AdaptedExperts, sizes: list[int], result: Tensor) -> Tensor:
-    """The same where the first ``sizes[0]`` rows are for the first expert, and so on; rows after these get nothing."""
+    """Do the same where the first ``sizes[0]`` rows are for the first expert, and so on; rows after these get nothing."""
     sizes = [*sizes, len(x) - sum(sizes)]
     pieces = list(zip(x.split(sizes), result.split(sizes), strict=True))
-    done = [_added(rows, experts.of(e), part) for e, (rows, part) in enumerate(pieces[:-1]) if len(rows)]
+    done = [
+        _added(rows, experts.factors_of(number), part) for number, (rows, part) in enumerate(pieces[:-1]) if len(rows)
+    ]
     return torch.cat([*done, pieces[-1][1]])
 
 
 def _added(x: Tensor, adapters: list[Factors], result: Tensor) -> Tensor:
     for factors in adapters:
-        result = factors.added(result, x)
+        result = factors.add_product(result, x)
     return result
-
-
-AdaptedExperts.apply_rule = staticmethod(apply_rule)

@@ -17,18 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-VERSION_WITHOUT_RECORD = "0.17"
-"""Stands for the release where a configuration names none: the first that had ``target_parameters``."""
+FIRST_VERSION = "0.17"  # the first with target_parameters stands for a release that a configuration does not name
 
 
 class _Pair(NamedTuple):
-    """``lora_A`` and ``lora_B`` of one parameter in a state dict, and what the model has there."""
+    """The keys of ``lora_A`` and ``lora_B`` of one parameter in a state dict, and the layer that has them."""
 
     keys: tuple[str, str]
     layer: Any
 
     def fits(self, state: dict[str, Tensor], old: bool) -> bool:
-        """Whether the shapes fit the old layout, or the new one."""
+        """Tell whether the shapes fit the ``old`` layout, or the new one."""
         sides = (self.layer.in_features, self.layer.out_features)
         a, b = (state[key] for key in self.keys)
         first, second = reversed(sides) if old else sides
@@ -43,7 +42,10 @@ class _Pair(NamedTuple):
 
 
 def convert_to_new_layout(model: Module, config: Any, adapter: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``state``, named as in ``model``, with factors of experts in the layout that the installed peft reads."""
+    """Return ``state``, named as in ``model``, with factors of experts in the layout that the installed peft reads.
+
+    Raises `ValueError` if some factors fit only the old layout, and others only the new one.
+    """
     pairs = list(_pairs(model, adapter, state))
     old = [pair for pair in pairs if pair.fits(state, old=True)]
     new = [pair for pair in pairs if pair.fits(state, old=False)]
@@ -62,8 +64,9 @@ def convert_to_new_layout(model: Module, config: Any, adapter: str, state: dict[
             "Adapter %r of experts was saved by peft %s, before 0.19, and is read in the layout of that release. Its "
             "shapes do not tell the layouts apart. If it was trained or saved with peft 0.19 or later, set "
             '"peft_version" in its adapter_config.json to that release and load it again.',
-            adapter, config.peft_version,
-        )  # fmt: skip
+            adapter,
+            config.peft_version,
+        )
     config.peft_version = config._get_peft_version()  # saving writes the new layout
     return {**state, **{key: tensor for pair in old for key, tensor in pair.converted(state).items()}}
 
@@ -88,9 +91,9 @@ def _is_old(config: Any) -> bool:
 
 
 def record_saved_version(attributes: dict[str, Any]) -> dict[str, Any]:
-    """What a file of an adapter's configuration says; peft fills in its own release where it names none."""
+    """Add the release that wrote an adapter's configuration, if that names none: peft would fill in its own."""
     if attributes.get("target_parameters") and attributes.get("peft_version") is None:
-        return {**attributes, "peft_version": VERSION_WITHOUT_RECORD}
+        return {**attributes, "peft_version": FIRST_VERSION}
     return attributes
 
 
@@ -100,13 +103,16 @@ RECORD_VERSION = Rewrite(
     replace="{**class_kwargs, **_patches_with_version(loaded_attributes)}",
     names={"_patches_with_version": record_saved_version},
 )
-"""The edit that tells which release wrote a file: of each patch that asks."""
+"""The edit that tells which release wrote a file: each patch that needs it has it."""
 
 
 def converted_state_dict(
     model: Module, config: Any, adapter: str, state: dict[str, Tensor] | None, folder: str | None
 ) -> dict[str, Tensor] | None:
-    """What ``model.load_adapter`` is to load in the place of ``state``, or of the file in ``folder`` if that is None."""
+    """Return the tensors for ``model.load_adapter`` to load: ``state``, or the file in ``folder`` if ``state`` is None.
+
+    Returns ``state`` itself where nothing has to be converted.
+    """
     if getattr(config, "target_parameters", None) is None or not _is_old(config):
         return state
     tensors = state
@@ -123,7 +129,7 @@ def converted_state_dict(
 
 
 def _in_model(key: str, adapter: str) -> str:
-    """A name in a file as the model has it: with the adapter's, without the prefix of a ``PeftModel``."""
+    """Return the name that a tensor of a file has in the model: with the adapter's, without the prefix of ``PeftModel``."""
     name = key.removeprefix("base_model.model.")
     for kind in ("lora_A", "lora_B"):
         name = name.replace(f"{kind}.weight", f"{kind}.{adapter}.weight")

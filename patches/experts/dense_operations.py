@@ -11,37 +11,40 @@ if TYPE_CHECKING:
     import torch
 
 COUNTS: Counter[str] = Counter()
-"""Name of the operation to how often it dequantized more than one expert at once, in this process."""
-LARGEST: dict[str, int] = {}
-"""Name of the operation to the most bytes that its experts took in floating point."""
+"""How often each operation dequantized more than one expert at once in this process, by its name."""
+_LARGEST: dict[str, int] = {}
+"""The most bytes in floating point that the experts of each operation took."""
 
 
 def record_dense_operation(operation: str, experts: torch.Tensor) -> None:
     """Count ``operation`` on ``experts``; the first one of its name is logged, with its size."""
     if experts.dim() < 3:
         return
+    size = experts.numel() * experts.element_size()
     COUNTS[operation] += 1
-    LARGEST[operation] = max(LARGEST.get(operation, 0), experts.numel() * experts.element_size())
+    _LARGEST[operation] = max(_LARGEST.get(operation, 0), size)
     if COUNTS[operation] == 1:
+        shown = f"{tuple(experts.shape)}, {str(experts.dtype).removeprefix('torch.')}"
         LOGGER.warning(
-            "%s needs all experts at once: while it runs, %d experts (%s, %s) are dequantized together, which takes %.1f MB. "
+            "%s needs all experts at once: while it runs, %d experts (%s) are dequantized together, which takes %.1f MB. "
             "The result is right.",
-            operation, experts.shape[0], tuple(experts.shape), str(experts.dtype).removeprefix("torch."),
-            experts.numel() * experts.element_size() / 1e6,
-        )  # fmt: skip
+            operation,
+            experts.shape[0],
+            shown,
+            size / 1e6,
+        )
 
 
 def dense_summary() -> str:
-    """Each operation with its count and size; empty if no operation needed all experts."""
+    """Name each operation with its count and size; empty if no operation needed all experts."""
     return ", ".join(
-        f"{name} ({count} {'time' if count == 1 else 'times'}, up to {LARGEST.get(name, 0) / 1e6:.1f} MB)"
+        f"{name} ({count} {'time' if count == 1 else 'times'}, up to {_LARGEST.get(name, 0) / 1e6:.1f} MB)"
         for name, count in COUNTS.items()
     )
 
 
 def report_notes() -> tuple[str, ...]:
-    """What the report of all patches says of it."""
+    """Return the line for the report of all patches, if there is one."""
     found = dense_summary()
-    return (
-        (f"operations in this process that dequantized all experts of a parameter at once: {found}",) if found else ()
-    )
+    note = f"operations in this process that dequantized all experts of a parameter at once: {found}"
+    return (note,) if found else ()

@@ -15,9 +15,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ..config.quantizers import is_bitsandbytes
 from ..process.messages import LOGGER
-from . import experts_on_disk, gpt_oss_layout, unsupported_checkpoints
+from . import experts_on_disk, gpt_oss_layout
 from .checkpoint_matrices import (
-    INT8,
     STATISTICS,
     check_kinds,
     check_shapes,
@@ -31,9 +30,14 @@ from .products import register_transformers_operators
 from .quantize import QuantizationConfig, is_to_be_quantized, packed_matrices, reason_for_none
 from .tensor import as_parameter
 
+_STATISTIC_OF_AN_EXPERT = re.compile(r"experts\.\w+_proj\.\d+\.(weight\.absmax|SCB)$")
+
 
 def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, asked: bool) -> list[Any]:
-    """``mapping``, with converters for quantized experts where the checkpoint has them, or where they are asked for."""
+    """Add converters for quantized experts to ``mapping``, if the checkpoint has them or if they are ``asked`` for.
+
+    ``keys`` are the names of the tensors in the checkpoint.
+    """
     quantizer = load_config.hf_quantizer
     if not is_bitsandbytes(quantizer):
         return mapping
@@ -44,39 +48,54 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     found = [one for one in find_experts(model) if packed or is_to_be_quantized(one.full_name, quantizer)]
     experts_on_disk.refuse_if_not_offloadable(found, load_config)
     if not found:
-        unsupported_checkpoints.refuse_divided_experts(keys)
+        _refuse_divided_experts(keys)
         if asked:
             LOGGER.warning("quantize_experts changed nothing: %s.", reason_for_none(model))
         return mapping
     register_transformers_operators()
-    if gpt_oss_layout.has_gpt_oss_layout(keys):
+    transposed = gpt_oss_layout.has_gpt_oss_layout(keys)
+    if transposed:
         mapping = [*gpt_oss_layout.bias_converters(found), *mapping]
     return _replaced(
-        mapping,
-        found,
-        Reading(
-            QuantizationConfig.said_by(quantizer.quantization_config), asked, gpt_oss_layout.has_gpt_oss_layout(keys)
-        ),
+        mapping, found, Reading(QuantizationConfig.from_config(quantizer.quantization_config), asked, transposed)
     )
 
 
-class Reading(NamedTuple):
-    """How experts are read: as ``how`` says, and in floating point only if that is not ``asked`` to be quantized."""
+def _refuse_divided_experts(keys: Any) -> None:
+    """Raise an error if transformers has made linear layers of the experts, as before it reads Llama 4 quantized."""
+    for key in filter(_STATISTIC_OF_AN_EXPERT.search, keys):
+        raise NotImplementedError(
+            f"this checkpoint has {key}, but transformers has made linear layers of the experts. The patch "
+            "transformers-skip-list-of-checkpoint prevents that: call patches.apply() before the model is loaded."
+        )
 
-    how: QuantizationConfig
+
+class Reading(NamedTuple):
+    """The way to read experts: as ``config`` says, and in floating point only if that is not ``asked`` to be quantized.
+
+    ``transposed``: the checkpoint has each matrix as the weight of a linear layer, and the parameter the other way round.
+    """
+
+    config: QuantizationConfig
     asked: bool
     transposed: bool
-    """Whether the checkpoint has each matrix as the weight of a linear layer, and the parameter the other way round."""
 
-    def quantized(self, experts: Any, name: str, model: Any, dtype: Any) -> Any:
-        """The parameter ``name``, of its matrices."""
-        return as_parameter(packed_matrices(experts, self.of(name, model)), dtype)
+    def config_for(self, name: str, model: Any) -> QuantizationConfig:
+        """Return how the parameter ``name`` is quantized."""
+        return self.config.for_module(model.get_submodule(name.rpartition(".")[0]))
 
-    def of(self, name: str, model: Any) -> QuantizationConfig:
-        return self.how.of(model.get_submodule(name.rpartition(".")[0]))
+    def quantized(self, experts: Any, name: str, model: Any) -> Any:
+        """Make the parameter ``name`` of experts, each a sequence of its matrices."""
+        return as_parameter(packed_matrices(experts, self.config_for(name, model)), model.get_parameter(name).dtype)
+
+    def quantized_whole(self, experts: torch.Tensor, name: str, model: Any) -> Any:
+        """Make the parameter ``name`` of all experts in one tensor, each one matrix."""
+        whole = experts.to(model.get_parameter(name).dtype)
+        return self.quantized(((expert,) for expert in whole.unbind(0)), name, model)
 
 
 def _replaced(mapping: list[Any], found: list[ExpertParameter], how: Reading) -> list[Any]:
+    """Put our converters in the place of the ones that make the parameters ``found``, and before all others."""
     left = {one.full_name for one in found}
     result = []
     for each in mapping:
@@ -92,7 +111,7 @@ def _replaced(mapping: list[Any], found: list[ExpertParameter], how: Reading) ->
 
 
 def _by_suffix(names: set[str]) -> dict[str, set[str]]:
-    """Parameters that no converter makes, by what follows the number of their layer."""
+    """Group names of parameters by the part that follows the number of their layer."""
     found: dict[str, set[str]] = {}
     for name in names:
         found.setdefault(re.split(r"\.\d+\.", name)[-1], set()).add(name)
@@ -100,14 +119,16 @@ def _by_suffix(names: set[str]) -> dict[str, set[str]]:
 
 
 class ExpertsConverter(WeightConverter):  # type: ignore[misc]
-    """Makes one parameter of experts of the tensors of a checkpoint, packed or in floating point."""
+    """Makes one parameter of experts of the tensors of a checkpoint, packed or in floating point.
+
+    ``before``: the converter whose place it has taken; None if there was none.
+    """
 
     before: Any
-    """The converter whose place it has taken; None if there was none."""
 
     @classmethod
     def of(cls, before: Any, names: set[str], how: Reading) -> ExpertsConverter:
-        """In place of ``before``, which makes the parameters ``names``."""
+        """Make one in the place of ``before``, which makes the parameters ``names``."""
         sources, targets = _patterns(before)
         self = cls(_with_statistics(sources), targets, operations=[MakeExperts(names, how, before)])
         self.before = before
@@ -116,18 +137,15 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
 
     @classmethod
     def of_one(cls, suffix: str, names: set[str], how: Reading) -> ExpertsConverter:
-        """For parameters that a checkpoint has whole, or one expert after the other as we write them."""
+        """Make one for parameters that a checkpoint has whole, or one expert after the other as we write them."""
         one = gpt_oss_layout.matrix_name(suffix) if how.transposed else suffix
-        self = cls(
-            [*_with_statistics([f"{one}.*.weight"]), f"{suffix}$"],
-            suffix,
-            operations=[MakeExperts(names, how, None)],
-        )
+        sources = [*_with_statistics([f"{one}.*.weight"]), f"{suffix}$"]
+        self = cls(sources, suffix, operations=[MakeExperts(names, how, None)])
         self.before = None
         return self
 
     def reverse_transform(self) -> Any:
-        """For names: packed weights are taken apart by ``.saving``."""
+        """Return the converter that gives the names for saving; ``.saving`` takes packed weights apart."""
         if self.before is not None:
             return self.before.reverse_transform()
         target = _patterns(self)[1][0]
@@ -140,7 +158,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
 
 
 def _patterns(converter: Any) -> tuple[list[str], list[str]]:
-    """Sources and targets as they were given; transformers before 5.1 has them as it changed them."""
+    """Return sources and targets as they were given; transformers before 5.1 has them as it changed them."""
     return tuple(  # type: ignore[return-value]
         list(getattr(converter, f"_original_{side}_patterns", getattr(converter, f"{side}_patterns")))
         for side in ("source", "target")
@@ -148,14 +166,14 @@ def _patterns(converter: Any) -> tuple[list[str], list[str]]:
 
 
 def _scope(converter: Any, before: Any) -> None:
-    """For the part of the model that ``before`` is for, where transformers has such parts."""
+    """Restrict ``converter`` to the part of the model that ``before`` is for, where transformers has such parts."""
     for name in ("scope_prefix", "base_model_prefix"):
         if hasattr(before, name):
             setattr(converter, name, getattr(before, name))
 
 
 def _with_statistics(sources: list[str]) -> list[str]:
-    statistics = [f"{statistic_name(source, name)}$" for source in sources for name in (*STATISTICS, *INT8)]
+    statistics = [f"{statistic_name(source, name)}$" for source in sources for name in STATISTICS]
     return [*statistics, *(f"{source}$" for source in sources)]
 
 
@@ -175,10 +193,8 @@ class QuantizedWhenMade(WeightConverter):  # type: ignore[misc]
 
     @classmethod
     def of(cls, before: Any, names: set[str], how: Reading) -> QuantizedWhenMade:
-        self = cls(
-            *_patterns(before), operations=before.operations,
-            **({"force_cpu": before.force_cpu} if hasattr(before, "force_cpu") else {}),
-        )  # fmt: skip
+        options = {"force_cpu": before.force_cpu} if hasattr(before, "force_cpu") else {}
+        self = cls(*_patterns(before), operations=before.operations, **options)
         _scope(self, before)
         self.before, self.quantization_operation = before, QuantizeMade(names, how)
         return self
@@ -194,28 +210,21 @@ class QuantizeMade(ConversionOps):  # type: ignore[misc]
         self.names, self.how = names, how
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
-        return {name: self._made(name, value, model) for name, value in input_dict.items()}
-
-    def _made(self, name: str, value: Any, model: Any) -> Any:
-        whole = value[0] if isinstance(value, list) else value
-        if name not in self.names:
-            return whole
-        dtype = model.get_parameter(name).dtype
-        return self.how.quantized(((expert,) for expert in whole.to(dtype).unbind(0)), name, model, dtype)
+        made = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        return {n: self.how.quantized_whole(v, n, model) if n in self.names else v for n, v in made.items()}
 
 
 class MakeExperts(ConversionOps):  # type: ignore[misc]
-    """What an :class:`ExpertsConverter` does with the tensors of one parameter."""
+    """The operation of an :class:`ExpertsConverter` on the tensors of one parameter."""
 
-    reads_as_stored = True
-    """For ``transformers-checkpoint-keeps-dtype``: statistics in bfloat16 would be others."""
+    reads_as_stored = True  # for transformers-checkpoint-keeps-dtype: rounding to bfloat16 would change statistics
 
     def __init__(self, names: set[str], how: Reading, before: Any) -> None:
         self.names, self.how, self.before, self.keys = names, how, before, list[str]()
 
     @property
     def hf_quantizer(self) -> Any:
-        """Tells transformers to cast nothing of a quantized checkpoint: packed weights and statistics are no weights."""
+        """Tell transformers to cast nothing of a quantized checkpoint: packed weights and statistics are no weights."""
         return self
 
     def convert(
@@ -224,8 +233,11 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         target = model.get_parameter(full_layer_name)
         tensors = {key.removesuffix("$"): value for key, value in input_dict.items()}
         whole = [key for key in tensors if "*" not in key]
-        if whole:
-            return {full_layer_name: self._whole(tensors[whole[0]], full_layer_name, target, model)}
+        if whole:  # the checkpoint has the parameter in one piece
+            value = tensors[whole[0]][0]
+            asked = self.how.asked
+            made = self.how.quantized_whole(value, full_layer_name, model) if asked else value.to(target.dtype)
+            return {full_layer_name: made}
         sources = [key for key in tensors if key.endswith(".weight")]
         matrices = {
             source: read_matrices(source, tensors, target) for source in self._ordered(sources, full_layer_name)
@@ -234,17 +246,20 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         packed = [isinstance(one, tuple) for group in matrices.values() for one in group]
         if all(packed):
             check_kinds(full_layer_name, matrices)
-            how, groups = self.how.of(full_layer_name, model), list(matrices.values())
+            how, groups = self.how.config_for(full_layer_name, model), list(matrices.values())
             return {full_layer_name: make_parameter(full_layer_name, groups, target, how, self.how.transposed)}
         if any(packed):
             LOGGER.warning(
                 "%s: %d of %d matrices are packed in the checkpoint and the others are not; the parameter is kept in "
-                "floating point.", full_layer_name, sum(packed), len(packed),
-            )  # fmt: skip
+                "floating point.",
+                full_layer_name,
+                sum(packed),
+                len(packed),
+            )
         return {full_layer_name: self._floating(matrices, full_layer_name, target, model, kwargs)}
 
     def _ordered(self, sources: list[str], name: str) -> list[str]:
-        """As the converter names them: gate before up."""
+        """Return ``sources`` in the order of the converter: gate before up."""
         if self.before is None:
             return sources
         named = [source.removesuffix("$") for source in self.before.source_patterns]
@@ -259,7 +274,8 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
                 raise ValueError(
                     f"{name}: the checkpoint has {len(group)} experts of {source}, the model {target.shape[0]}"
                 )
-            numbers = {int(n) for key in self.keys for n in re.findall(_numbered(source), key)}
+            numbered = re.compile(source.replace(".", r"\.").replace(r"*\.", r"(\d+)\.") + "$")
+            numbers = {int(number) for key in self.keys for number in numbered.findall(key)}
             missing = sorted(set(range(target.shape[0])) - numbers)
             if len(group) < target.shape[0] or (numbers and missing):
                 raise ValueError(
@@ -267,18 +283,11 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
                     f"missing: {missing}"
                 )
 
-    def _whole(self, tensors: list[Any], name: str, target: Any, model: Any) -> Any:
-        """A parameter that the checkpoint has in one piece."""
-        whole = tensors[0].to(target.dtype)
-        if not self.how.asked:
-            return whole
-        return self.how.quantized(((expert,) for expert in whole.unbind(0)), name, model, target.dtype)
-
     def _floating(self, matrices: dict[str, list[Any]], name: str, target: Any, model: Any, kwargs: Any) -> Any:
         floating = {source: [to_dense_matrix(one, target.dtype) for one in group] for source, group in matrices.items()}
         check_shapes(name, floating)
         if self.how.asked and name in self.names:
-            return self.how.quantized(zip(*floating.values()), name, model, target.dtype)
+            return self.how.quantized(zip(*floating.values()), name, model)
         if self.before is None:
             stack = torch.stack(next(iter(floating.values())))
             return stack.mT.contiguous() if self.how.transposed else stack
@@ -287,7 +296,3 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         for operation in self.before.operations:
             result = operation.convert(result, full_layer_name=name, model=model, **{**kwargs, **known})
         return next(iter(result.values()))
-
-
-def _numbered(source: str) -> str:
-    return source.replace(".", r"\.").replace(r"*\.", r"(\d+)\.") + "$"

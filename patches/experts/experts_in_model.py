@@ -15,22 +15,20 @@ _OF_AN_EXPERT = re.compile(r"\.\d+\.(?:\w+\.)?(weight\.absmax|SCB)$")
 
 
 def has_packed_experts(keys: Iterable[str]) -> bool:
-    """Whether a checkpoint with the tensors ``keys`` has the statistics of single experts."""
+    """Tell whether a checkpoint with the tensors ``keys`` has the statistics of single experts."""
     return any(map(_OF_AN_EXPERT.search, keys))
 
 
 class ExpertParameter(NamedTuple):
-    """A parameter that holds the experts of one layer."""
+    """A parameter of ``module`` that holds the experts of one layer."""
 
     module: torch.nn.Module
-    path: str
-    """Of the module in the model."""
+    module_path: str
     name: str
-    """Of the parameter in the module."""
 
     @property
     def full_name(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
+        return f"{self.module_path}.{self.name}" if self.module_path else self.name
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -38,32 +36,34 @@ class ExpertParameter(NamedTuple):
         return found
 
 
+def _parameters(path: str, module: torch.nn.Module) -> Iterator[ExpertParameter]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield ExpertParameter(module, path, name)
+
+
 def find_experts(model: torch.nn.Module) -> Iterator[ExpertParameter]:
-    """As many matrices in one parameter, in a module that is called experts, or that transformers treats as such."""
+    """Find parameters of as many matrices, in modules that are called experts or that transformers treats as such."""
     for path, module in model.named_modules():
         if _is_experts(path, module):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and _stacks_matrices(parameter):
-                    yield ExpertParameter(module, path, name)
+            yield from (one for one in _parameters(path, module) if _stacks_matrices(one.parameter))
 
 
 def find_two_dimensional_experts(model: torch.nn.Module) -> Iterator[ExpertParameter]:
-    """Experts that cannot be quantized: the matrices of all, one below the other in one parameter (DBRX)."""
+    """Find experts that cannot be quantized: the matrices of all, one below the other in one parameter (DBRX)."""
     for path, module in model.named_modules():
         if holds_two_dimensional_experts(module):
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield ExpertParameter(module, path, name)
+            yield from _parameters(path, module)
 
 
 def holds_two_dimensional_experts(module: Any) -> bool:
-    """Whether ``module`` holds all experts in parameters of two dimensions; a single expert is made of layers."""
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    """Tell whether ``module`` holds all experts in parameters of two dimensions; a single expert is made of layers."""
+    own = [one.parameter for one in _parameters("", module)]
     return "Expert" in type(module).__name__ and bool(own) and all(p.dim() == 2 and min(p.shape) > 1 for p in own)
 
 
 def is_expert_parameter(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
-    """Whether :func:`find_experts` finds the parameter ``name`` of ``model``."""
+    """Tell whether :func:`find_experts` finds the parameter ``name`` of ``model``."""
     path = name.rpartition(".")[0]
     return _stacks_matrices(parameter) and _is_experts(path, model.get_submodule(path))
 
@@ -73,17 +73,16 @@ def _stacks_matrices(parameter: torch.Tensor) -> bool:
 
 
 def _is_experts(path: str, module: Any) -> bool:
-    """``is_transposed`` and ``has_gate`` are what ``use_experts_implementation`` sets."""
     from torch.nn.modules.conv import _ConvNd
 
     if isinstance(module, _ConvNd):
         return False
     named = "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
-    return named or (hasattr(module, "is_transposed") and hasattr(module, "has_gate"))
+    return named or (hasattr(module, "is_transposed") and hasattr(module, "has_gate"))  # use_experts_implementation
 
 
 def weight_converters(model: Any) -> list[Any]:
-    """What merges the tensors of a checkpoint into parameters of ``model``, as transformers says."""
+    """Return the converters by which transformers merges the tensors of a checkpoint into parameters of ``model``."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -93,7 +92,7 @@ def weight_converters(model: Any) -> list[Any]:
 
 
 def count_stacked_matrices(converter: Any) -> int:
-    """Into how many matrices of rows a checkpoint splits each expert of what ``converter`` makes; 0: otherwise made."""
+    """Return into how many matrices of rows a checkpoint splits each expert that ``converter`` makes; 0: made otherwise."""
     operations = [type(operation).__name__ for operation in converter.operations]
     dims = [getattr(operation, "dim", None) for operation in converter.operations]
     sources = len(converter.source_patterns)
@@ -105,11 +104,11 @@ def count_stacked_matrices(converter: Any) -> int:
 
 
 def makes_parameter(converter: Any, name: str) -> bool:
-    """Whether ``converter`` makes the parameter ``name``; one for any "weight" does not count."""
+    """Tell whether ``converter`` makes the parameter ``name``; one for any "weight" does not count."""
     targets = [target.removeprefix("^").removesuffix("$") for target in converter.target_patterns]
     return any(name.endswith(target) for target in targets if target != "weight")
 
 
 def count_matrices(name: str, among: list[Any]) -> int:
-    """Of how many matrices, one below the other, a checkpoint makes each expert of the parameter ``name``."""
+    """Return of how many matrices, one below the other, a checkpoint makes each expert of the parameter ``name``."""
     return next((count_stacked_matrices(converter) or 1 for converter in among if makes_parameter(converter, name)), 1)

@@ -28,14 +28,14 @@ class ExpertsOnDisk:
 
 
 def write_experts(folder: Folder, name: str, weight: Any, file: str | None = None) -> Entry:
-    """Write ``weight``, and say how :class:`ExpertsMap` finds it; ``file``: its name, if not the parameter's."""
+    """Write ``weight``, and return the entry by which :class:`ExpertsMap` finds it; ``file``: its name, if not the parameter's."""
     parts = {key: tensor.to("cpu") for key, tensor in weight.packed.tensors().items()}
     layout = weight.packed.layout(), weight.dtype, weight.swapped
     return {"safetensors_file": folder.write_parts(name, weight, parts, file), "weight_name": name, _LAYOUT: layout}
 
 
 class ExpertsMap(dict[str, Any]):
-    """What hooks bring from memory, and the experts that ``index`` leads to."""
+    """The tensors that hooks bring from memory, and the experts that ``index`` leads to."""
 
     def __init__(self, tensors: dict[str, Any], index: Index) -> None:
         waiting = [name for name, entry in index.items() if _LAYOUT in entry]
@@ -43,51 +43,52 @@ class ExpertsMap(dict[str, Any]):
         self.index = index
 
     def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        return _read(self.index[name]) if found is ExpertsOnDisk else found
+        if not self.waits(name):
+            return super().__getitem__(name)
+        from safetensors.torch import load_file
+
+        entry = self.index[name]
+        return _parameter(entry, load_file(entry["safetensors_file"]))
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """What was merged goes to the disk again, to a file of its own: a copy of this map reads the one before."""
+        """Write merged experts to the disk again, to a file of their own: a copy of this map reads the one before."""
         if not self.waits(name) or not is_quantized_experts(value):
             return super().__setitem__(name, value)
         self.index[name] = write_experts(self.index.folder, name, value, f"{name}.{next(_CHANGES)}")  # type: ignore[arg-type]
         self.index.know()
 
     def waits(self, name: str) -> bool:
-        """Whether the experts ``name`` are on the disk."""
+        """Tell whether the experts ``name`` are on the disk."""
         return super().get(name) is ExpertsOnDisk
 
     def read_expert(self, name: str, number: int) -> Any:
         """Read expert ``number`` of the parameter ``name`` alone; None if they do not wait on the disk."""
         from safetensors import safe_open
 
-        from .packed_experts import TABLES, PackedExperts
-        from .tensor import as_parameter
+        from .packed_experts import TABLES
 
         if not self.waits(name):
             return None
         entry = self.index[name]
-        layout, dtype, swapped = entry[_LAYOUT]
         with safe_open(entry["safetensors_file"], framework="pt") as file:
             tensors = {
                 part: file.get_tensor(part) if part in TABLES else file.get_slice(part)[number : number + 1]
                 for part in file.keys()  # noqa: SIM118
             }
-        return as_parameter(PackedExperts.laid_out(layout, tensors), dtype, swapped)
+        return _parameter(entry, tensors)
 
 
-def _read(entry: Entry) -> Any:
-    from safetensors.torch import load_file
-
+def _parameter(entry: Entry, tensors: dict[str, Any]) -> Any:
+    """Make the parameter of the packed ``tensors`` of a file, or of one expert in it."""
     from .packed_experts import PackedExperts
     from .tensor import as_parameter
 
     layout, dtype, swapped = entry[_LAYOUT]
-    return as_parameter(PackedExperts.laid_out(layout, load_file(entry["safetensors_file"])), dtype, swapped)
+    return as_parameter(PackedExperts.from_layout(layout, tensors), dtype, swapped)
 
 
 def refuse_if_not_offloadable(found: Iterable[ExpertParameter], load_config: Any) -> None:
-    """Raise if some of them are to wait on the disk and cannot, before anything is read."""
+    """Raise an error if some experts are to wait on the disk and cannot, before anything is read."""
     from transformers.integrations.accelerate import get_device
 
     device_map = load_config.device_map

@@ -17,66 +17,47 @@ if TYPE_CHECKING:
 
     from .tensor import QuantizedExperts
 
-TABLES = ("code", "nested_code")
-"""Alike on all ranks, and not gathered."""
-
 
 def new_zeros_of_parts(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
-    """``like.new_zeros(size)``: of quantized experts packed ones, if the ranks have as many experts each."""
+    """Return ``like.new_zeros(size)``; of quantized experts packed ones, if the ranks have as many experts each."""
     even = is_quantized_experts(like) and size[1:] == like.shape[1:] and like.shape[0] == size[0] * ranks
     if not even or like.chosen is not None:
         made: torch.Tensor = like.new_zeros(size)
         return made
-    tensors = _each(like, lambda tensor: tensor.new_zeros(size[0], *tensor.shape[1:]))
-    whole: QuantizedExperts = like.like(packed=like.packed.with_tensors(tensors))
+    packed = like.packed.each_stacked(lambda tensor: tensor.new_zeros(size[0], *tensor.shape[1:]))
+    whole: QuantizedExperts = like.like(packed=packed)
     return whole
 
 
 def flatten_for_fsdp(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor.view(-1)``, which is not read of a tensor that has ``fsdp_pre_all_gather``."""
+    """Return ``tensor.view(-1)``, which FSDP2 does not read of a tensor that has ``fsdp_pre_all_gather``."""
     return tensor if is_quantized_experts(tensor) else tensor.view(-1)
 
 
-def tensors_to_gather(experts: QuantizedExperts) -> tuple[torch.Tensor, ...]:
-    """What the other ranks need of this part."""
-    return tuple(tensor for name, tensor in experts.packed.tensors().items() if name not in TABLES)
-
-
 def gather_parts(part: QuantizedExperts, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> QuantizedExperts:
-    """The experts of all ranks in the memory of ``tensors``."""
-    own = part.packed.tensors()
-    names = [name for name in own if name not in TABLES]
-    tables = {name: tensor for name, tensor in own.items() if name in TABLES}
-    return part.like(packed=part.packed.with_tensors({**dict(zip(names, tensors)), **tables}), dtype=dtype)
+    """Return the experts of all ranks in the memory of ``tensors``, which all ranks' stacked tensors were gathered to."""
+    return part.like(packed=part.packed.with_tensors(dict(zip(part.packed.stacked(), tensors))), dtype=dtype)
 
 
 def all_gather_parts(experts: QuantizedExperts, *group: Any) -> Any:
-    """The parts of all ranks, one after the other: what a full state dict asks for."""
+    """Return the parts of all ranks, one after the other: what a full state dict asks for."""
     import torch
 
     if experts.chosen is not None or experts.dim() != 3:
         return NotImplemented
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-    return experts.like(
-        packed=experts.packed.with_tensors(_each(experts, lambda tensor: gather(tensor.contiguous(), *group)))
-    )
+    return experts.like(packed=experts.packed.each_stacked(lambda tensor: gather(tensor.contiguous(), *group)))
 
 
 def wait_for_parts(experts: QuantizedExperts) -> QuantizedExperts:
-    """As gathered, once all is there."""
+    """Return gathered experts once all of them are there."""
     import torch
 
-    wait = torch.ops._c10d_functional.wait_tensor.default
-    return experts.like(packed=experts.packed.with_tensors(_each(experts, wait)))
-
-
-def _each(experts: QuantizedExperts, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with ``change`` made to what the ranks have of their own."""
-    return {n: t if n in TABLES else change(t) for n, t in experts.packed.tensors().items()}
+    return experts.like(packed=experts.packed.each_stacked(torch.ops._c10d_functional.wait_tensor.default))
 
 
 def scatter_parts(outputs: list[Any], inputs: list[list[Any]], *rest: Any) -> Any:
-    """``scatter_`` of quantized experts: one after the other of the tensors that they hold."""
+    """Run ``scatter_`` on quantized experts: on one after the other of the tensors that they hold."""
     import torch
 
     work = None
@@ -90,7 +71,7 @@ def scatter_parts(outputs: list[Any], inputs: list[list[Any]], *rest: Any) -> An
 
 
 def split_into_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Quantized experts as the tensors that they hold, which can be broadcast and written into."""
+    """Replace quantized experts by the tensors that they hold, which can be broadcast and written into."""
     found: list[torch.Tensor] = []
     for tensor in tensors:
         found += vars(tensor)["packed"].tensors().values() if is_quantized_experts(tensor) else [tensor]
@@ -98,7 +79,7 @@ def split_into_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def collective_rules() -> dict[Any, Callable[..., Any]]:
-    """What collectives do with quantized experts."""
+    """Return the function that stands for each collective where it gets quantized experts."""
     import torch
 
     if not torch.distributed.is_available():
@@ -117,7 +98,7 @@ def collective_rules() -> dict[Any, Callable[..., Any]]:
 
 
 def refuse_other_collectives(func: Any) -> None:
-    """An error if ``func`` is another collective: it would write into a copy, or read before all is there."""
+    """Raise `NotImplementedError` if ``func`` is another collective: it would write into a copy, or read too early."""
     if func.namespace in ("c10d", "_c10d_functional"):
         raise NotImplementedError(
             f"{func} does not support quantized experts, so broadcast_from_rank0 and reductions cannot be used. Load and "

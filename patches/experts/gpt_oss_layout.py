@@ -16,28 +16,22 @@ _WEIGHT = re.compile(r"experts\.\w+_projs\.\d+\.weight\.absmax$")
 
 
 def has_gpt_oss_layout(keys: Iterable[str]) -> bool:
-    """Whether a checkpoint with these names has experts so."""
+    """Tell whether a checkpoint with the tensors ``keys`` has its experts in this layout."""
     return any(map(_WEIGHT.search, keys))
 
 
 def matrix_name(parameter: str) -> str:
-    """What the matrices of ``parameter`` are called, before their number."""
+    """Return the name of the matrices of ``parameter``, before their number."""
     return f"{parameter}s"
 
 
 def bias_converters(found: list[ExpertParameter]) -> list[Any]:
-    """For the biases of the experts, and for the router."""
+    """Make converters for the biases of the experts, and for the router."""
     from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
 
-    biases = sorted(
-        {one.name for one in found if f"{one.name}_bias" in one.module._parameters and one.name.endswith("_proj")}
-    )
-    return [
-        WeightRenaming("mlp.router.linear.", "mlp.router."),
-        *(
-            WeightConverter(
-                [f"experts.{matrix_name(name)}.*.bias"], f"experts.{name}_bias", operations=[MergeModulelist(dim=0)]
-            )
-            for name in biases
-        ),
-    ]
+    names = {one.name for one in found if f"{one.name}_bias" in one.module._parameters and one.name.endswith("_proj")}
+    made: list[Any] = [WeightRenaming("mlp.router.linear.", "mlp.router.")]
+    for name in sorted(names):
+        sources = [f"experts.{matrix_name(name)}.*.bias"]
+        made.append(WeightConverter(sources, f"experts.{name}_bias", operations=[MergeModulelist(dim=0)]))
+    return made

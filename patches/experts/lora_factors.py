@@ -1,4 +1,4 @@
-"""What peft's wrapper of a parameter does where the parameter is quantized experts: adding, merging, unmerging.
+"""LoRA where peft's wrapper of a parameter holds quantized experts: adding, merging, unmerging.
 
 ``lora_A`` of experts is (experts * rank, in), expert by expert; ``lora_B`` is (out, rank * experts), the expert fastest.
 """
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..process.tensor_bits import fingerprint
+from ..quantized.quantized_experts import is_quantized_experts
 
 if TYPE_CHECKING:
     from .adapted_experts import Factors
@@ -21,24 +22,22 @@ _KEPT = "_patches_before_merge"
 
 
 def adapts_quantized_experts(layer: Any) -> bool:
-    """Whether the parameter that ``layer`` adapts is quantized experts."""
-    from .tensor import QuantizedExperts
-
-    return isinstance(layer.get_param(), QuantizedExperts)
+    """Tell whether the parameter that ``layer`` adapts is quantized experts."""
+    return is_quantized_experts(layer.get_param())
 
 
 def delta_weight(layer: Any, adapter: str) -> Any:
-    """What ``adapter`` adds to the parameter: its factors where that is quantized, else the sum that peft forms."""
+    """Return what peft adds to the parameter: of quantized experts the factors of ``adapter``, else their product."""
     if not adapts_quantized_experts(layer):
         return layer.get_delta_weight(adapter)
-    from . import adapted_rules  # noqa: F401 - says what operations do with them
+    from . import adapted_rules  # noqa: F401 - the rules for operations on them
     from .adapted_experts import Adapters
 
     return Adapters([split_factors(layer, adapter)])
 
 
 def split_factors(layer: Any, adapter: str) -> Factors:
-    """Views of ``lora_A`` and ``lora_B``, as (experts, rows, rank) and (experts, rank, columns) of the parameter."""
+    """Return views of ``lora_A`` and ``lora_B``, as (experts, rows, rank) and (experts, rank, columns) of the parameter."""
     from .adapted_experts import Factors
 
     experts = layer.num_experts
@@ -50,34 +49,30 @@ def split_factors(layer: Any, adapter: str) -> Factors:
 
 
 def merge_adapter(layer: Any, adapter: str, safe: bool) -> bool:
-    """Merge ``adapter`` into quantized experts, one expert at a time; False if they are not quantized."""
-    from .tensor import QuantizedExperts
-
-    parameter = layer.get_param()
-    if not isinstance(parameter, QuantizedExperts):
+    """Merge ``adapter`` into quantized experts, one expert at a time; return False if they are not quantized."""
+    if not adapts_quantized_experts(layer):
         return False
+    parameter = layer.get_param()
     _warn()
     new = _requantized(parameter, split_factors(layer, adapter), 1.0, adapter if safe else None)
     if not layer.merged_adapters:
         vars(layer)[_KEPT] = {"before": parameter.detach().to("cpu")}
-    elif not _is_what_was_merged(layer, parameter.packed):
+    elif not _holds_merged(layer, parameter.packed):
         vars(layer).pop(_KEPT, None)
     parameter.data = parameter.like(packed=new)
     if _KEPT in vars(layer):
-        vars(layer)[_KEPT]["merged"] = _contents(new)
+        vars(layer)[_KEPT]["merged"] = _fingerprints(new)
     layer.merged_adapters.append(adapter)
     return True
 
 
 def unmerge_adapters(layer: Any) -> bool:
-    """Take all merged adapters out of quantized experts; False if they are not quantized."""
-    from .tensor import QuantizedExperts
-
-    parameter = layer.get_param()
-    if not isinstance(parameter, QuantizedExperts):
+    """Take all merged adapters out of quantized experts; return False if they are not quantized."""
+    if not adapts_quantized_experts(layer):
         return False
+    parameter = layer.get_param()
     there = [adapter for adapter in layer.merged_adapters if adapter in layer.lora_A]
-    if len(there) == len(layer.merged_adapters) and _is_what_was_merged(layer, parameter.packed):
+    if len(there) == len(layer.merged_adapters) and _holds_merged(layer, parameter.packed):
         parameter.data = vars(layer)[_KEPT]["before"].to(parameter.device)
     else:  # written to since, or a merged adapter was deleted, whose part stays
         _warn()
@@ -88,13 +83,13 @@ def unmerge_adapters(layer: Any) -> bool:
     return True
 
 
-def _is_what_was_merged(layer: Any, packed: PackedExperts) -> bool:
+def _holds_merged(layer: Any, packed: PackedExperts) -> bool:
+    """Tell whether ``packed`` is as merging left it, and the experts from before were kept."""
     kept = vars(layer).get(_KEPT)
-    return kept is not None and kept["merged"] == _contents(packed)
+    return kept is not None and kept["merged"] == _fingerprints(packed)
 
 
-def _contents(packed: PackedExperts) -> list[int]:
-    """A fingerprint of each tensor."""
+def _fingerprints(packed: PackedExperts) -> list[int]:
     return [fingerprint(tensor) for tensor in packed.tensors().values()]
 
 
@@ -107,16 +102,18 @@ def _warn() -> None:
 
 
 def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, checked: str | None = None) -> PackedExperts:
-    """Experts plus ``adapter``, quantized as they are. ``checked``: the name of an adapter that may be broken."""
+    """Add ``adapter`` to experts and quantize them as they were. ``checked``: the name of an adapter that may be broken."""
     from .quantize import QuantizationConfig, packed_matrices
 
     adapter = adapter.swapped() if experts.swapped else adapter
-    new = packed_matrices(_added(experts.packed, adapter, sign, checked), QuantizationConfig.of_packed(experts.packed))
+    new = packed_matrices(
+        _added(experts.packed, adapter, sign, checked), QuantizationConfig.from_packed(experts.packed)
+    )
     return replace(new, kind=replace(new.kind, transposed=experts.packed.kind.transposed))
 
 
 def _added(packed: PackedExperts, adapter: Factors, sign: float, checked: str | None) -> Iterator[Sequence[Any]]:
-    """The matrices of one expert after the other in floating point, with ``adapter`` added."""
+    """Give the matrices of one expert after the other in floating point, with ``adapter`` added."""
     import torch
 
     rows = [part.shape[0] for part in packed.parts]

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+from bitsandbytes import functional
+
 from . import int8_matrix
 
 if TYPE_CHECKING:
-    import torch
     from bitsandbytes.functional import QuantState
 
 TABLES = ("code", "nested_code")
 """Tensors that all experts share."""
-VALUES_AT_ONCE = 2**25
+BYTES_AT_ONCE = 2**25
 """Bytes of experts that an accelerator dequantizes in one kernel: starting one for each takes longer than it runs."""
 Layout = tuple[tuple[tuple[tuple[int, int], tuple[str, ...]], ...], tuple[Any, ...]]
 """For each part its shape and the names of its tensors; the fields of :class:`QuantizationKind`."""
@@ -27,40 +29,55 @@ Layout = tuple[tuple[tuple[tuple[int, int], tuple[str, ...]], ...], tuple[Any, .
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """One matrix of each expert: its packed weights and statistics, stacked over the experts."""
+    """One matrix of each expert: its packed weights and statistics, stacked over the experts.
+
+    ``shape``: (rows, columns) of the matrix of one expert.
+    ``codes``: the packed weights, (experts, packed elements); in INT8 (experts, rows, columns). Pickles hold this name.
+    ``absmax``: (experts, blocks), float32, or uint8 with double quantization; in INT8 (experts, rows), float32.
+    ``nested_absmax``: (experts, blocks of blocks), ``offset``: (experts,); only with double quantization.
+    """
 
     shape: tuple[int, int]
-    """Of the matrix of one expert."""
     codes: torch.Tensor
-    """(experts, packed elements); in INT8 (experts, rows, columns)."""
     absmax: torch.Tensor
-    """(experts, blocks): float32, or uint8 with double quantization; in INT8 (experts, rows), float32."""
     nested_absmax: torch.Tensor | None = None
-    """(experts, blocks of blocks), with double quantization."""
     offset: torch.Tensor | None = None
-    """(experts,), with double quantization."""
+
+    @classmethod
+    def from_states(cls, matrices: Sequence[tuple[torch.Tensor, QuantState]]) -> PackedMatrix:
+        """Stack the packed weights and quantization states of one matrix of each expert."""
+        states = [state for _, state in matrices]
+        rows, columns = states[0].shape
+        packed = torch.stack([weights.reshape(-1) for weights, _ in matrices])
+        absmax = torch.stack([state.absmax for state in states])
+        if not states[0].nested:
+            return cls((rows, columns), packed, absmax)
+        nested = torch.stack([state.state2.absmax for state in states])
+        offset = torch.stack([state.offset.float().reshape(()) for state in states])
+        return cls((rows, columns), packed, absmax, nested, offset)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors by name; absent ones are left out."""
+        """Return its tensors by name, without absent ones."""
         found = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 @dataclass(frozen=True)
 class QuantizationKind:
-    """How the experts of one parameter are quantized: the same for each of them."""
+    """How the experts of one parameter are quantized: the same for each of them.
+
+    ``quant_type``: ``"nf4"``, ``"fp4"`` or ``"int8"``. The block sizes are for 4 bits.
+    ``dtype``: what they dequantize to, before they become the dtype of the parameter.
+    ``threshold``: of INT8, from which input on a column is multiplied in floating point. None: products dequantize.
+    ``transposed``: whether the parameter shows each matrix transposed, and is contiguous so.
+    """
 
     quant_type: str
-    """``"nf4"``, ``"fp4"`` or ``"int8"``"""
     blocksize: int
-    """Of 4 bits."""
     dtype: torch.dtype
-    """What they dequantize to, before they become the dtype of the parameter."""
     nested_blocksize: int = 256
     threshold: float | None = None
-    """Of INT8: from which input on a column is multiplied in floating point. None: products dequantize."""
     transposed: bool = False
-    """Whether the parameter shows each matrix transposed, and is contiguous so."""
 
     @property
     def int8(self) -> bool:
@@ -77,9 +94,9 @@ class PackedExperts:
     nested_code: torch.Tensor | None = None
 
     @classmethod
-    def of_states(cls, matrices: Sequence[Sequence[tuple[torch.Tensor, QuantState]]]) -> PackedExperts:
-        """From what ``quantize_4bit`` or a checkpoint gives: for each part a list over the experts."""
-        parts = tuple(map(_part, matrices))
+    def from_states(cls, matrices: Sequence[Sequence[tuple[torch.Tensor, QuantState]]]) -> PackedExperts:
+        """Stack what ``quantize_4bit`` or a checkpoint gives: for each part a list over the experts."""
+        parts = tuple(map(PackedMatrix.from_states, matrices))
         state: Any = matrices[0][0][1]
         double = state.state2
         kind = QuantizationKind(
@@ -88,20 +105,28 @@ class PackedExperts:
         return cls(parts, kind, state.code, double.code if state.nested else None)
 
     @classmethod
-    def of_scales(
+    def from_scales(
         cls,
         matrices: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
         dtype: torch.dtype,
         threshold: float | None,
     ) -> PackedExperts:
-        """From INT8 matrices and the scales of their rows: for each part a list over the experts."""
-        import torch
-
+        """Stack INT8 matrices and the scales of their rows: for each part a list over the experts."""
         parts = []
         for group in matrices:
-            codes, scales = (torch.stack(tensors) for tensors in zip(*group))
-            parts.append(PackedMatrix((codes.shape[1], codes.shape[2]), codes, scales))
+            packed, scales = (torch.stack(tensors) for tensors in zip(*group))
+            parts.append(PackedMatrix((packed.shape[1], packed.shape[2]), packed, scales))
         return cls(tuple(parts), QuantizationKind("int8", 0, dtype, threshold=threshold))
+
+    @classmethod
+    def from_layout(cls, layout: Layout, tensors: dict[str, torch.Tensor]) -> PackedExperts:
+        """Make experts of what :meth:`layout` and :meth:`tensors` give."""
+        shapes, kind = layout
+        parts = tuple(
+            PackedMatrix(shape, **{name: tensors[f"{name}_{i}"] for name in names})
+            for i, (shape, names) in enumerate(shapes)
+        )
+        return cls(parts, QuantizationKind(*kind), tensors.get("code"), tensors.get("nested_code"))
 
     @property
     def count(self) -> int:
@@ -119,76 +144,66 @@ class PackedExperts:
 
     @property
     def nbytes(self) -> int:
-        """Of packed weights and statistics."""
+        """Bytes of packed weights and statistics."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name: ``codes_0``, ``absmax_0``, ..., ``code``."""
-        found = {f"{name}_{i}": tensor for i, part in enumerate(self.parts) for name, tensor in part.tensors().items()}
-        tables = {"code": self.code, "nested_code": self.nested_code}
-        return {**found, **{name: tensor for name, tensor in tables.items() if tensor is not None}}
-
-    def with_tensors(self, tensors: dict[str, torch.Tensor]) -> PackedExperts:
-        """The same experts in other tensors, named as :meth:`tensors` names them."""
-        return PackedExperts.laid_out(self.layout(), tensors)
-
     def layout(self) -> Layout:
-        """All but the tensors, in plain values."""
+        """Return all but the tensors, in plain values."""
         parts = tuple((part.shape, tuple(part.tensors())) for part in self.parts)
         return parts, astuple(self.kind)
 
-    @classmethod
-    def laid_out(cls, layout: Layout, tensors: dict[str, torch.Tensor]) -> PackedExperts:
-        """From what :meth:`layout` and :meth:`tensors` give."""
-        shapes, kind = layout
-        parts = tuple(
-            PackedMatrix(shape, **{name: tensors[f"{name}_{i}"] for name in names})
-            for i, (shape, names) in enumerate(shapes)
-        )
-        return cls(parts, QuantizationKind(*kind), tensors.get("code"), tensors.get("nested_code"))
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors by name: ``codes_0``, ``absmax_0``, ..., ``code``."""
+        tables = {"code": self.code, "nested_code": self.nested_code}
+        return {**self.stacked(), **{name: tensor for name, tensor in tables.items() if tensor is not None}}
+
+    def stacked(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name whose first dimension is the experts: all but the tables."""
+        return {f"{name}_{i}": tensor for i, part in enumerate(self.parts) for name, tensor in part.tensors().items()}
+
+    def with_tensors(self, tensors: dict[str, torch.Tensor]) -> PackedExperts:
+        """Return the same experts with ``tensors`` in the place of their own tensors of these names."""
+        return PackedExperts.from_layout(self.layout(), {**self.tensors(), **tensors})
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedExperts:
-        """With ``change`` made to each tensor."""
+        """Return the experts with ``change`` made to each tensor."""
         return self.with_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
 
-    def only(self, experts: Any) -> PackedExperts:
-        """The experts at ``experts``: a slice, or a tensor of indices."""
-        return self.with_tensors({n: t if n in TABLES else t[experts] for n, t in self.tensors().items()})
+    def each_stacked(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedExperts:
+        """Return the experts with ``change`` made to each tensor but the tables."""
+        return self.with_tensors({name: change(tensor) for name, tensor in self.stacked().items()})
 
-    def state(self, part: PackedMatrix, expert: int) -> QuantState:
-        """The quantization state of one matrix in 4 bits, as ``Linear4bit`` has it."""
-        import torch
-        from bitsandbytes.functional import QuantState
+    def only(self, experts: slice) -> PackedExperts:
+        """Return some of the experts."""
+        return self.each_stacked(lambda tensor: tensor[experts])
 
-        double, kind = None, self.kind
-        if part.nested_absmax is not None:
-            double = QuantState(
-                absmax=part.nested_absmax[expert],
-                code=self.nested_code,
-                blocksize=kind.nested_blocksize,
-                dtype=torch.float32,
-            )
-        return QuantState(
-            absmax=part.absmax[expert],
-            shape=torch.Size(part.shape),
+    def matrices(self, expert: int) -> Iterator[tuple[torch.Tensor, QuantState]]:
+        """Give packed weights in 4 bits, as a column, and the quantization state of each matrix of one expert."""
+        for part in self.parts:
+            nested: dict[str, Any] = {}
+            if part.nested_absmax is not None and part.offset is not None:
+                nested = {"state2": self._nested_state(part.nested_absmax[expert]), "offset": part.offset[expert]}
+            yield part.codes[expert].unsqueeze(-1), self._state(part.absmax[expert], part.shape, **nested)
+
+    def _state(self, absmax: torch.Tensor, shape: tuple[int, int], **nested: Any) -> QuantState:
+        """Return the quantization state of a matrix of ``shape`` with these ``absmax``, as ``Linear4bit`` has it."""
+        kind = self.kind
+        return functional.QuantState(
+            absmax=absmax,
+            shape=torch.Size(shape),
             code=self.code,
             blocksize=kind.blocksize,
             quant_type=kind.quant_type,
             dtype=kind.dtype,
-            offset=part.offset[expert] if part.offset is not None else None,
-            state2=double,
+            **nested,
         )
 
-    def matrices(self, expert: int) -> Iterator[tuple[torch.Tensor, QuantState]]:
-        """Packed weights in 4 bits, as a column, and quantization state of each matrix of one expert."""
-        for part in self.parts:
-            yield part.codes[expert].unsqueeze(-1), self.state(part, expert)
+    def _nested_state(self, absmax: torch.Tensor) -> QuantState:
+        blocksize = self.kind.nested_blocksize
+        return functional.QuantState(absmax=absmax, code=self.nested_code, blocksize=blocksize, dtype=torch.float32)
 
     def dequantize(self, expert: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One expert in floating point: (rows, columns)."""
-        import torch
-        from bitsandbytes.functional import dequantize_4bit
-
+        """Return one expert in floating point: (rows, columns)."""
         dtype = dtype or self.kind.dtype
         if self.kind.int8:
             matrices = [
@@ -197,14 +212,14 @@ class PackedExperts:
         elif len(self.parts) > 1 and self._in_whole_blocks():
             return self._joined([expert])[0].to(dtype)
         else:
-            matrices = [dequantize_4bit(codes, state).to(dtype) for codes, state in self.matrices(expert)]
-        return matrices[0] if len(matrices) == 1 else join_matrices(matrices, torch.cat)
+            matrices = [functional.dequantize_4bit(packed, state).to(dtype) for packed, state in self.matrices(expert)]
+        return concatenate(matrices, 0)
 
     def dequantize_each(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """One after the other, as :meth:`dequantize`. An accelerator dequantizes several at once, up to :data:`VALUES_AT_ONCE`."""
+        """Give one after the other, as :meth:`dequantize`. An accelerator dequantizes up to :data:`BYTES_AT_ONCE` at once."""
         size = self.shape[1] * self.shape[2] * self.kind.dtype.itemsize
         several = self.device.type != "cpu" and not self.kind.int8 and self._in_whole_blocks()
-        count = max(1, VALUES_AT_ONCE // size) if several else 1
+        count = max(1, BYTES_AT_ONCE // size) if several else 1
         for first in range(0, len(experts), count):
             if count > 1:
                 yield from self._joined(experts[first : first + count]).to(dtype)
@@ -215,75 +230,37 @@ class PackedExperts:
         return all(part.shape[0] * part.shape[1] % self.kind.blocksize == 0 for part in self.parts)
 
     def _joined(self, experts: Sequence[int]) -> torch.Tensor:
-        """All matrices of ``experts`` at once: packed weights are joined, which are an eighth of what they stand for."""
-        import torch
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-
-        kind = self.kind
-        codes = join_matrices([_at(part.codes, experts) for part in self.parts], _side_by_side)
-        absmax = join_matrices([self._block_absmax(part, experts) for part in self.parts], _side_by_side)
-        state = QuantState(
-            absmax=absmax.flatten(),
-            shape=torch.Size((len(experts) * self.shape[1], self.shape[2])),
-            code=self.code,
-            blocksize=kind.blocksize,
-            quant_type=kind.quant_type,
-            dtype=kind.dtype,
-        )
-        whole: torch.Tensor = dequantize_4bit(codes.view(-1, 1), state)
+        """Dequantize all matrices of ``experts`` at once: joining packed weights copies an eighth of the values' bytes."""
+        packed = concatenate([_at(part.codes, experts) for part in self.parts], 1)
+        absmax = concatenate([self._block_absmax(part, experts) for part in self.parts], 1)
+        state = self._state(absmax.flatten(), (len(experts) * self.shape[1], self.shape[2]))
+        whole: torch.Tensor = functional.dequantize_4bit(packed.view(-1, 1), state)
         return whole.view(len(experts), *self.shape[1:])
 
     def _block_absmax(self, part: PackedMatrix, experts: Sequence[int]) -> torch.Tensor:
-        """The absmax of each block in floating point: (experts, blocks)."""
+        """Return the absmax of each block in floating point: (experts, blocks)."""
         absmax = _at(part.absmax, experts)
         if part.offset is None or part.nested_absmax is None:
             return absmax
-        import torch
-        from bitsandbytes.functional import QuantState, dequantize_blockwise
-
         size = self.kind.nested_blocksize
         if len(experts) > 1 and absmax.shape[1] % size:  # a block of blocks would reach into the next expert
             return torch.cat([self._block_absmax(part, [expert]) for expert in experts])
-        nested = _at(part.nested_absmax, experts).flatten()
-        double = QuantState(absmax=nested, code=self.nested_code, blocksize=size, dtype=torch.float32)
-        found: torch.Tensor = dequantize_blockwise(absmax.flatten(), double).view(absmax.shape)
+        double = self._nested_state(_at(part.nested_absmax, experts).flatten())
+        found: torch.Tensor = functional.dequantize_blockwise(absmax.flatten(), double).view(absmax.shape)
         return (found + _at(part.offset, experts).view(-1, 1)).float()
 
 
 def _at(tensor: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
-    """Of ``experts``; a view where they follow one another."""
+    """Return ``tensor`` at ``experts``; a view where they follow one another."""
     first, count = experts[0], len(experts)
     if list(experts) == list(range(first, first + count)):
         return tensor[first : first + count]
-    import torch
-
     return tensor[torch.tensor(experts, device=tensor.device)]
 
 
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), 1)
-
-
-def join_matrices(matrices: Sequence[torch.Tensor], how: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """``how`` (cat or stack) of ``matrices``; where autocast is on for another dtype of 16 bits it would raise an error."""
-    import torch
-
-    with torch.autocast(matrices[0].device.type, enabled=False):
-        return how(matrices)
-
-
-def _part(matrices: Sequence[tuple[torch.Tensor, Any]]) -> PackedMatrix:
-    import torch
-
-    states = [state for _, state in matrices]
-    rows, columns = states[0].shape
-    codes = torch.stack([codes.reshape(-1) for codes, _ in matrices])
-    absmax = torch.stack([state.absmax for state in states])
-    if not states[0].nested:
-        return PackedMatrix((rows, columns), codes, absmax)
-    nested = torch.stack([state.state2.absmax for state in states])
-    return PackedMatrix(
-        (rows, columns), codes, absmax, nested, torch.stack([s.offset.float().reshape(()) for s in states])
-    )
+def concatenate(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return ``tensors`` as one; autocast for another dtype of 16 bits, where ``cat`` raises an error, is off."""
+    if len(tensors) == 1:
+        return tensors[0]
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return torch.cat(tuple(tensors), dim)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from bitsandbytes import functional
 
 from ..config import skip_list
 from ..process import malloc_trim
@@ -17,33 +20,28 @@ from .experts_in_model import (
 )
 from .packed_experts import PackedExperts
 
-if TYPE_CHECKING:
-    import torch
-
 
 class QuantizationConfig(NamedTuple):
-    """What a ``BitsAndBytesConfig`` says of quantized weights."""
+    """The part of a ``BitsAndBytesConfig`` about quantized weights.
+
+    ``threshold`` is of INT8, ``blocksize`` of 4 bits; None: the default of bitsandbytes.
+    """
 
     quant_type: str
     double: bool
     storage: torch.dtype
     threshold: float | None = None
-    """Of INT8."""
     blocksize: int | None = None
-    """Of 4 bits; None: the default of bitsandbytes."""
 
     @classmethod
-    def of_packed(cls, packed: PackedExperts) -> QuantizationConfig:
-        """As ``packed`` was quantized."""
-        kind = packed.kind
-        codes = packed.parts[0].codes
-        return cls(kind.quant_type, packed.nested_code is not None, codes.dtype, kind.threshold, kind.blocksize)
+    def from_packed(cls, packed: PackedExperts) -> QuantizationConfig:
+        """Return how ``packed`` was quantized."""
+        kind, storage = packed.kind, packed.parts[0].codes.dtype
+        return cls(kind.quant_type, packed.nested_code is not None, storage, kind.threshold, kind.blocksize)
 
     @classmethod
-    def said_by(cls, config: Any) -> QuantizationConfig:
-        """As ``config`` says; an error if it asks for neither 4 bits nor INT8."""
-        import torch
-
+    def from_config(cls, config: Any) -> QuantizationConfig:
+        """Return how ``config`` quantizes; raise `ValueError` if it asks for neither 4 bits nor INT8."""
         if getattr(config, "load_in_8bit", False):
             if config.llm_int8_has_fp16_weight:
                 raise ValueError(
@@ -58,51 +56,46 @@ class QuantizationConfig(NamedTuple):
             )
         return cls(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_storage)
 
-    def bytes(self, columns: int) -> float:
-        """Of a number in a matrix with so many columns, with its part of the statistics."""
+    def bytes_of_value(self, columns: int) -> float:
+        """Return the bytes of a value in a matrix with so many columns, with its part of the statistics."""
         if self.quant_type == "int8":
             return 1 + 4 / columns
         blocksize = self.blocksize or 64
         return 0.5 + (1 + 4 / 256 if self.double else 4) / blocksize
 
-    def of(self, module: Any) -> QuantizationConfig:
-        """Of the experts in ``module``.
+    def for_module(self, module: Any) -> QuantizationConfig:
+        """Return how the experts in ``module`` are quantized.
 
-        LLM.int8 multiplies by matrices whose rows are what comes out: transformers says of which experts they are.
+        LLM.int8 multiplies by matrices whose rows are outputs: transformers says whether the rows of experts are.
         """
         return self if getattr(module, "is_transposed", True) is False else self._replace(threshold=None)
 
 
 def quantize_and_pack(experts: Iterable[torch.Tensor], count: int, how: QuantizationConfig) -> PackedExperts:
-    """``experts`` (rows, columns) one after the other, each in ``count`` matrices of as many rows."""
-    each = (expert.chunk(count) if count > 1 else (expert,) for expert in experts)
-    return packed_matrices(each, how)
+    """Quantize ``experts`` (rows, columns) one after the other, each in ``count`` matrices of as many rows."""
+    return packed_matrices((expert.chunk(count) for expert in experts), how)
 
 
 def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: QuantizationConfig) -> PackedExperts:
-    """Each expert as its matrices."""
+    """Quantize each expert as its matrices."""
     found: list[list[Any]] = []
     for matrices in experts:
         found = found or [[] for _ in matrices]
         for states, matrix in zip(found, matrices):
-            states.append(_packed_matrix(matrix.detach(), how))
+            states.append(_quantize(matrix.detach(), how))
             malloc_trim.trim_after_quantizing(states[-1][0])
             dtype = matrix.dtype
-    return (
-        PackedExperts.of_scales(found, dtype, how.threshold)
-        if how.quant_type == "int8"
-        else PackedExperts.of_states(found)
-    )
+    if how.quant_type == "int8":
+        return PackedExperts.from_scales(found, dtype, how.threshold)
+    return PackedExperts.from_states(found)
 
 
-def _packed_matrix(matrix: torch.Tensor, how: QuantizationConfig) -> Any:
-    """Packed weights, and their quantization state or scales."""
-    from bitsandbytes.functional import quantize_4bit
-
+def _quantize(matrix: torch.Tensor, how: QuantizationConfig) -> Any:
+    """Return packed weights, and their quantization state or scales."""
     if how.quant_type == "int8":
         return int8_matrix.quantize_rows(matrix)
     options: dict[str, Any] = {} if how.blocksize is None else {"blocksize": how.blocksize}
-    return quantize_4bit(
+    return functional.quantize_4bit(
         matrix.contiguous(),
         quant_type=how.quant_type,
         compress_statistics=how.double,
@@ -112,11 +105,11 @@ def _packed_matrix(matrix: torch.Tensor, how: QuantizationConfig) -> Any:
 
 
 def experts_to_quantize(model: Any) -> tuple[list[ExpertParameter], QuantizationConfig]:
-    """The experts of a loaded model that its configuration asks to quantize, and how; an error if they cannot be."""
+    """Return the experts of a loaded model that its configuration asks to quantize, and how; raise an error if it cannot."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         raise ValueError(_not_quantized(model))
-    how = QuantizationConfig.said_by(quantizer.quantization_config)
+    how = QuantizationConfig.from_config(quantizer.quantization_config)
     found = [one for one in find_experts(model) if is_to_be_quantized(one.full_name, quantizer)]
     if not found:
         raise ValueError(reason_for_none(model))
@@ -126,7 +119,7 @@ def experts_to_quantize(model: Any) -> tuple[list[ExpertParameter], Quantization
 
 
 def reason_for_none(model: Any) -> str:
-    """Why no experts of ``model`` are quantized."""
+    """Say why no experts of ``model`` are quantized."""
     what = type(model).__name__
     if flat := [one.full_name for one in find_two_dimensional_experts(model)]:
         more = f" and {len(flat) - 1} more" if len(flat) > 1 else ""
@@ -155,10 +148,10 @@ def _not_quantized(model: Any) -> str:
 
 
 def is_to_be_quantized(name: str, quantizer: Any) -> bool:
-    """Whether ``llm_int8_skip_modules``, or what transformers has instead, leaves the parameter ``name`` to us.
+    """Tell whether neither ``llm_int8_skip_modules`` nor the list that transformers has instead skips the parameter ``name``.
 
-    A name skips what its components stand in, as for linear layers (docs/asked.md); transformers asks for a beginning or
-    an end of the path.
+    A name of the list skips a path that has its components, as for linear layers (docs/asked.md); transformers looks at
+    the beginning and the end of the path.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -168,8 +161,6 @@ def is_to_be_quantized(name: str, quantizer: Any) -> bool:
 
 
 def _check(one: ExpertParameter) -> None:
-    import torch
-
     parameter = one.parameter
     if parameter.is_meta:
         raise ValueError(
@@ -181,7 +172,7 @@ def _check(one: ExpertParameter) -> None:
 
 
 def quantize_model(model: Any) -> list[str]:
-    """Quantize the experts of a loaded model, all or none; the names of the quantized ones."""
+    """Quantize the experts of a loaded model, all or none; return the names of the quantized ones."""
     from .tensor import QuantizedExperts, as_parameter
 
     found, how = experts_to_quantize(model)
@@ -190,7 +181,9 @@ def quantize_model(model: Any) -> list[str]:
     for one in found:
         parameter = one.parameter
         if id(parameter) not in new and not isinstance(parameter, QuantizedExperts):
-            experts = quantize_and_pack(parameter.unbind(0), count_matrices(one.full_name, known), how.of(one.module))
+            experts = quantize_and_pack(
+                parameter.unbind(0), count_matrices(one.full_name, known), how.for_module(one.module)
+            )
             new[id(parameter)] = as_parameter(experts, parameter.dtype)
     for one in found:
         if id(one.parameter) in new:

@@ -1,4 +1,4 @@
-"""How many bytes experts take that are quantized while they are read.
+"""The bytes of experts that are quantized while they are read.
 
 transformers asks a quantizer for the bytes of each number of a parameter: to plan a device map, and to make room on an
 accelerator before it reads. For experts it says the size in floating point, four times too many.
@@ -13,28 +13,27 @@ from ..config.quantizers import is_bitsandbytes
 from . import quantize_request
 from .experts_in_model import has_packed_experts, is_expert_parameter
 
-_PACKED = "_patches_packed_experts"
-"""Of a quantizer: whether the checkpoint that it reads has experts packed."""
+_HAS_PACKED_EXPERTS = "_patches_has_packed_experts"
 
 
 def record_packed_experts(quantizer: Any, keys: Callable[[], Iterable[str]]) -> Any:
-    """``quantizer``, which knows then whether the checkpoint with the tensors ``keys()`` has experts packed."""
+    """Record on ``quantizer`` whether the checkpoint with the tensors ``keys()`` has packed experts, and return it."""
     if getattr(quantizer, "pre_quantized", False) and is_bitsandbytes(quantizer):
-        vars(quantizer)[_PACKED] = has_packed_experts(keys())
+        vars(quantizer)[_HAS_PACKED_EXPERTS] = has_packed_experts(keys())
     return quantizer
 
 
 def bytes_of_element(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
-    """Bytes of a number of ``parameter``; of experts that will be quantized with their statistics."""
+    """Return the bytes of a value of ``parameter``; of experts that will be quantized with their part of the statistics."""
     if parameter.dim() == 3 and _quantizes(quantizer) and is_expert_parameter(model, name, parameter):
         from .quantize import QuantizationConfig, is_to_be_quantized
 
         if is_to_be_quantized(name, quantizer):
-            return QuantizationConfig.said_by(quantizer.quantization_config).bytes(parameter.shape[2])
+            return QuantizationConfig.from_config(quantizer.quantization_config).bytes_of_value(parameter.shape[2])
     return float(parameter.element_size())
 
 
 def _quantizes(quantizer: Any) -> bool:
     if not is_bitsandbytes(quantizer) or getattr(quantizer.quantization_config, "llm_int8_has_fp16_weight", False):
         return False
-    return bool(vars(quantizer).get(_PACKED)) or quantize_request.is_requested()
+    return bool(vars(quantizer).get(_HAS_PACKED_EXPERTS)) or quantize_request.is_requested()

@@ -1,7 +1,7 @@
 """A parameter that looks like the experts of a layer in floating point, and holds packed weights.
 
-What operators do with it is in :data:`RULES` and :data:`FUNCTIONS`, which ``.views`` and ``.products`` fill; ``.tensor`` brings
-all of it. Indexing, slicing over experts and transposing give views. A product dequantizes one expert at a time (an
+What operators do with it is in :data:`RULES` and :data:`FUNCTIONS`, which ``.views`` and ``.products`` fill; ``.tensor``
+imports all of it. Indexing, slicing over experts and transposing give views. A product dequantizes one expert at a time (an
 accelerator a few). Autograd saves the view, which costs no bytes, and the product of the backward dequantizes again. So no
 model is edited, and nothing that is dequantized is kept. Any other operation gets all experts in floating point, and says so
 (``.dense``); one that would write into them raises an error.
@@ -19,27 +19,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..process import tracing
 from . import fsdp
 from .dense_operations import record_dense_operation
-from .packed_experts import PackedExperts, join_matrices
+from .packed_experts import PackedExperts
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-"""What an operator below autograd does with experts; ``NotImplemented`` leaves it to floating point."""
+"""The function that stands for an operator below autograd; ``NotImplemented`` leaves it to floating point."""
 FUNCTIONS: dict[Any, Rule] = {}
 """The same for a function of Python, above autograd: where gradients of other arguments are still to be recorded."""
 
 
 class QuantizedExperts(torch.Tensor):
-    """All experts of one parameter, or one of them, or a choice: (experts, rows, columns) or (rows, columns)."""
+    """All experts of one parameter, or one of them, or a choice: (experts, rows, columns) or (rows, columns).
+
+    ``chosen``: None for all, a number for one, a tensor for a choice with repetitions, as ``experts[ids]`` makes.
+    ``swapped``: whether rows and columns are exchanged.
+    ``rebuild``: the function that a pickle calls; :mod:`.tensor` sets it.
+    ``graph_key``: by it torch finds a compiled graph on disk again; :mod:`.products` sets it.
+    """
 
     packed: PackedExperts
     chosen: int | torch.Tensor | None
-    """None: all. A number: one. A tensor: a choice with repetitions, as ``experts[ids]`` makes."""
     swapped: bool
-    """Whether rows and columns are exchanged."""
     rebuild: Callable[..., torch.Tensor]
-    """What a pickle calls; :mod:`.tensor` sets it."""
     graph_key: str
-    """Part of the metadata by which torch finds a compiled graph on disk again; :mod:`.compiled_products` sets it."""
 
     @staticmethod
     def __new__(
@@ -72,12 +74,12 @@ class QuantizedExperts(torch.Tensor):
         pass
 
     def like(self, **changed: Any) -> QuantizedExperts:
-        """Another view of the same packed weights."""
+        """Return another view of the same packed weights."""
         now = {"packed": self.packed, "chosen": self.chosen, "swapped": self.swapped, "dtype": self.dtype}
         return make_experts(**{**now, **changed})
 
     def numbers(self) -> list[int]:
-        """Which experts the first dimension holds, in its order."""
+        """Return the numbers of the experts in the first dimension, in its order."""
         if isinstance(self.chosen, int):
             return [self.chosen]
         if self.chosen is None:
@@ -85,24 +87,26 @@ class QuantizedExperts(torch.Tensor):
         return list(map(int, self.chosen.tolist()))
 
     def expert(self, number: int) -> torch.Tensor:
-        """Expert ``number`` of all, in floating point, as this view shows it."""
+        """Return expert ``number`` of all, in floating point, as this view shows it."""
         matrix = self.packed.dequantize(number, self.dtype)
         return matrix.t() if self.swapped else matrix
 
     def each(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
-        """The experts ``numbers`` of all, one after the other, as :meth:`expert` gives them."""
+        """Give the experts ``numbers`` of all, one after the other, as :meth:`expert`."""
         for matrix in self.packed.dequantize_each(numbers, self.dtype):
             yield matrix.t() if self.swapped else matrix
 
     def dequantize(self) -> torch.Tensor:
-        """All its values, in floating point."""
+        """Return all its values, in floating point."""
         if isinstance(self.chosen, int):
             return self.expert(self.chosen)
-        return join_matrices([self.expert(number) for number in self.numbers()], torch.stack)
+        matrices = [self.expert(number) for number in self.numbers()]
+        with torch.autocast(self.device.type, enabled=False):  # stack raises an error for another dtype of 16 bits
+            return torch.stack(matrices)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Of packed weights and statistics, not of what they stand for."""
+        """Bytes of packed weights and statistics."""
         return self.packed.nbytes
 
     @property
@@ -112,9 +116,10 @@ class QuantizedExperts(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, QuantizedExperts) or value.shape != self.shape:
+            got = f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
             raise RuntimeError(
-                f"quantized experts of shape {tuple(self.shape)} cannot take {_what(value)} as .data: replace the "
-                "parameter of the module instead"
+                f"quantized experts of shape {tuple(self.shape)} cannot take {got} as .data: replace the parameter of the "
+                "module instead"
             )
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -147,18 +152,18 @@ class QuantizedExperts(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> QuantizedExperts:
         layout, chosen, swapped, dtype, _ = meta
-        return make_experts(PackedExperts.laid_out(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
+        return make_experts(PackedExperts.from_layout(layout, tensors), tensors.get("chosen", chosen), swapped, dtype)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], None]:
-        """What FSDP2 gathers of the part of a rank."""
-        return fsdp.tensors_to_gather(self), None
+        """Return the tensors of a rank's part for FSDP2 to gather; the tables are alike on all ranks."""
+        return tuple(self.packed.stacked().values()), None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The experts of all ranks. ``out`` has been made of the same memory, which FSDP2 has filled again."""
+        """Return the experts of all ranks; none if ``out`` was made before, whose memory FSDP2 has filled again."""
         return None if out is not None else (fsdp.gather_parts(self, all_gather_outputs, param_dtype), ())
 
     def __getattr__(self, name: str) -> Any:
@@ -201,12 +206,12 @@ class Experts8bit(QuantizedExperts):
 
 
 def make_experts(packed: PackedExperts, *args: Any, **kwargs: Any) -> QuantizedExperts:
-    """The class that ``packed`` is quantized for."""
+    """Make experts of the class for the bits of ``packed``."""
     return (Experts8bit if packed.kind.int8 else Experts4bit)(packed, *args, **kwargs)
 
 
 def run_dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``func`` on dequantized experts; an error if it would write into them."""
+    """Call ``func`` on dequantized experts; raise an error if it would write into them."""
     _refuse_writes(func, args, kwargs)
     fsdp.refuse_other_collectives(func)
 
@@ -238,9 +243,5 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> No
 
 
 def _no_inference_tensor() -> contextlib.AbstractContextManager[Any]:
-    """In inference mode a view must be an ordinary tensor, as that is of which it is a view."""
+    """Leave inference mode meanwhile: a view of an ordinary tensor must be one, too."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
-
-
-def _what(value: Any) -> str:
-    return f"{type(value).__name__} {tuple(getattr(value, 'shape', ()))}"

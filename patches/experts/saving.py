@@ -13,49 +13,50 @@ from .packed_experts import PackedExperts
 from .tensor import QuantizedExperts
 
 State = dict[str, Any]
-_TABLES = ("quant_map", "nested_quant_map")
-"""Shared by all experts: a file needs each for itself."""
+_TABLES = ("quant_map", "nested_quant_map")  # shared by all experts: a file needs each for itself
 
 
 def without_ties(remove: Callable[[State, Any], State], state: State, model: Any) -> State:
-    """``remove_tied_weights_from_state_dict``, which compares addresses that quantized experts have not."""
-    experts = {name: value for name, value in state.items() if isinstance(value, QuantizedExperts)}
-    rest = {name: value for name, value in state.items() if name not in experts}
-    return {**remove(rest, model), **experts} if experts else remove(state, model)
+    """Call ``remove_tied_weights_from_state_dict``, which compares addresses, without quantized experts: they have none."""
+    experts, rest = _split(state)
+    removed = remove(rest, model)
+    return {**removed, **experts} if experts else removed
 
 
 def revert_conversion(revert: Callable[[Any, State], State], model: Any, state: State) -> State:
-    """``revert_weight_conversion``; quantized experts become packed weights and statistics, matrix by matrix."""
-    experts = {name: value for name, value in state.items() if isinstance(value, QuantizedExperts)}
-    if not experts:
-        return revert(model, state)
-    found = revert(model, {name: value for name, value in state.items() if name not in experts})
+    """Call ``revert_weight_conversion``, and save quantized experts as packed weights and statistics, matrix by matrix."""
+    experts, rest = _split(state)
+    found = revert(model, rest)
     for name, value in experts.items():
         for weight, (expert, part) in checkpoint_names(revert, model, name, value).items():
             found.update(_entries(value.packed, expert, part, weight))
     return found
 
 
+def _split(state: State) -> tuple[State, State]:
+    """Return the quantized experts of ``state``, and the rest, which is ``state`` itself if there are none."""
+    experts = {name: value for name, value in state.items() if isinstance(value, QuantizedExperts)}
+    return experts, {name: value for name, value in state.items() if name not in experts} if experts else state
+
+
 def _entries(packed: PackedExperts, expert: int, part: int, weight: str) -> State:
-    """One matrix as ``Linear4bit`` or ``Linear8bitLt`` is saved."""
+    """Return one matrix as ``Linear4bit`` or ``Linear8bitLt`` is saved."""
     if packed.kind.int8:
         here, layer = packed.parts[part], weight.removesuffix("weight")
         scales = {f"{layer}SCB": here.absmax[expert], f"{layer}weight_format": torch.tensor(0, dtype=torch.uint8)}
         return {weight: here.codes[expert], **scales}
-    codes, quantization = list(packed.matrices(expert))[part]
-    statistics = quantization.as_dict(packed=True)
-    return {
-        weight: codes,
-        **{f"{weight}.{key}": tensor.clone() if key in _TABLES else tensor for key, tensor in statistics.items()},
-    }
+    matrix, quantization = list(packed.matrices(expert))[part]
+    statistics = quantization.as_dict(packed=True).items()
+    own = {f"{weight}.{key}": tensor.clone() if key in _TABLES else tensor for key, tensor in statistics}
+    return {weight: matrix, **own}
 
 
 def checkpoint_names(
     revert: Callable[[Any, State], State], model: Any, name: str, experts: QuantizedExperts
 ) -> dict[str, tuple[int, int]]:
-    """The name of each matrix in a checkpoint, with the number of its expert and of the part.
+    """Return the name of each matrix in a checkpoint, with the number of its expert and of its part.
 
-    What transformers would make of a parameter whose values say which expert and part they belong to.
+    transformers converts a parameter whose values are these numbers, and each number is found under a name.
     """
     count, parts = experts.packed.count, experts.packed.parts
     if experts.swapped:  # read from linear layers, and saved as such

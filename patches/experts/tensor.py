@@ -25,7 +25,7 @@ _IN_FILES_OF_1_1 = "bnb_patches.repairs.helpers.experts.tensor.rebuilt"
 
 
 def as_parameter(packed: PackedExperts, dtype: torch.dtype | None = None, swapped: bool = False) -> torch.nn.Parameter:
-    """The parameter that a module of experts holds; ``dtype`` is the one that it shows."""
+    """Make the parameter of a module of experts, which shows ``dtype``, and each matrix transposed if ``swapped``."""
     packed = replace(packed, kind=replace(packed.kind, transposed=swapped))
     return torch.nn.Parameter(make_experts(packed, swapped=swapped, dtype=dtype), requires_grad=False)
 
@@ -33,8 +33,8 @@ def as_parameter(packed: PackedExperts, dtype: torch.dtype | None = None, swappe
 def rebuild_from_pickle(
     layout: Layout, tensors: dict[str, torch.Tensor], chosen: Any, swapped: bool, dtype: torch.dtype, parameter: bool
 ) -> torch.Tensor:
-    """What a pickle calls; its arguments are plain, so that ``torch.load(weights_only=True)`` reads them."""
-    tensor = make_experts(PackedExperts.laid_out(layout, tensors), chosen, swapped, dtype)
+    """Rebuild experts for a pickle, of plain arguments that ``torch.load(weights_only=True)`` reads."""
+    tensor = make_experts(PackedExperts.from_layout(layout, tensors), chosen, swapped, dtype)
     return torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
 
 

@@ -13,17 +13,14 @@ if TYPE_CHECKING:
     import torch
 
 SHARE_TO_REPORT = 0.1
-"""The share of the model's parameters from which on it matters."""
 
 
 class UnquantizedExperts(NamedTuple):
-    """The unquantized experts of one model, and their share of it."""
+    """The unquantized experts of one model, by name, and their share of the values that its parameters stand for."""
 
     tensors: dict[str, torch.Tensor]
     share: float
-    """Of the numbers that the model's parameters stand for."""
     bytes_in_all: int
-    """Of all its parameters."""
 
     @property
     def bytes(self) -> int:
@@ -31,7 +28,6 @@ class UnquantizedExperts(NamedTuple):
 
     @property
     def dimensions(self) -> int:
-        """Of their parameters."""
         return next(iter(self.tensors.values())).dim()
 
     @property
@@ -44,7 +40,7 @@ class UnquantizedExperts(NamedTuple):
 
 
 def find_unquantized_experts(model: torch.nn.Module) -> UnquantizedExperts | None:
-    """The experts of ``model`` that are in floating point; None if they are too few to matter."""
+    """Return the experts of ``model`` that are in floating point; None if they are less than `SHARE_TO_REPORT` of it."""
     tensors = dict(_stacked(model))
     parameters = list(model.parameters())
     share = sum(tensor.numel() for tensor in tensors.values()) / max(1, sum(map(_elements, parameters)))
@@ -54,7 +50,7 @@ def find_unquantized_experts(model: torch.nn.Module) -> UnquantizedExperts | Non
 
 
 def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Many matrices in one parameter; convolutions and tables of positions (1, n, d) are none."""
+    """Find parameters of many matrices in floating point, but no convolutions and no tables of positions (1, n, d)."""
     from torch.nn.modules.conv import _ConvNd
 
     for name, parameter in model.named_parameters():
@@ -67,6 +63,6 @@ def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _elements(parameter: torch.Tensor) -> int:
-    """What a parameter stands for: two numbers to each byte of packed 4-bit weights."""
+    """Return how many values a parameter stands for: two to each byte of packed 4-bit weights."""
     packed = type(parameter).__name__ == "Params4bit" and quant_states.is_packed(parameter)
     return parameter.numel() * (2 * parameter.element_size() if packed else 1)

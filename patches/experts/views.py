@@ -14,12 +14,13 @@ from .quantized_tensor import FUNCTIONS, RULES, QuantizedExperts, Rule
 aten = torch.ops.aten
 
 
-def register_rule(*operators: Any) -> Callable[[Rule], Rule]:
-    """Makes a function what these operators do with experts."""
+def register_rule(*functions: Any) -> Callable[[Rule], Rule]:
+    """Make a function stand for these where they get experts: operators below autograd, or functions of Python above it."""
 
-    def add(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(operators, function))
-        return function
+    def add(rule: Rule) -> Rule:
+        for function in functions:
+            (RULES if isinstance(function, torch._ops.OpOverload) else FUNCTIONS)[function] = rule
+        return rule
 
     return add
 
@@ -98,7 +99,7 @@ def permute_dims(experts: QuantizedExperts, dims: list[int]) -> Any:
 
 @register_rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def reshape_experts(experts: QuantizedExperts, shape: list[int], **kwargs: Any) -> Any:
-    """Only to the shape that it has."""
+    """Reshape to the same shape only."""
     here = list(experts.shape)
     asked = [have if want == -1 else want for want, have in zip(shape, here)]
     return experts.like() if len(shape) == len(here) and asked == here else NotImplemented
@@ -106,7 +107,7 @@ def reshape_experts(experts: QuantizedExperts, shape: list[int], **kwargs: Any) 
 
 @register_rule(aten.as_strided.default)
 def as_strided(experts: QuantizedExperts, size: list[int], stride: list[int], offset: int | None = None) -> Any:
-    """Only as it is laid out."""
+    """Stride as before only."""
     here = (list(experts.shape), list(experts.stride()), 0)
     return experts.like() if (list(size), list(stride), offset or 0) == here else NotImplemented
 
@@ -128,7 +129,7 @@ def clone_experts(experts: QuantizedExperts, memory_format: Any = None) -> Any:
 def move_experts(
     experts: QuantizedExperts, dtype: Any = None, device: Any = None, non_blocking: bool = False, **kwargs: Any
 ) -> Any:
-    """Another dtype is another view; another device takes packed weights and statistics there, of the chosen alone."""
+    """Show another dtype by another view; move packed weights and statistics to another device, of the chosen alone."""
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
     dtype = dtype or experts.dtype
@@ -145,16 +146,10 @@ def move_experts(
 
 @register_rule(aten.empty_like.default)
 def empty_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """Packed weights to be filled, for ``to_empty`` and on the meta device; else floating point."""
+    """Return packed weights to be filled, for ``to_empty`` and on the meta device; else floating point."""
     if experts.dim() < 3 or experts.chosen is not None or (dtype or experts.dtype) != experts.dtype:
         return torch.empty(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
     return experts.like(packed=experts.packed.each(lambda tensor: torch.empty_like(tensor, device=device)))
-
-
-@register_rule(aten.zeros_like.default)
-def zeros_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """Shape and dtype are all that it reads."""
-    return torch.zeros(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
 
 
 @register_rule(aten.new_zeros.default)
@@ -162,9 +157,14 @@ def new_zeros(experts: QuantizedExperts, size: list[int], dtype: Any = None, dev
     return torch.zeros(size, dtype=dtype or experts.dtype, device=device or experts.device)
 
 
+@register_rule(aten.zeros_like.default)
+def zeros_like(experts: QuantizedExperts, **kwargs: Any) -> Any:
+    return new_zeros(experts, experts.shape, **kwargs)
+
+
 @register_rule(aten.copy_.default)
 def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
-    """From other quantized experts, quantized alike: their packed weights and statistics."""
+    """Copy the packed weights and statistics of other experts that are quantized alike."""
     if not isinstance(experts, QuantizedExperts):
         return NotImplemented
     name = f"quantized experts of shape {tuple(experts.shape)}"
@@ -186,34 +186,31 @@ def copy_(experts: Any, source: Any, non_blocking: bool = False) -> Any:
 
 @register_rule(aten.set_.source_Tensor)
 def set_(experts: Any, source: Any) -> Any:
-    """``torch.nn.utils.parametrize`` sets a parameter to itself."""
-    same = (
-        isinstance(source, QuantizedExperts)
-        and isinstance(experts, QuantizedExperts)
-        and experts.packed is source.packed
-    )
-    return experts if same else NotImplemented
+    """Set a parameter to itself, as ``torch.nn.utils.parametrize`` does."""
+    both = isinstance(source, QuantizedExperts) and isinstance(experts, QuantizedExperts)
+    return experts if both and experts.packed is source.packed else NotImplemented
 
 
+@register_rule(torch.Tensor.share_memory_)
 def share_memory_(experts: QuantizedExperts) -> QuantizedExperts:
-    """For other processes; the tensor itself has no memory to share."""
+    """Share the tensors that it holds with other processes; the experts themselves have no memory."""
     for tensor in experts.packed.tensors().values():
         tensor.share_memory_()
     return experts
 
 
+@register_rule(torch.Tensor.is_shared)
 def is_shared(experts: QuantizedExperts) -> bool:
     return all(tensor.is_shared() for tensor in experts.packed.tensors().values())
 
 
 RULES.update(fsdp.collective_rules())
-FUNCTIONS[torch.Tensor.share_memory_] = share_memory_
-FUNCTIONS[torch.Tensor.is_shared] = is_shared
 
 
 # -- what cannot be --------------------------------------------------------------------------------------
 
 
+@register_rule(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 def requires_grad_(experts: QuantizedExperts, requires_grad: bool = True) -> Any:
     if requires_grad:
         raise RuntimeError(
@@ -223,6 +220,7 @@ def requires_grad_(experts: QuantizedExperts, requires_grad: bool = True) -> Any
     return NotImplemented
 
 
+@register_rule(torch.Tensor.numpy)
 def refuse_numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"quantized experts of shape {tuple(experts.shape)} have no numpy array, so disk_offload and dispatch_model cannot "
@@ -231,28 +229,23 @@ def refuse_numpy(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def dense_to_list(experts: QuantizedExperts) -> Any:
-    record_dense_operation("tolist", experts)
-    return experts.dequantize().tolist()
-
-
-def refuse_dlpack(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
-    """Another library reads at an address, and there are no values at the address of the tensor."""
-    record_dense_operation("__dlpack__", experts)
-    return experts.dequantize().__dlpack__(*args, **kwargs)
-
-
+@register_rule(torch.Tensor.storage)
 def refuse_storage(experts: QuantizedExperts) -> Any:
-    """safetensors asks for it when the patches that save packed weights are not in."""
+    """Raise an error to safetensors, which asks for it where the patches that save packed weights are not applied."""
     raise RuntimeError(
         f"quantized experts of shape {tuple(experts.shape)} have no storage in floating point, so safetensors cannot write "
         "them. Call patches.apply(), then save_pretrained again."
     )
 
 
-FUNCTIONS[torch.Tensor.storage] = refuse_storage
-FUNCTIONS[torch.Tensor.numpy] = refuse_numpy
-FUNCTIONS[torch.Tensor.tolist] = dense_to_list
-FUNCTIONS[torch.Tensor.__dlpack__] = refuse_dlpack
-FUNCTIONS[torch.Tensor.requires_grad_] = requires_grad_
-FUNCTIONS[torch.Tensor.requires_grad.__set__] = requires_grad_  # type: ignore[attr-defined]
+@register_rule(torch.Tensor.tolist)
+def dense_to_list(experts: QuantizedExperts) -> Any:
+    record_dense_operation("tolist", experts)
+    return experts.dequantize().tolist()
+
+
+@register_rule(torch.Tensor.__dlpack__)
+def dense_to_dlpack(experts: QuantizedExperts, *args: Any, **kwargs: Any) -> Any:
+    """Give another library the values: it reads at an address, where the tensor has none."""
+    record_dense_operation("__dlpack__", experts)
+    return experts.dequantize().__dlpack__(*args, **kwargs)

@@ -92,7 +92,7 @@ def test_a_step_keeps_no_expert_in_floating_point(
 ):
     """Beyond packed weights and what floating point takes for activations: the matrices of as many as it is told."""
     took, size = {}, {}
-    monkeypatch.setattr(packed_experts, "VALUES_AT_ONCE", at_once * 2 * 256 * 128)
+    monkeypatch.setattr(packed_experts, "BYTES_AT_ONCE", at_once * 2 * 256 * 128)
     for kind in ("nf4", None):
         model = load(mixture, {"": device}, kind, experts_implementation=implementation)
         experts = [one.parameter for one in find_experts(model)]
@@ -115,10 +115,10 @@ def test_several_experts_dequantized_at_once_are_the_same_to_the_bit(
     for one in list(find_experts(model))[:2]:  # with two matrices in an expert, and with one
         experts = one.parameter
         for numbers in (list(range(32)), [3, 4, 5], [31, 2, 2, 17]):
-            monkeypatch.setattr(packed_experts, "VALUES_AT_ONCE", 3 * 2 * experts[0].numel())
+            monkeypatch.setattr(packed_experts, "BYTES_AT_ONCE", 3 * 2 * experts[0].numel())
             with watch.watch() as seen:
                 several = list(experts.each(numbers))
-            monkeypatch.setattr(packed_experts, "VALUES_AT_ONCE", 0)
+            monkeypatch.setattr(packed_experts, "BYTES_AT_ONCE", 0)
             with watch.watch() as alone:
                 expected = list(experts.each(numbers))
             assert len(several) == len(numbers) and all(map(torch.equal, several, expected))

@@ -8,31 +8,25 @@ from ...engine import Finding, Message, Patch
 
 def defect() -> Finding:
     """Load the state dict of a 4-bit layer into the layer itself, sharded over one rank."""
-    import tempfile
-
     import torch
-    import torch.distributed as dist
     from bitsandbytes.nn import Linear4bit
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+
+    from ..reproducers.process_group import one_rank
 
     torch.manual_seed(0)
     float32 = {"compute_dtype": torch.float32, "quant_storage": torch.float32}
     layer = Linear4bit(64, 64, bias=False, quant_type="nf4", **float32).requires_grad_(False).to("cpu")
     saved = {key: value.clone() for key, value in layer.state_dict().items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False)
-    with tempfile.NamedTemporaryFile() as file:
-        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with one_rank() as mesh:
+        fully_shard(layer, mesh=mesh)
         try:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
             set_model_state_dict(layer, dict(saved), options=options)
-            same = torch.equal(layer.weight.full_tensor(), saved["weight"])
         except KeyError as error:
             return Finding(True, f"loading a full state dict: KeyError: {error}")
-        finally:
-            dist.destroy_process_group()
+        same = torch.equal(layer.weight.full_tensor(), saved["weight"])
     return Finding(not same, f"packed weights {'equal' if same else 'differ from'} those of the full state dict")
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def defect() -> Finding:
-    """The checkpoint of one double quantized layer, loaded into another whose offset has more digits."""
+    """Load the checkpoint of a double-quantized layer into another one whose offset has more digits."""
     import tempfile
     import warnings
 
@@ -42,9 +42,8 @@ def defect() -> Finding:
         try:
             load(into, checkpoint_id=folder)
         except (ValueError, CheckpointException) as error:
-            return Finding(
-                True, f"dcp.load of a 4-bit layer: {'Size mismatch' if 'Size mismatch' in str(error) else error}"
-            )
+            said = "Size mismatch" if "Size mismatch" in str(error) else str(error)
+            return Finding(True, f"dcp.load of a 4-bit layer: {said}")
     same = all(torch.equal(into[key], value) for key, value in saved.state_dict().items())
     return Finding(not same, f"dcp.load of a 4-bit layer gives {'the saved' if same else 'another'} weight")
 

@@ -14,54 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 
-_CASTS_NOTHING = "param_dtype == self.orig_dtype"
-
-
-def defect_mixed_precision() -> Finding:
-    """Gather a 4-bit weight stored as bfloat16 under a ``param_dtype`` of float16."""
-    import tempfile
-
-    import torch
-    import torch.distributed as dist
-    from bitsandbytes.nn import Linear4bit
-
-    if satisfied("torch<2.7") and not torch.cuda.is_available():
-        raise CannotShow("FSDP2 of torch 2.6 gathers nothing on a CPU")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    torch.manual_seed(0)
-    layer = Linear4bit(64, 64, bias=False, quant_type="nf4", quant_storage=torch.bfloat16)
-    layer.requires_grad_(False).to("cpu")
-    codes = _bytes(layer.weight).clone()
-    with tempfile.NamedTemporaryFile() as file:
-        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            policy = MixedPrecisionPolicy(param_dtype=torch.float16)
-            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-            layer.unshard()  # as every forward does
-            gathered = _bytes(layer.weight).clone()
-        finally:
-            dist.destroy_process_group()
-    others = int((gathered != codes).sum())
-    return Finding(others > 0, f"{others} of {len(codes)} bytes of packed weights change when they are gathered")
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.detach().as_subclass(torch.Tensor).view(torch.uint8).flatten()
-
-
-_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
-
-
-_AFTER_FORWARD = "self.to_sharded_post_forward_dtensor(sharded_post_forward_tensor)"
-
-
 def parameter(data: Any) -> Any:
-    """``nn.Parameter(data)`` of one rank's part, a ``DTensor``; without gradients where its dtype has none.
+    """Return ``nn.Parameter(data)`` of one rank's part, a ``DTensor``; without gradients where its dtype has none.
 
     Raises `RuntimeError` where torch would then compute other gradients: several ranks on a CPU, before torch 2.9.
     """
@@ -76,37 +30,8 @@ def parameter(data: Any) -> Any:
     return torch.nn.Parameter(data, requires_grad=takes)
 
 
-def defect_integers() -> Finding:
-    """Shard a 4-bit layer with the default storage over one rank."""
-    import tempfile
-
-    import torch
-    import torch.distributed as dist
-    from bitsandbytes.nn import Linear4bit
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    if satisfied("torch<2.7"):
-        raise CannotShow("torch before 2.7 shards no parameters of two dtypes together, which is not repaired")
-    layer = Linear4bit(64, 64, quant_type="nf4").requires_grad_(False).to("cpu")
-    with tempfile.NamedTemporaryFile() as file:
-        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-        except RuntimeError as error:
-            return Finding(True, f"fully_shard: {error}")
-        finally:
-            dist.destroy_process_group()
-    whole = layer.weight.to_local() if hasattr(layer.weight, "to_local") else layer.weight
-    return Finding(whole.dtype != torch.uint8, f"sharded as {whole.dtype}")
-
-
-_METADATA = "_get_all_gather_input_metadatas(param_all_gather_inputs)"
-
-
 def as_bytes(metadata: tuple[Any, Any, torch.dtype], parameters: Sequence[Any]) -> tuple[Any, Any, torch.dtype]:
-    """Dtypes, sizes and the common dtype of the gathered tensors, the last one bytes if packed weights are among them."""
+    """Return dtypes, sizes and the common dtype of the gathered tensors: bytes if packed weights are among them."""
     import torch
 
     dtypes, sizes, common = metadata
@@ -116,6 +41,56 @@ def as_bytes(metadata: tuple[Any, Any, torch.dtype], parameters: Sequence[Any]) 
     ):
         common = torch.uint8
     return dtypes, sizes, common
+
+
+def _stored_as(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the bytes of ``tensor``, read as integers of ``dtype``."""
+    import torch
+
+    return tensor.detach().as_subclass(torch.Tensor).view(dtype).flatten().clone()
+
+
+def defect_mixed_precision() -> Finding:
+    """Gather a 4-bit weight stored as bfloat16 under a ``param_dtype`` of float16."""
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    if satisfied("torch<2.7") and not torch.cuda.is_available():
+        raise CannotShow("FSDP2 of torch 2.6 gathers nothing on a CPU")
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from ..reproducers.process_group import one_rank
+
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 64, bias=False, quant_type="nf4", quant_storage=torch.bfloat16)
+    layer.requires_grad_(False).to("cpu")
+    packed = _stored_as(torch.uint8, layer.weight)
+    with one_rank() as mesh:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+        layer.unshard()  # as every forward does
+        gathered = _stored_as(torch.uint8, layer.weight)
+    others = int((gathered != packed).sum())
+    return Finding(others > 0, f"{others} of {len(packed)} bytes of packed weights change when they are gathered")
+
+
+def defect_integers() -> Finding:
+    """Shard a 4-bit layer with the default storage over one rank."""
+    import torch
+    from bitsandbytes.nn import Linear4bit
+    from torch.distributed.fsdp import fully_shard
+
+    from ..reproducers.process_group import one_rank
+
+    if satisfied("torch<2.7"):
+        raise CannotShow("torch before 2.7 shards no parameters of two dtypes together, which is not repaired")
+    layer = Linear4bit(64, 64, quant_type="nf4").requires_grad_(False).to("cpu")
+    with one_rank() as mesh:
+        try:
+            fully_shard(layer, mesh=mesh)
+        except RuntimeError as error:
+            return Finding(True, f"fully_shard: {error}")
+    whole = layer.weight.to_local() if hasattr(layer.weight, "to_local") else layer.weight
+    return Finding(whole.dtype != torch.uint8, f"sharded as {whole.dtype}")
 
 
 def defect_nan() -> Finding:
@@ -133,24 +108,26 @@ def defect_nan() -> Finding:
     torch.manual_seed(0)
     layer = Linear4bit(512, 512, bias=False, quant_type="nf4", quant_storage=torch.bfloat16)
     layer.requires_grad_(False).to("cuda")
-    # The other rank of torch's fake group sends nothing; what this one has of the weight is the first half.
+    # The other rank of torch's fake group sends nothing; this one has the first half of the weight.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         fully_shard(layer, mesh=init_device_mesh("cuda", (2,)))
-        own = _words(layer.weight.to_local()).clone()
+        own = _stored_as(torch.int16, layer.weight.to_local())
         layer.unshard()  # as every forward does
-        gathered = _words(layer.weight)[: len(own)].clone()
+        gathered = _stored_as(torch.int16, layer.weight)[: len(own)]
     finally:
         dist.destroy_process_group()
     others = int((gathered != own).sum())
     return Finding(others > 0, f"{others} of {len(own)} pairs of packed bytes change when they are gathered")
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.detach().as_subclass(torch.Tensor).view(torch.int16).flatten()
-
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+_KEEPS_DTYPE = "param_dtype == self.orig_dtype"
+_METADATA = "_get_all_gather_input_metadatas(param_all_gather_inputs)"
+_SHARDED = {
+    "_init_sharded_param": "self.to_sharded_dtensor(sharded_param)",
+    "to_sharded_post_forward": "self.to_sharded_post_forward_dtensor(sharded_post_forward_tensor)",
+}
 
 PATCH = Patch(
     id="torch-fsdp-packed-weights",
@@ -211,11 +188,8 @@ PATCH = Patch(
         for a group of several dtypes.
     """,
     cost="""
-        Nothing in a step.
-
-        Nothing in a step.
-
-        A look at each frozen parameter of a group when it is gathered, less than a microsecond each.
+        Nothing in a step, but for the last: a look at each frozen parameter of a group when it is gathered, less
+        than a microsecond each.
     """,
     former_ids=("torch-fsdp-casts-codes", "torch-fsdp-integer-weights", "torch-fsdp-nan-codes"),
     parts=(
@@ -226,9 +200,9 @@ PATCH = Patch(
             (
                 Rewrite(
                     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_dtype_attrs",
-                    find=_CASTS_NOTHING,
-                    replace=f"({_CASTS_NOTHING} or _patches_holds_codes(self))",
-                    names={"_patches_holds_codes": gathered_weights.holds_packed_weight},
+                    find=_KEEPS_DTYPE,
+                    replace=f"({_KEEPS_DTYPE} or _patches_holds_packed_weight(self))",
+                    names={"_patches_holds_packed_weight": gathered_weights.holds_packed_weight},
                 ),
             ),
             defect_mixed_precision,
@@ -237,19 +211,9 @@ PATCH = Patch(
             "integers",
             ("torch>=2.7,<2.12", "bitsandbytes>=0.46.1"),
             "2.11.0",
-            (
-                Rewrite.to_call(
-                    f"{_PARAMETER}._init_sharded_param",
-                    "nn.Parameter(self.to_sharded_dtensor(sharded_param))",
-                    parameter,
-                    "self.to_sharded_dtensor(sharded_param)",
-                ),
-                Rewrite(
-                    f"{_PARAMETER}.to_sharded_post_forward",
-                    find=f"nn.Parameter({_AFTER_FORWARD})",
-                    replace=f"_patches_parameter({_AFTER_FORWARD})",
-                    names={"_patches_parameter": parameter},
-                ),
+            tuple(
+                Rewrite.to_call(f"{_PARAMETER}.{method}", f"nn.Parameter({part})", parameter, part)
+                for method, part in _SHARDED.items()
             ),
             defect_integers,
         ),

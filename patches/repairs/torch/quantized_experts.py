@@ -2,85 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Message, Part, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...experts import fsdp, lora_factors
 
-_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+if TYPE_CHECKING:
+    import torch
+
+
+def _quantized() -> torch.nn.Parameter:
+    """Return four experts in 4 bits, of two matrices each, as ``patches.quantize_experts`` makes them."""
+    import torch
+
+    from ...experts.quantize import QuantizationConfig, quantize_and_pack
+    from ...experts.tensor import as_parameter
+
+    return as_parameter(quantize_and_pack(torch.randn(4, 32, 64), 2, QuantizationConfig("nf4", False, torch.uint8)))
 
 
 def defect_fsdp2() -> Finding:
     """Shard quantized experts over one rank: how many bytes does it hold?"""
-    import tempfile
-
     import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from ...experts.quantize import QuantizationConfig, quantize_and_pack
-    from ...experts.tensor import as_parameter
+    from ..reproducers.process_group import one_rank
 
     if satisfied("torch<2.7"):
         raise CannotShow("experts in 4 bits are sharded in floating point on torch before 2.7, which is not repaired")
     torch.manual_seed(0)
-    module, experts = (
-        torch.nn.Module(),
-        quantize_and_pack(torch.randn(4, 32, 64), 2, QuantizationConfig("nf4", False, torch.uint8)),
-    )
-    module.register_parameter("experts", as_parameter(experts))
-    with tempfile.NamedTemporaryFile() as file:
-        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-            shard: Any = module.get_parameter("experts")
-            after = int(shard.to_local().nbytes)
-        finally:
-            dist.destroy_process_group()
-    return Finding(
-        after > experts.nbytes, f"{experts.nbytes} bytes of experts in 4 bits are {after} once they are sharded"
-    )
+    module, experts = torch.nn.Module(), _quantized()
+    module.register_parameter("experts", experts)
+    before = experts.nbytes
+    with one_rank() as mesh:
+        fully_shard(module, mesh=mesh)
+        shard: Any = module.get_parameter("experts")
+        after = int(shard.to_local().nbytes)
+    return Finding(after > before, f"{before} bytes of experts in 4 bits are {after} once they are sharded")
 
 
 def defect_ddp() -> Finding:
     """Wrap a module with quantized experts in DistributedDataParallel, on one rank."""
-    import tempfile
-
     import torch
-    import torch.distributed as dist
 
-    from ...experts.quantize import QuantizationConfig, quantize_and_pack
-    from ...experts.tensor import as_parameter
+    from ..reproducers.process_group import one_rank
 
     torch.manual_seed(0)
     module = torch.nn.Linear(4, 4)
-    module.register_parameter(
-        "experts",
-        as_parameter(quantize_and_pack(torch.randn(4, 32, 64), 2, QuantizationConfig("nf4", False, torch.uint8))),
-    )
-    with tempfile.NamedTemporaryFile() as file:
-        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    module.register_parameter("experts", _quantized())
+    with one_rank():
         try:
             torch.nn.parallel.DistributedDataParallel(module)
         except RuntimeError as error:
             return Finding(True, str(error).partition(".")[0])
-        finally:
-            dist.destroy_process_group()
     return Finding(False, "the packed weights are broadcast")
 
 
-_SYNC = "_sync_params_and_buffers(process_group, {}, broadcast_bucket_size, src)"
-
-
-_LAYER = "peft.tuners.lora.layer:ParamWrapper"
-
-
 def defect_lora() -> Finding:
-    """A training step with LoRA on quantized experts: does an operation dequantize all experts of a layer at once?"""
+    """Train a step with LoRA on quantized experts: does an operation dequantize all experts of a layer at once?"""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -91,14 +71,18 @@ def defect_lora() -> Finding:
     torch.manual_seed(0)
     base = load_mixture_in_4bit()
     quantize_model(base)
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=[], target_parameters=names[:1]))
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    model = get_peft_model(base, config)
     before = COUNTS.total()
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     dense = COUNTS.total() - before
     return Finding(dense > 0, f"all experts of a layer were dequantized together {dense} times")
 
+
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+_SYNC = "_sync_params_and_buffers(process_group, {}, broadcast_bucket_size, src)"
+_LAYER = "peft.tuners.lora.layer:ParamWrapper"
 
 PATCH = Patch(
     id="torch-quantized-experts",
@@ -123,9 +107,6 @@ PATCH = Patch(
         ``patches.quantize_experts`` has quantized, both are ordinary floating-point tensors: the plugin's tensor
         computes them and logs that. Qwen3-30B-A3B then needs 58 GB over all ranks, and each layer 1.2 GB while it
         is gathered.
-
-        Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849 (experts that bitsandbytes
-        does not quantize)
 
         DistributedDataParallel raises an error for a model with quantized experts. When it is created,
         ``DistributedDataParallel`` broadcasts all parameters of rank 0, joined by dtype. Experts that

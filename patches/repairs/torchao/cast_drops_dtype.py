@@ -7,14 +7,15 @@ from functools import partial
 from inspect import getclosurevars
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Message, Patch, Rewrite
+from ...engine import Finding, Patch, Rewrite
+from ..reproducers.cast_layers import TWO_DTYPES, show_cast_error
 
 if TYPE_CHECKING:
     import torch
 
 
 def _casting(implementation: Callable[..., Any], op: Any) -> Callable[..., Any]:
-    """``implementation`` of ``op``, completed where it is the shared one of ``aten._to_copy``."""
+    """Return ``implementation`` of ``op``; let the shared one of ``aten._to_copy`` give the requested dtype as well."""
     import torch
 
     if op is torch.ops.aten._to_copy.default and _is_shared(implementation):
@@ -23,7 +24,7 @@ def _casting(implementation: Callable[..., Any], op: Any) -> Callable[..., Any]:
 
 
 def _is_shared(implementation: Callable[..., Any]) -> bool:
-    """Whether it is the one of ``TorchAOBaseTensor`` rather than one that a class registered."""
+    """Tell whether ``implementation`` is the one of ``TorchAOBaseTensor`` rather than one that a class registered."""
     # The wrapper that torchao registers has the function's name; on 0.14 it only closes over it.
     written = getclosurevars(implementation).nonlocals.get("func", implementation)
     name: str = written.__qualname__
@@ -42,7 +43,7 @@ def _to_copy(implementation: Callable[..., Any], op: Any, types: Any, args: Any,
 
 
 def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor``, a quantized weight, as one that dequantizes to ``dtype``; itself if it cannot."""
+    """Return ``tensor``, a quantized weight, as one that dequantizes to ``dtype``; itself if it cannot."""
     import torch
     from torchao.quantization import IntxUnpackedToInt8Tensor
 
@@ -60,43 +61,15 @@ def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def defect() -> Finding:
-    """Quantize a bfloat16 layer, cast it by ``.float()`` and call it."""
-    import torch
-    from torchao.quantization import IntxWeightOnlyConfig, quantize_
-    from torchao.quantization.granularity import PerGroup
+    """Cast a quantized layer by ``.float()`` and call it."""
+    return show_cast_error(lambda model: model.float())
 
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32)).bfloat16()
-    int4 = torch.int4  # type: ignore[attr-defined]
-    quantize_(model, IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(32)))
-    model.float()
-    try:
-        out = model(torch.randn(2, 64))
-    except RuntimeError as error:
-        if "same dtype" not in str(error):
-            raise
-        return Finding(True, f"the forward fails: {error}")
-    return Finding(False, f"weight {model[0].weight.dtype}, output {out.dtype}")
-
-
-_NAMES = {"_patches_casting": _casting}
 
 PATCH = Patch(
     id="torchao-cast-drops-dtype",
     summary=".float() and .half() leave quantized weights in their old dtype; the next forward fails",
     groups=("move",),
-    messages=(
-        Message(
-            "self and mat2 must have the same dtype, but got Float and BFloat16",
-            "figure",
-            parts=("self and mat2 must have the same dtype, but got",),
-        ),
-        Message(
-            "mat1 and mat2 must have the same dtype, but got Float and BFloat16",
-            "torch/lib/libtorch_cpu.so",
-            parts=("mat1 and mat2 must have the same dtype, but got",),
-        ),
-    ),
+    messages=TWO_DTYPES,
     links=("https://github.com/pytorch/ao/blob/main/torchao/utils.py",),
     why="""
         ``Module.to(dtype)`` calls ``tensor.to``, which ``IntxUnpackedToInt8Tensor`` overrides. ``.float()``,
@@ -120,21 +93,15 @@ PATCH = Patch(
     """,
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
-    edits=(
+    edits=tuple(
         Rewrite(
             "torchao.utils:_dispatch__torch_dispatch__",
-            find="cls._ATEN_OP_TABLE[cls][func]",
-            replace="_patches_casting(cls._ATEN_OP_TABLE[cls][func], func)",
-            names=_NAMES,
-            when="torchao>=0.15",
-        ),
-        Rewrite(
-            "torchao.utils:_dispatch__torch_dispatch__",
-            find="cls._ATEN_OP_OR_TORCH_FN_TABLE[cls][func]",
-            replace="_patches_casting(cls._ATEN_OP_OR_TORCH_FN_TABLE[cls][func], func)",
-            names=_NAMES,
-            when="torchao<0.15",
-        ),
+            find=f"cls.{table}[cls][func]",
+            replace=f"_patches_casting(cls.{table}[cls][func], func)",
+            names={"_patches_casting": _casting},
+            when=when,
+        )
+        for table, when in (("_ATEN_OP_TABLE", "torchao>=0.15"), ("_ATEN_OP_OR_TORCH_FN_TABLE", "torchao<0.15"))
     ),
     defect=defect,
 )

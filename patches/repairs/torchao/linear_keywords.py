@@ -10,7 +10,7 @@ _NAMES = ("input", "weight", "bias")
 
 
 def by_position(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``args`` and ``kwargs`` of a call of ``func``; the arguments of ``linear`` by position as far as they are given."""
+    """Return ``args`` and ``kwargs`` of a call of ``func``, with the arguments of ``linear`` by position up to the first absent one."""
     import torch
 
     if not kwargs or func is not torch.nn.functional.linear:
@@ -22,7 +22,7 @@ def by_position(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def defect() -> Finding:
-    """A product with a bias, by position and by keyword."""
+    """Compute a product with a bias, by position and by keyword."""
     import torch
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

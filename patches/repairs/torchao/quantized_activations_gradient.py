@@ -11,19 +11,19 @@ from ...process import tracing
 if TYPE_CHECKING:
     import torch
 
-_QUANTIZE_ACTIVATIONS = {
+_ACTIVATION_CONFIGS = {
     "Int8Tensor": "act_quant_kwargs",
     "Float8Tensor": "act_quant_kwargs",
     "IntxUnpackedToInt8Tensor": "activation_quantization",
     "LinearActivationQuantizedTensor": "input_quant_func",
 }
-"""Kinds of weight, and the attribute of each that says how it quantizes activations, ``None`` if it does not."""
+"""The attribute of each kind of weight that says how it quantizes activations; it is ``None`` if it does not."""
 
 
 def _dispatched(
     implementation: Callable[..., Any], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What ``implementation`` of ``func`` returns, followed by autograd where it is a product that needs to be."""
+    """Call ``implementation`` of ``func``, and give its result a gradient if it is a product that loses it."""
     import torch
 
     if func is not torch.nn.functional.linear or len(args) < 2 or not _loses_gradient(args[0], args[1]):
@@ -37,13 +37,13 @@ def _dispatched(
 
 
 def _loses_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a gradient is wanted for ``x``, and the product with ``weight`` rounds it to 8 bits."""
+    """Tell whether a gradient is wanted for ``x``, and the product with ``weight`` rounds ``x`` to 8 bits."""
     import torch
 
     if not torch.is_grad_enabled() or not x.requires_grad:
         return False
     kind = type(weight).__name__
-    how = getattr(weight, _QUANTIZE_ACTIVATIONS.get(kind, ""), None)
+    how = getattr(weight, _ACTIVATION_CONFIGS.get(kind, ""), None)
     if how is None or getattr(how, "hp_value_ub", None) is not None:
         return False
     if kind == "LinearActivationQuantizedTensor" and x.numel() == 0:
@@ -67,10 +67,6 @@ def defect() -> Finding:
     error = ((below.weight.grad - reference).norm() / reference.norm()).item()
     return Finding(error > 0.01, f"gradient of the layer below: relative error {error:.4f}")
 
-
-_TARGET = "torchao.utils:_dispatch__torch_function__"
-_REPLACE = "_patches_dispatched(cls.{table}[cls][func], func, types, args, kwargs)"
-_NAMES = {"_patches_dispatched": _dispatched}
 
 PATCH = Patch(
     id="torchao-quantized-activations-gradient",
@@ -111,21 +107,15 @@ PATCH = Patch(
     """,
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",
-    edits=(
+    edits=tuple(
         Rewrite(
-            _TARGET,
-            find="cls._TORCH_FN_TABLE[cls][func](func, types, args, kwargs)",
-            replace=_REPLACE.format(table="_TORCH_FN_TABLE"),
-            names=_NAMES,
-            when="torchao>=0.15",
-        ),
-        Rewrite(
-            _TARGET,
-            find="cls._ATEN_OP_OR_TORCH_FN_TABLE[cls][func](func, types, args, kwargs)",
-            replace=_REPLACE.format(table="_ATEN_OP_OR_TORCH_FN_TABLE"),
-            names=_NAMES,
-            when="torchao<0.15",
-        ),
+            "torchao.utils:_dispatch__torch_function__",
+            find=f"cls.{table}[cls][func](func, types, args, kwargs)",
+            replace=f"_patches_dispatched(cls.{table}[cls][func], func, types, args, kwargs)",
+            names={"_patches_dispatched": _dispatched},
+            when=when,
+        )
+        for table, when in (("_TORCH_FN_TABLE", "torchao>=0.15"), ("_ATEN_OP_OR_TORCH_FN_TABLE", "torchao<0.15"))
     ),
     defect=defect,
 )

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Message, Patch, SetAttribute
+from ...engine import Finding, Patch, SetAttribute
+from ..reproducers.cast_layers import TWO_DTYPES, show_cast_error
 
 if TYPE_CHECKING:
     import torch
 
 
 def _moved(metadata: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``metadata`` of one unwrapped tensor as it must read once ``fn`` has cast its parameters."""
+    """Return the metadata of one unwrapped tensor with the dtype that ``fn`` casts its parameters to."""
     import torch
 
     # A dict, or the list of AffineQuantizedTensor (torchao < 0.18), which ends with its dtype.
@@ -31,7 +32,7 @@ def _moved(metadata: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _make_apply(original: Any) -> Callable[..., Any]:
-    """The ``_apply`` to give to ``UnwrapTensorSubclass``, on top of the one it may have."""
+    """Make the ``_apply`` of ``UnwrapTensorSubclass``; it calls ``original`` if the class had one."""
 
     def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
         import torch
@@ -46,24 +47,11 @@ def _make_apply(original: Any) -> Callable[..., Any]:
 
 
 def defect() -> Finding:
-    """Quantize a bfloat16 layer, unwrap it, cast it to float32 and call it."""
+    """Unwrap a quantized layer, cast it to float32 and call it."""
     import torch
-    from torchao.quantization import IntxWeightOnlyConfig, quantize_
-    from torchao.quantization.granularity import PerGroup
     from torchao.utils import unwrap_tensor_subclass
 
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32)).bfloat16()
-    int4 = torch.int4  # type: ignore[attr-defined]
-    quantize_(model, IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(32)))
-    unwrap_tensor_subclass(model).to(torch.float32)
-    try:
-        out = model(torch.randn(2, 64))
-    except RuntimeError as error:
-        if "same dtype" not in str(error):
-            raise
-        return Finding(True, f"the forward fails: {error}")
-    return Finding(False, f"weight {model[0].weight.dtype}, output {out.dtype}")
+    return show_cast_error(lambda model: unwrap_tensor_subclass(model).to(torch.float32))
 
 
 PATCH = Patch(
@@ -71,18 +59,7 @@ PATCH = Patch(
     summary="a cast after unwrap_tensor_subclass is lost: eager fails, torch.export writes the old dtype",
     groups=("move", "compile"),
     silent=True,
-    messages=(
-        Message(
-            "self and mat2 must have the same dtype, but got Float and BFloat16",
-            "figure",
-            parts=("self and mat2 must have the same dtype, but got",),
-        ),
-        Message(
-            "mat1 and mat2 must have the same dtype, but got Float and BFloat16",
-            "torch/lib/libtorch_cpu.so",
-            parts=("mat1 and mat2 must have the same dtype, but got",),
-        ),
-    ),
+    messages=TWO_DTYPES,
     links=("https://github.com/pytorch/executorch/issues/18975",),
     why="""
         ``torchao.utils.unwrap_tensor_subclass`` prepares a quantized model for ``torch.export`` and

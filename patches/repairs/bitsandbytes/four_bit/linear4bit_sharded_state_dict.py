@@ -13,7 +13,7 @@ from ....quantized.four_bit.quant_state_dict import bytes_of_packed_weight, read
 from ....quantized.four_bit.quant_state_names import NESTED, OWN, packed_key
 from ....quantized.own_packed_weights import is_own_packed_weight
 from ....quantized.weights.layer_methods import Load, wrap_method
-from ...reproducers.training import one_rank, shard_quantized
+from ...reproducers.process_group import one_rank, shard_quantized
 
 if TYPE_CHECKING:
     import torch

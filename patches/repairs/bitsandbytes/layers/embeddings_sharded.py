@@ -8,7 +8,7 @@ from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....quantized.four_bit import quant_states
 from ....quantized.int8 import row_scales
 from ....quantized.weights.weight_assignment import make_setattr
-from ...reproducers.training import one_rank, shard_quantized
+from ...reproducers.process_group import one_rank, shard_quantized
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ....distributed.dtensors import is_sharded
 from ....engine import CannotShow, Finding, Message, Patch, Rewrite
 from ....optimizers.state_bits import BLOCK, SAME_BITS
-from ...reproducers.training import one_rank, take_steps
+from ...reproducers.process_group import one_rank
+from ...reproducers.training import take_steps
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytest.importorskip("transformers", minversion="5", reason="experts are linear layers before 5")
 
 import patches  # noqa: E402
-from patches.experts import compiled_products  # noqa: E402
+from patches.experts import products  # noqa: E402
 from tests import forks  # noqa: E402
 from tests.experts.models import loaded, saved  # noqa: E402
 from tests.releases import ROOT, SHORT  # noqa: E402
@@ -74,8 +74,8 @@ def test_what_breaks_the_graph_computes_the_same(qwen3, implementation, adapted)
 def test_an_operator_holds_all_that_it_needs(qwen3):
     """Its layout is a string: a graph that outlives the process finds it there."""
     packed = patches.quantize_experts(loaded(qwen3)).model.layers[0].mlp.experts.gate_up_proj.packed
-    text = compiled_products.encode_layout(packed.layout(), list(packed.tensors()))
-    assert compiled_products.decode_layout(text) == (packed.layout(), tuple(packed.tensors()))
+    text = products.encode_layout(packed.layout(), list(packed.tensors()))
+    assert products.decode_layout(text) == (packed.layout(), tuple(packed.tensors()))
 
 
 PROGRAM = """
@@ -97,8 +97,7 @@ def test_experts_say_which_operator_their_graph_calls(qwen3):
     """torch finds a graph on disk again by what its inputs say of themselves."""
     experts = patches.quantize_experts(loaded(qwen3)).model.layers[0].mlp.experts.gate_up_proj
     assert (
-        compiled_products.OPERATOR.name() == f"bnb_patches::{compiled_products.NAME}"
-        and compiled_products.NAME in experts.__tensor_flatten__()[1]
+        products.OPERATOR.name() == f"bnb_patches::{products.NAME}" and products.NAME in experts.__tensor_flatten__()[1]
     )
 
 
