@@ -18,14 +18,14 @@ AFTER_LOADING = "_process_model_after_weight_loading"
 def rewrite_both_quantizers(
     method: str, find: str, replace: str, names: dict[str, Callable[..., Any]], when: str = ""
 ) -> tuple[Rewrite, ...]:
-    """A ``Rewrite`` of ``method`` in each of the two, for 4 bits and for INT8."""
+    """Return a ``Rewrite`` of ``method`` in the quantizer for 4 bits, and one in the quantizer for INT8."""
     return tuple(
         Rewrite(f"{quantizer}.{method}", find=find, replace=replace, names=names, when=when) for quantizer in QUANTIZERS
     )
 
 
 def makes_parameter(quantizer: Any, model: Any, name: str) -> bool:
-    """Whether ``quantizer`` makes the parameter ``name`` of ``model``, from a weight or from packed weights."""
+    """Tell whether ``quantizer`` makes the parameter ``name`` of ``model``, from a weight or from packed weights."""
     upstream = getattr(quantizer, "param_needs_quantization", None)
     if upstream is not None:
         return bool(upstream(model, name))
@@ -34,6 +34,6 @@ def makes_parameter(quantizer: Any, model: Any, name: str) -> bool:
 
 
 def is_bitsandbytes(quantizer: Any) -> bool:
-    """Whether ``quantizer`` makes or reads a model in 4 bits or INT8."""
+    """Tell whether ``quantizer``, which may be None, is a quantizer of transformers for bitsandbytes."""
     config = getattr(quantizer, "quantization_config", None)
-    return bool(getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False))
+    return getattr(config, "quant_method", None) == "bitsandbytes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...config.quantizers import is_bitsandbytes
 from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers import tiny_models
 
@@ -16,7 +17,7 @@ _FLOATING = ("F16", "F32", "F64", "BF16")
 
 def new_dtype(quantizer: Any, mapping: Any, tensor: Any, dtype: torch.dtype | None, model: Module, name: str) -> Any:
     """The dtype in which ``tensor`` of the checkpoint is read for the parameter ``name``; None for the dtype of the file."""
-    if not _of_bitsandbytes(quantizer):
+    if not is_bitsandbytes(quantizer):
         return quantizer.get_new_dtype(mapping, tensor, dtype)
     # A slice of a safetensors file has get_dtype.
     floating = tensor.get_dtype() in _FLOATING if hasattr(tensor, "get_dtype") else tensor.is_floating_point()
@@ -25,11 +26,7 @@ def new_dtype(quantizer: Any, mapping: Any, tensor: Any, dtype: torch.dtype | No
 
 def kept(quantizer: Any, mapping: Any, model: Module, stored: str, name: str) -> bool:
     """Whether the tensor ``stored`` of the checkpoint is read in the dtype of the file for the parameter ``name``."""
-    return _packed(quantizer, mapping, model, name) if _of_bitsandbytes(quantizer) else stored != name
-
-
-def _of_bitsandbytes(quantizer: Any) -> bool:
-    return bool(quantizer) and quantizer.quantization_config.quant_method == "bitsandbytes"
+    return _packed(quantizer, mapping, model, name) if is_bitsandbytes(quantizer) else stored != name
 
 
 def _packed(quantizer: Any, mapping: Any, model: Module, name: str) -> bool:
