@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from bitsandbytes.functional import QuantState
 from torch import Tensor
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
+from ..quantized.four_bit import block_scales
 from . import native_kernel
 from .tensor_contents import Contents
 
@@ -108,26 +110,22 @@ def has_few_rows(x: Tensor, shape: Sequence[int]) -> bool:
     return 0 < x.numel() <= most and x.shape[-1] == columns
 
 
-def find_packed_copy(
-    weight: Tensor,
-    statistics: tuple[Tensor, ...],
-    book: Tensor,
-    shape: tuple[int, ...],
-    blocksize: int,
-    nested_blocksize: int,
-    offloaded: bool = False,
-) -> Packed | None:
-    """The packed copy of ``weight`` as it is now; None if there is none and none is worth making.
+def find_packed_copy(weight: Tensor, state: QuantState, offloaded: bool) -> Packed | None:
+    """Return the packed copy of ``weight``, quantized to ``state``, as it is now; None if none is worth making.
 
-    ``statistics`` are the scales, or (8-bit scales, offset, their scales, their code book) if nested. ``offloaded``
-    weights may come in new memory each time.
+    ``offloaded`` weights may come in new memory each time.
     """
     with torch._C.DisableTorchFunctionSubclass():  # Params4bit would send each look at it through Python
-        sources = (weight, *statistics, book)
+        statistics, _ = block_scales.statistics_of(state)
+        sources = (weight, *statistics, state.code)
         copies: _Copies | None = vars(weight.untyped_storage()).get(_COPIES)
         address = weight.data_ptr()
         if copies and (packed := copies.get(address)) is not None:
-            if packed.contents.are_those_of(sources) and packed.shape == shape and packed.blocksize == blocksize:
+            if (
+                packed.contents.are_those_of(sources)
+                and packed.shape == state.shape
+                and packed.blocksize == state.blocksize
+            ):
                 packed.usage.uses += 1  # type: ignore[operator]  # None where there is no copy
                 return packed
             copies.pop(address, None)
@@ -136,10 +134,10 @@ def find_packed_copy(
             vars(weight.untyped_storage())[_COPIES] = _Copies()
             if offloaded:
                 return None
-        usage = _usage_of(statistics[0])
+        usage = _usage_of(state.absmax)
         if not usage.allows(seen) or not all(t.is_cpu and t.is_contiguous() for t in sources):
             return None
-        packed = _pack(weight, statistics, book, shape, blocksize, nested_blocksize)
+        packed = _pack(weight, state)
         packed.contents, packed.usage, usage.uses = Contents(sources), usage, 0
         _keep(weight, packed)
         return packed
@@ -187,21 +185,13 @@ def _drop(copies: weakref.ref[_Copies], address: int, packed: weakref.ref[Packed
 
 
 @torch.no_grad()
-def _pack(
-    weight: Tensor,
-    statistics: tuple[Tensor, ...],
-    book: Tensor,
-    shape: tuple[int, ...],
-    blocksize: int,
-    nested_blocksize: int,
-) -> Packed:
-    """bitsandbytes' own conversion, on a private state: it writes to the one that it is given."""
-    from bitsandbytes.functional import QuantState, _convert_weight_packed_for_cpu
+def _pack(weight: Tensor, state: QuantState) -> Packed:
+    """Convert ``weight`` by bitsandbytes' own function, with a copy of ``state``, because it writes to what it is given."""
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu
 
-    state = QuantState(statistics[0], shape=torch.Size(shape), code=book, blocksize=blocksize, dtype=torch.bfloat16)
-    if nested_blocksize:
-        _, state.offset, absmax, code = statistics
-        state.nested = True
-        state.state2 = QuantState(absmax, code=code, blocksize=nested_blocksize, dtype=torch.float32)
-    codes, state = _convert_weight_packed_for_cpu(weight.detach().reshape(-1), state)
-    return Packed(codes, state.absmax, book, shape, blocksize)
+    own = QuantState(state.absmax, state.shape, state.code, state.blocksize, dtype=torch.bfloat16)
+    if (nested := state.state2) is not None:
+        own.nested, own.offset = True, state.offset
+        own.state2 = QuantState(nested.absmax, code=nested.code, blocksize=nested.blocksize, dtype=torch.float32)
+    codes, own = _convert_weight_packed_for_cpu(weight.detach().reshape(-1), own)
+    return Packed(codes, own.absmax, state.code, state.shape, state.blocksize)

@@ -76,11 +76,7 @@ def product_by_blocks(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quant_state: QuantState
 ) -> torch.Tensor:
     """``bitsandbytes.matmul_4bit`` with the scales of each block its own, in operators that all of torch knows."""
-    state = quant_state
-    statistics, nested_blocksize = block_scales.statistics_of(state)
-    return block_scales.linear_4bit(
-        x, weight, statistics, bias, state.shape, state.blocksize, nested_blocksize, state.quant_type
-    )
+    return block_scales.linear_4bit(x, weight, quant_state, bias)
 
 
 def traced_product(
