@@ -17,7 +17,7 @@ from .code_digest import define_operator
 def _int8_linear(
     x: torch.Tensor, CB: torch.Tensor, SCB: torch.Tensor, bias: torch.Tensor | None, threshold: float
 ) -> torch.Tensor:
-    """Return the LLM.int8() product of ``x`` [..., K] with packed weights [N, K] and row scales [N]: [..., N] of x's dtype."""
+    """Return the LLM.int8() product of ``x`` [..., K] and packed weights [N, K] with row scales [N]: [..., N], x's dtype."""
     if x.numel() == 0:
         return x.new_empty((*x.shape[:-1], CB.shape[0]))
     rows = x.reshape(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""The packed kernel of bitsandbytes, called in its native library, for :mod:`.packed_weights`. Imports torch.
+"""The packed kernel of bitsandbytes, called in its native library, for :mod:`.packed_copies`. Imports torch.
 
 The way there through torch's dispatcher takes longer than everything else around a product; without it, looking at
 the contents of a weight before each product costs nothing more than upstream's way did.
@@ -15,7 +15,7 @@ from torch import Tensor
 def bind_kernel(
     codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int
 ) -> Callable[[Tensor], Tensor] | None:
-    """The product with a packed weight, as a function of contiguous bf16 rows; None where another kernel is in use."""
+    """Return the product with a packed weight, a function of contiguous bf16 rows; None if another kernel is in use."""
     from bitsandbytes.backends.cpu import ops
     from bitsandbytes.cextension import lib
 

@@ -45,7 +45,6 @@ alive: weakref.WeakSet[Packed] = weakref.WeakSet()
 class Packed:
     """A packed copy: packed weights (uint8, ``(N, K / 2)``) and scales (bf16, ``(K / blocksize, N)``)."""
 
-    __slots__ = ("_native", "blocksize", "book", "codes", "contents", "scales", "shape", "usage", "__weakref__")
     contents: Contents
     usage: _Usage
 
@@ -55,7 +54,7 @@ class Packed:
         self._native = native_kernel.bind_kernel(codes, scales, book, shape, blocksize)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x`` times the transpose of the weight, plus ``bias``."""
+        """Return ``x`` times the transpose of the weight, plus ``bias``."""
         x = x.contiguous()  # the kernel walks each row with stride 1
         if self._native is not None and x.dtype == torch.bfloat16 and not _profiler_enabled():
             result = self._native(x)
@@ -66,7 +65,7 @@ class Packed:
         return result if bias is None else result.add_(bias)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, quant_state: object) -> Tensor:
-        """In the place of ``bitsandbytes.matmul_4bit``."""
+        """Return :meth:`product`, called as ``bitsandbytes.matmul_4bit``."""
         return self.product(x, bias)
 
 
@@ -75,36 +74,29 @@ class _Copies(dict[int, Packed]):
 
 
 class _Usage:
-    """How often the copies of one weight were used."""
-
-    __slots__ = ("forget", "kept", "uses", "wait", "wasted")
+    """Counts of how often the copies of one weight were used."""
 
     def __init__(self) -> None:
-        self.uses: int | None = None
-        """Of the present copy; None if there is none, or if it was given up with good reason."""
-        self.wasted = 0
-        """How many copies in a row were not used enough."""
-        self.wait = 0
-        """Calls that are still to go by until the next is made."""
-        self.kept = False
-        """Whether training leaves the copy alone: it has come back from training before."""
+        self.uses: int | None = None  # of the present copy; None without one, and after training has freed it
+        self.copies_wasted = 0  # in a row
+        self.calls_to_wait = 0  # until the next copy is made
+        self.kept_in_training = False  # once training has freed a copy and it was made again
         self.forget: weakref.finalize[..., object] | None = None
 
     def allows(self, seen: bool) -> bool:
-        """Whether to make a copy now, the one before being gone; ``seen``: the packed weights lie where they lay
-        before."""
+        """Tell whether to make a copy now that there is none; ``seen``: the packed weights lie where they lay before."""
         if self.uses is not None:
-            self.wasted = self.wasted + 1 if self.uses < _ENOUGH_USES else 0
-            self.wait = _ENOUGH_USES << min(self.wasted - 1, 10) if self.wasted else 0
+            self.copies_wasted = self.copies_wasted + 1 if self.uses < _ENOUGH_USES else 0
+            self.calls_to_wait = _ENOUGH_USES << min(self.copies_wasted - 1, 10) if self.copies_wasted else 0
             self.uses = None
-        if self.wasted and not seen:
+        if self.copies_wasted and not seen:
             return False
-        self.wait -= 1
-        return self.wait < 0
+        self.calls_to_wait -= 1
+        return self.calls_to_wait < 0
 
 
 def has_few_rows(x: Tensor, shape: Sequence[int]) -> bool:
-    """Whether ``x`` fits a weight of ``shape`` and has so few rows that the packed kernel is the faster one."""
+    """Tell whether ``x`` fits a weight of ``shape`` and has so few rows that the packed kernel is the faster one."""
     rows, columns = shape
     most = columns * (_FEW if rows * columns < _LARGE else _FEW_FOR_LARGE)
     return 0 < x.numel() <= most and x.shape[-1] == columns
@@ -152,8 +144,8 @@ def free_packed_copy(weight: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         copies: Any = vars(weight.untyped_storage()).get(_COPIES)
         packed = copies.get(weight.data_ptr()) if copies else None
-        if packed is not None and not packed.usage.kept:
-            packed.usage.kept, packed.usage.uses = True, None
+        if packed is not None and not packed.usage.kept_in_training:
+            packed.usage.kept_in_training, packed.usage.uses = True, None
             del copies[weight.data_ptr()]
 
 
@@ -186,7 +178,7 @@ def _drop(copies: weakref.ref[_Copies], address: int, packed: weakref.ref[Packed
 
 @torch.no_grad()
 def _pack(weight: Tensor, state: QuantState) -> Packed:
-    """Convert ``weight`` by bitsandbytes' own function, with a copy of ``state``, because it writes to what it is given."""
+    """Convert ``weight`` by bitsandbytes' own function, with a copy of ``state``, because it writes to its argument."""
     from bitsandbytes.functional import _convert_weight_packed_for_cpu
 
     own = QuantState(state.absmax, state.shape, state.code, state.blocksize, dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ BLOCK = 256
 
 
 def to_float(codes: Tensor, table: Tensor, scales: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """Values of ``codes``, the part at ``offset`` of a state of ``shape`` whose ``scales`` are whole."""
+    """Return the float32 values of ``codes``, the part at ``offset`` of a state of ``shape``; ``scales`` are of all of it."""
     import torch
 
     if scales.dim() == 2:
@@ -33,7 +33,10 @@ def to_float(codes: Tensor, table: Tensor, scales: Tensor, offset: tuple[int, ..
 
 
 def to_8_bits(values: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales, of the shape of ``scales``, of a part that begins and ends with a block or with the state."""
+    """Return ``values`` in 8 bits and their scales, in the shape of ``scales``.
+
+    ``values`` are a part of a state that begins and ends with a block or with the state.
+    """
     import torch
     from bitsandbytes.functional import quantize_blockwise
 
@@ -47,11 +50,11 @@ def to_8_bits(values: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Te
 
 
 STATE = re.compile(r"(.*__bnb_optimizer_quant_state__\.)state([12])")
-"""The name of a state in a flat state dict, up to where its table and scales have other names, and its number."""
+"""The name of a state in a flat state dict, in two groups: the prefix that its table and scales share, and its number."""
 
 
 def same_bits(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
-    """``full``, flat and whole, with each state in the bits of the sharded one in ``local`` that it is written into."""
+    """Return ``full``, flat and unsharded, with each state in the bits of the sharded state in ``local`` that takes it."""
     import torch
 
     for key, value in list(full.items()):
@@ -84,4 +87,4 @@ SAME_BITS = tuple(
     )
     for function in ("_broadcast_state_dict", "_distribute_state_dict")
 )
-"""A full state dict is brought into the bits that the ranks have."""
+"""The edits that bring a full state dict into the bits that the ranks have."""

@@ -1,8 +1,8 @@
 """The live instances of a few classes in this process.
 
-They are found among the objects that refer to their class: a list of all objects that the garbage collector tracks would hold
-tuples that other threads are still building, and break them. A walk over everything takes 0.06 to 0.08 s, and looks for all
-classes that ``damage()`` asks for. Questions inside :func:`one_walk` share it.
+They are found among the objects that refer to their class: a list of all objects that the garbage collector tracks would
+hold tuples that other threads are still building, and break them. A walk over everything takes 0.06 to 0.08 s, and looks
+for all classes that ``damage()`` asks for. Questions inside :func:`one_walk` share it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Found = dict[type, list[Any]]
 
 
 class _Shared(threading.local):
-    """What the walk of this thread's :func:`one_walk` has found: empty before its first question, None outside of it."""
+    """The objects that were found inside this thread's :func:`one_walk`: empty before a question, None outside of it."""
 
     found: _Found | None = None
 
@@ -98,7 +98,7 @@ def _walk(kinds: set[type]) -> _Found:
 
 
 def find_holders(thing: object, depth: int) -> list[Any]:
-    """Return the modules of torch that refer to ``thing`` through at most ``depth`` dicts below their own ``__dict__``."""
+    """Return the modules of torch that refer to ``thing`` through at most ``depth`` dicts below their ``__dict__``."""
     from torch.nn import Module
 
     found: list[Any] = []

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def is_own_packed_weight(codes: Tensor, weight: Tensor) -> bool:
-    """Whether ``codes``, of any dtype or sharded, equal the bits of ``weight``.
+    """Tell whether ``codes``, of any dtype or sharded, equal the bits of ``weight``.
 
-    They are if they are the weight itself, or its memory: loading them changes nothing. Who writes into the memory of a
-    weight before loading it (``dcp.load``, ``broadcast_from_rank0``) has compared the bits that it wrote: see ``checkpoint_loads``
-    and ``full_state_dict``.
+    They do if they are the weight itself, or its memory: loading them changes nothing. ``dcp.load`` and
+    ``broadcast_from_rank0``, which write into the memory of a weight before it is loaded, have compared the bits that they
+    wrote (``checkpoint_loads``, ``full_state_dict``).
     """
     import torch
 
@@ -26,7 +26,7 @@ def is_own_packed_weight(codes: Tensor, weight: Tensor) -> bool:
 
 
 def has_bits_of(here: Tensor, new: Tensor) -> bool:
-    """Whether ``new``, in the dtype of ``here``, is that bit for bit; as bfloat16 some packed weights are NaN."""
+    """Tell whether ``new``, in the dtype of ``here``, equals it bit for bit; as bfloat16 some packed weights are NaN."""
     import torch
 
     return torch.equal(here.view(torch.uint8), new.to(here).view(torch.uint8))

@@ -38,7 +38,7 @@ def statistics_of(state: QuantState) -> tuple[tuple[torch.Tensor, ...], int]:
 
 
 def linear_4bit(x: torch.Tensor, codes: torch.Tensor, state: QuantState, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``x`` times the transpose of a 4-bit weight, plus ``bias``, as a CPU without special kernels computes it."""
+    """Return ``x`` times the transpose of a 4-bit weight, plus ``bias``, as CPUs without special kernels do."""
     import torch
 
     absmax, nested = state.absmax, state.state2

@@ -57,7 +57,7 @@ def find_scale_of_plain(layer: Any, codes: Tensor) -> Tensor:
 
 
 def _stands_for_own(layer: Any, codes: Tensor) -> bool:
-    """Whether torch.export traces ``layer`` with fake ``codes``, which have no contents to compare, for its own weight."""
+    """Tell whether torch.export traces ``layer`` with fake ``codes``, which have no contents to compare, for its own weight."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -143,7 +143,7 @@ def make_cast_error(layer: Any) -> RuntimeError:
 
 
 def is_cast_packed_weight(weight: Any, layer: Any) -> bool:
-    """Whether ``weight`` holds the very packed weights that it was quantized to, in floating point."""
+    """Tell whether ``weight`` holds the very packed weights that it was quantized to, in floating point."""
     import torch
 
     codes = vars(weight).get("CB")
@@ -155,7 +155,7 @@ def is_cast_packed_weight(weight: Any, layer: Any) -> bool:
 
 
 def are_packed_values(weight: Tensor) -> bool:
-    """Whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
+    """Tell whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
     return bool(_are_codes(weight[:1])) and bool(_are_codes(weight))
 
 

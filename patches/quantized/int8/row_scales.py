@@ -26,17 +26,17 @@ def get_scales(weight: Any) -> Tensor | None:
 
 
 def has_scales(weight: Any) -> bool:
-    """Whether ``weight`` is of the kind that has row scales, if only None by now: no plain tensor."""
+    """Tell whether ``weight`` is of the kind that has row scales, if only None by now: no plain tensor."""
     return hasattr(weight, "SCB")
 
 
 def is_unsettled(weight: Any) -> bool:
-    """Whether ``weight`` owns its packed weights and scales: its layer has not run since it came."""
+    """Tell whether ``weight`` owns its packed weights and scales: its layer has not run since it came."""
     return getattr(weight, "CB", None) is not None
 
 
 def is_settled(weight: Any) -> bool:
-    """Whether ``weight`` holds packed INT8 weights that its layer has run with: its state owns them, and their
+    """Tell whether ``weight`` holds packed INT8 weights that its layer has run with: its state owns them, and their
     scales."""
     return is_int8(weight) and has_scales(weight) and not is_unsettled(weight)
 
@@ -87,7 +87,7 @@ def take_packed_weight_of_data(weight: Any) -> None:
 
 
 def is_lost(scale: Tensor | None) -> bool:
-    """Whether ``scale`` holds no values: absent, or on the meta device."""
+    """Tell whether ``scale`` holds no values: absent, or on the meta device."""
     return scale is None or scale.device.type == "meta"
 
 

@@ -76,7 +76,7 @@ def _state_of(weight: Any) -> Any:
 
 
 def was_quantized(weight: Any) -> bool:
-    """Whether ``weight`` holds or had packed weights: it keeps them or their scales, or has settled."""
+    """Tell whether ``weight`` holds or had packed weights: it keeps them or their scales, or has settled."""
     own = vars(weight)
     return own.get("CB") is not None or own.get("SCB") is not None or layer_settled_in(weight) is not None
 
@@ -89,7 +89,7 @@ def layer_settled_in(weight: Any) -> Any:
 
 
 def is_foreign(module: Any) -> bool:
-    """Whether ``module`` is a layer of torch (by now), which multiplies by its weight as it is.
+    """Tell whether ``module`` is a layer of torch (by now), which multiplies by its weight as it is.
 
     A module with a forward of its user's may read packed weights and scales of its weight: it is quantized as before.
     """
@@ -101,7 +101,7 @@ def is_foreign(module: Any) -> bool:
 
 
 def has_other_forward(module: Any) -> bool:
-    """Whether a user gave ``module`` a forward."""
+    """Tell whether a user gave ``module`` a forward."""
     own = vars(module)
     forward = own.get("_old_forward", own.get("forward"))  # the first is what accelerate's hooks call
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward

@@ -49,7 +49,7 @@ def dequantize_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _is_sharded(layer: Any) -> bool:
-    """Whether the weight of ``layer`` is its packed 4-bit weight as FSDP2 keeps it: a plain parameter."""
+    """Tell whether the weight of ``layer`` is its packed 4-bit weight as FSDP2 keeps it: a plain parameter."""
     from bitsandbytes.nn import Linear4bit
 
     return (
@@ -72,7 +72,7 @@ def dense_dtype(layer: Any) -> torch.dtype:
 
 
 def is_packed_int8(layer: Any) -> bool:
-    """Whether the weight of ``layer`` is packed INT8 weights."""
+    """Tell whether the weight of ``layer`` is packed INT8 weights."""
     import torch
     from bitsandbytes.nn import Int8Params
 
@@ -80,7 +80,7 @@ def is_packed_int8(layer: Any) -> bool:
 
 
 def is_plain_packed_int8(layer: Any, weight: Tensor) -> bool:
-    """Whether ``weight`` is packed INT8 weights of ``layer`` in a plain parameter, as FSDP2 gathers them."""
+    """Tell whether ``weight`` is packed INT8 weights of ``layer`` in a plain parameter, as FSDP2 gathers them."""
     import torch
 
     if weight.dtype != torch.int8:

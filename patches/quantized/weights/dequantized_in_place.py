@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def holds_floats(weight: Any) -> bool:
-    """Whether ``weight``, of a class of bitsandbytes, holds the numbers themselves: there is nothing to dequantize."""
+    """Tell whether ``weight``, of a class of bitsandbytes, holds the numbers themselves: there is nothing to dequantize."""
     from bitsandbytes.nn import Int8Params, Params4bit
 
     if isinstance(weight, Int8Params):
@@ -27,7 +27,7 @@ def holds_floats(weight: Any) -> bool:
 
 
 def _are_cast_codes(weight: Any) -> bool:
-    """Whether ``weight`` holds packed weights in floating point, which are dequantized as packed weights are."""
+    """Tell whether ``weight`` holds packed weights in floating point, which are dequantized as packed weights are."""
     import torch
 
     if weight.has_fp16_weights or torch.compiler.is_compiling() or weight.is_meta or not weight.numel():
@@ -36,7 +36,7 @@ def _are_cast_codes(weight: Any) -> bool:
 
 
 def was_never_quantized(layer: Any) -> bool:
-    """Whether ``layer`` is a quantized layer by its class alone: its weight is a plain tensor of the layer's own shape.
+    """Tell whether ``layer`` is a quantized layer by its class alone: its weight is a plain tensor of the layer's own shape.
 
     A tied embedding is one, and a weight that a checkpoint keeps in 16 bits. Packed weights never are, also not those in
     floating-point storage that FSDP made plain: they have a quarter of the bytes at most.
@@ -77,7 +77,7 @@ def _is_plain(module: Any, weight: Any) -> bool:
 
 
 def _was_dequantized(weight: Any) -> bool:
-    """Whether ``weight``, an ``Int8Params``, held packed weights and holds numbers now."""
+    """Tell whether ``weight``, an ``Int8Params``, held packed weights and holds numbers now."""
     if not weight.dtype.is_floating_point or weight.has_fp16_weights or weight.is_meta:
         return False
     return scale_ownership.was_quantized(weight)

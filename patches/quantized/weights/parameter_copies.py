@@ -52,7 +52,7 @@ def make_cut(
 
 
 def is_read_by_default(protocol: int) -> bool:
-    """Whether ``torch.load`` may be asked to read with ``weights_only=True`` a pickle of ``protocol``."""
+    """Tell whether ``torch.load`` may be asked to read with ``weights_only=True`` a pickle of ``protocol``."""
     return protocol < _NOT_READ_BY_DEFAULT
 
 
@@ -75,7 +75,7 @@ def reduce_with_class(reduced: tuple[Any, ...], parameter: Any, **attributes_now
 
 
 def _can_become(cls: type) -> bool:
-    """Whether a plain ``Parameter`` may be given ``cls``; a subclass with slots is laid out otherwise."""
+    """Tell whether a plain ``Parameter`` may be given ``cls``; a subclass with slots is laid out otherwise."""
     import torch
 
     try:
