@@ -1,9 +1,8 @@
-"""Which scales a plain tensor of packed INT8 weights is read with, where it stands in the place of a layer's
-``Int8Params``.
+"""Finding the scales of a plain tensor of packed INT8 weights in the place of a layer's ``Int8Params``.
 
-FSDP2 puts one there, ``functional_call`` does, and users do. Packed weights do not tell their scales. The layer's are
-right only for the packed weights that the layer was quantized to, so the contents are compared; any other packed
-weights are an error, as they are without the plugin, unless their scales come with them.
+FSDP2, ``functional_call`` and users put one there. Packed weights do not tell their scales. The layer's are right only for
+the packed weights that the layer was quantized to, so the contents are compared. Any other packed weights without
+scales of their own are an error, as they are without the plugin.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CAST = (
 
 
 def find_scale_of_plain(layer: Any, codes: Tensor) -> Tensor:
-    """The row scales of ``codes``, which stand in the place of the weight of ``layer``; or an error that names it."""
+    """Return the row scales of ``codes``, the plain weight of ``layer``; raise an error that names it if they are unknown."""
     import torch
 
     state = layer.state
@@ -57,7 +56,7 @@ def find_scale_of_plain(layer: Any, codes: Tensor) -> Tensor:
 
 
 def _stands_for_own(layer: Any, codes: Tensor) -> bool:
-    """Tell whether torch.export traces ``layer`` with fake ``codes``, which have no contents to compare, for its own weight."""
+    """Tell whether torch.export traces ``layer`` and ``codes`` are fake: without contents, they stand for its own weight."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -67,7 +66,7 @@ def _stands_for_own(layer: Any, codes: Tensor) -> bool:
 
 
 def _own_scale(fake: Any, known: Tensor) -> Tensor:
-    """The row scales of the weight that ``fake`` stands for, if it came with some after its layer had run; else ``known``."""
+    """Return the row scales that the weight behind ``fake`` has of its own; ``known`` if it has none."""
     converter = getattr(fake.fake_mode.fake_tensor_converter, "meta_converter", None)
     fakes = getattr(converter, "tensor_memo", {})  # of torch's own; without them, as if there were no other weight
     numbers = getattr(getattr(converter, "describer", None), "lookup_tensor", {})
@@ -87,23 +86,20 @@ def _foreign(which: str) -> str:
 
 
 def check_plain_weight(layer: Any) -> None:
-    """Before ``layer`` is saved or merged: see that its packed weights and scales belong together, or raise."""
+    """Check before ``layer`` is saved or merged that its packed weights and scales belong together; else raise."""
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
     if isinstance(weight, Int8Params):
         scale_ownership.check_weight_matches_state(layer)
-    elif (
-        row_scales.is_int8(weight)
-        and not weight.is_meta
-        and scale_ownership.original_weight_and_scales(layer) is not None
-    ):
-        if row_scales.get_scales(weight) is None:  # a pickle of a weight without its class keeps its scales
+    elif row_scales.is_int8(weight) and not weight.is_meta and row_scales.get_scales(weight) is None:
+        # Without its class, a weight from a pickle still has its scales.
+        if scale_ownership.original_weight_and_scales(layer) is not None:
             find_scale_of_plain(layer, weight)
 
 
 def scale_to_save(layer: Any) -> Tensor | None:
-    """The scales in the state of ``layer``, unless a plain tensor that they are not for stands in the place of its weight."""
+    """Return the scales in the state of ``layer``; None if its weight is plain and not packed. Raise if they do not fit."""
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
@@ -116,16 +112,11 @@ def scale_to_save(layer: Any) -> Tensor | None:
 
 
 def refuse_packed_values(layer: Any, weight: Tensor) -> None:
-    """Raise if ``weight``, of floating point, holds the packed weights of a weight instead of the weight. Only of a
-    quantized layer."""
+    """Raise if ``weight``, a floating-point weight of a ``layer`` that was quantized, holds packed weights."""
     import torch
 
-    kept = layer.state.__dict__
-    quantized = (
-        kept.get(_QUANTIZED, False)
-        or kept.get(_ONCE, False)
-        or scale_ownership.original_weight_and_scales(layer) is not None
-    )
+    marked = any(vars(layer.state).get(mark, False) for mark in (_QUANTIZED, _ONCE))
+    quantized = marked or scale_ownership.original_weight_and_scales(layer) is not None
     if not quantized or weight.numel() == 0 or weight.is_meta:
         return
     if torch.compiler.is_compiling():
@@ -135,15 +126,14 @@ def refuse_packed_values(layer: Any, weight: Tensor) -> None:
 
 
 def make_cast_error(layer: Any) -> RuntimeError:
-    """What to raise where the weight of ``layer``, or of one that is not known, holds packed weights in floating
-    point."""
+    """Return the error for packed weights in floating point; ``layer`` is None if it is unknown."""
     return RuntimeError(
         _CAST.format("an INT8 layer" if layer is None else f"{type(layer).__name__} {row_scales.name_of(layer)!r}")
     )
 
 
 def is_cast_packed_weight(weight: Any, layer: Any) -> bool:
-    """Tell whether ``weight`` holds the very packed weights that it was quantized to, in floating point."""
+    """Tell whether ``weight`` holds the packed weights that it was quantized to, in floating point."""
     import torch
 
     codes = vars(weight).get("CB")
@@ -164,8 +154,7 @@ def _are_codes(weight: Tensor) -> torch.Tensor:
 
 
 def set_scale(layer: Any, scale: Tensor | None) -> None:
-    """Make ``scale`` the row scales of the weight that ``layer`` has now: its own, or a plain tensor of packed
-    weights."""
+    """Make ``scale`` the row scales of the present weight of ``layer``, an ``Int8Params`` or a plain tensor."""
     weight, state = layer.weight, layer.state
     vars(state).pop(_GIVEN, None)
     if hasattr(weight, "CB"):
@@ -180,15 +169,14 @@ def set_scale(layer: Any, scale: Tensor | None) -> None:
 
 
 def record_quantized_to(layer: Any) -> None:
-    """Note what the weight of ``layer`` was quantized to, if it was, and that it was: the weight may be deleted."""
+    """Note the packed weights of ``layer``, if it is quantized, and that it is: the weight may be deleted."""
     scale_ownership.record_original(layer)
     if not layer.state.__dict__.get(_ONCE, False) and scale_ownership.original_weight_and_scales(layer) is not None:
         setattr(layer.state, _ONCE, True)
 
 
 def keep_replaced_weight(layer: Any, old: Any) -> None:
-    """The weight ``old`` of ``layer`` was replaced: keep its packed weights and scales, if it takes the last reference
-    with it."""
+    """Keep packed weights and scales of ``old``, the former weight of ``layer``, if nothing else has them."""
     import torch
 
     weight, state = layer._parameters.get("weight"), vars(layer).get("state")
@@ -220,10 +208,9 @@ def keep_replaced_weight(layer: Any, old: Any) -> None:
 
 
 def _forget_plain(layer: Any, weight: Any) -> None:
-    """``weight`` ends the place of a plain tensor in ``layer``: drop what that left in the state, unless it is of the
-    same packed weights.
+    """Clear the state that a plain tensor has left in ``layer``, unless it fits ``weight``, the new weight.
 
-    The layer has not run: users find packed weights and scales in its state as soon as there are some, and would write there.
+    The layer has not run, and users who find packed weights and scales in its state would write there.
     """
     state = layer.state
     if not vars(state).get(_OF_PLAIN, False):  # before the packed weights are compared: weights are assigned often

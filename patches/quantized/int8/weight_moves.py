@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, row scales and outliers of the weight ``B``; packed INT8 weights are taken as they are."""
+    """Return packed weights, row scales and outliers of the weight ``B``; packed INT8 weights are taken as they are."""
     import torch
     from bitsandbytes.functional import int8_vectorwise_quant
 
@@ -32,7 +32,7 @@ def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _moved_scale(old: Any, new: Any) -> Tensor | None:
-    """The scale of ``old``, a parameter that was moved to ``new``."""
+    """Return the scale of ``old``, a parameter that was moved to ``new``, on the device of ``new``."""
     if old.SCB is None or (row_scales.is_lost(old.SCB) and new.device.type != "meta"):
         return None
     scale: Tensor = old.SCB.to(new.device)
@@ -40,8 +40,7 @@ def _moved_scale(old: Any, new: Any) -> Tensor | None:
 
 
 def follow_move(layer: Any, weight: Any, address: int) -> None:
-    """Put the packed weights and scales of ``layer`` where its ``weight`` was moved to; its values lay at ``address``
-    before."""
+    """Move packed weights and scales of ``layer`` after its ``weight``, whose values lay at ``address`` before."""
     import torch
 
     state = getattr(layer, "state", None)
@@ -65,7 +64,7 @@ def follow_move(layer: Any, weight: Any, address: int) -> None:
 
 
 def follow_data(layer: Any) -> None:
-    """Put the packed weights and scales of a ``layer`` that settles where its weight was brought to by ``.data``."""
+    """Move packed weights and scales in the state of ``layer`` to where ``weight.data`` was put."""
     weight, state = layer.weight, layer.state
     if weight.device == state.CB.device or weight.is_meta or weight.dtype != state.CB.dtype:
         return
@@ -85,7 +84,7 @@ SETTLING = Rewrite(
     "self.state.CB = _patches_before_settling(self)",
     names={"_patches_before_settling": scale_ownership.packed_weight_to_settle},
 )
-"""Of ``init_8bit_state``: the tensors to look at while the state has its former ones."""
+"""Of ``init_8bit_state``: complete the scales while the state has its former tensors."""
 
 
 SCALE_OR_ERROR = Rewrite(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def holds_floats(weight: Any) -> bool:
-    """Tell whether ``weight``, of a class of bitsandbytes, holds the numbers themselves: there is nothing to dequantize."""
+    """Tell whether ``weight``, of a class of bitsandbytes, holds the values themselves, so that it is not dequantized."""
     from bitsandbytes.nn import Int8Params, Params4bit
 
     if isinstance(weight, Int8Params):
@@ -36,10 +36,10 @@ def _are_cast_codes(weight: Any) -> bool:
 
 
 def was_never_quantized(layer: Any) -> bool:
-    """Tell whether ``layer`` is a quantized layer by its class alone: its weight is a plain tensor of the layer's own shape.
+    """Tell whether ``layer`` is quantized by its class alone: its weight is a plain tensor of the layer's own shape.
 
-    A tied embedding is one, and a weight that a checkpoint keeps in 16 bits. Packed weights never are, also not those in
-    floating-point storage that FSDP made plain: they have a quarter of the bytes at most.
+    So are a tied embedding, and a weight that a checkpoint keeps in 16 bits. Packed weights are not, even if FSDP made
+    them plain in floating-point storage: they have a quarter of the bytes at most.
     """
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
@@ -52,7 +52,7 @@ def was_never_quantized(layer: Any) -> bool:
 
 
 def parameter_to_move(module: Any, name: str) -> Tensor:
-    """The parameter or buffer ``name`` of ``module``; a plain parameter from now on if ``module`` reads it as numbers."""
+    """Return the parameter or buffer ``name`` of ``module``; made a plain parameter if ``module`` reads its values."""
     import torch
 
     weight: Tensor = getattr(module, name)
@@ -84,9 +84,9 @@ def _was_dequantized(weight: Any) -> bool:
 
 
 def to_plain_parameter(weight: Any) -> Any:
-    """``weight``, an ``Int8Params``, as a plain parameter if its module reads numbers; else None: it may be quantized.
+    """Return ``weight``, an ``Int8Params``, as a plain parameter if its module reads values; None if it may be quantized.
 
-    Raises if it holds packed weights that were cast, which a layer of bitsandbytes would quantize as if they were
+    Raise if it holds packed weights that were cast, which a layer of bitsandbytes would quantize as if they were
     numbers. A weight that is in no module yet is quantized: accelerate, on bitsandbytes 0.46, makes one of the packed
     weights that it reads from the disk, and gives it their scales afterwards.
     """

@@ -23,11 +23,11 @@ Function = Callable[["Tensor"], "Tensor"]
 def make_apply(
     owner: str, cls: str = "", settle: Callable[[Any, dict[str, Any], int], None] | None = None
 ) -> Callable[[Apply | None], Apply]:
-    """``make`` for ``_apply`` of the layer ``owner`` of ``bitsandbytes.nn``.
+    """Return ``make`` for ``_apply`` of the layer ``owner`` of ``bitsandbytes.nn``.
 
-    Parameters of the class ``cls``, where one is named, keep it and their attributes across meta. Then
-    ``settle(layer, old, address)`` puts right what hangs on the layer, given the parameters that it had, and where the
-    values of its weight lay.
+    Parameters of the class ``cls``, if given, keep their class and attributes across meta. Then
+    ``settle(layer, old, address)`` moves the other tensors of the layer, given its former parameters and the former address
+    of its weight.
     """
 
     def make(original: Apply | None) -> Apply:
@@ -57,7 +57,7 @@ def _address(weight: Tensor | None) -> int:
 
 
 def _across_meta(layer: Module, inherited: Apply, fn: Function, recurse: bool, cls: type) -> Any:
-    """``inherited``, on parameters of the class ``cls`` that stay of their class."""
+    """Return ``inherited(fn, recurse)``, in which parameters of the class ``cls`` keep their class."""
     kept = {name: p for name, p in layer._parameters.items() if isinstance(p, cls)}
 
     def plain_across_meta(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ _NOT_READ_BY_DEFAULT = 4
 
 
 def make_like(old: Any, data: Tensor, **changes: Any) -> Any:
-    """``data`` as a parameter of the class of ``old``, with its attributes, but for ``changes``."""
+    """Return ``data`` as a parameter with the class and the attributes of ``old``, but for ``changes``."""
     import torch
 
     new = torch.Tensor._make_subclass(type(old), data, old.requires_grad)
@@ -28,9 +28,9 @@ def make_like(old: Any, data: Tensor, **changes: Any) -> Any:
 def make_cut(
     cls: str, name: str, pieces: Callable[[Any, tuple[Tensor, ...], int], tuple[Tensor, ...]]
 ) -> Callable[[None], Callable[..., tuple[Tensor, ...]]]:
-    """``make`` for the methods ``chunk`` and ``split`` of ``cls``: ``pieces(whole, parts, dim)``, in eager.
+    """Return ``make`` for the method ``name`` of ``cls``, "chunk" or "split": in eager it returns ``pieces(whole, parts, dim)``.
 
-    A method, for with a ``__torch_function__`` Dynamo refuses ``weight ** 2``, ``1 - weight`` and more.
+    Not by ``__torch_function__``, with which Dynamo refuses ``weight ** 2``, ``1 - weight`` and more.
     """
 
     def make(original: None) -> Callable[..., tuple[Tensor, ...]]:
@@ -57,12 +57,12 @@ def is_read_by_default(protocol: int) -> bool:
 
 
 def reduce_with_class(reduced: tuple[Any, ...], parameter: Any, **attributes_now: Any) -> tuple[Any, ...]:
-    """``reduced``, what ``Parameter.__reduce_ex__`` says of ``parameter``, and that it is of its class.
+    """Add the class of ``parameter`` to ``reduced``, the result of its ``Parameter.__reduce_ex__``.
 
-    The class is one more entry of the state, for torch rebuilds a plain ``Parameter`` and then sets what the
-    state has. So the pickle names nothing of ours, and no constructor is called. An attribute that is the very
-    data of the parameter (``CB``) stays that: pickled once, not twice. ``attributes_now`` are the attributes that the parameter
-    shows and does not hold itself.
+    The class is one more entry of the state, because torch rebuilds a plain ``Parameter`` and then sets the entries of the
+    state. So the pickle names nothing of ours, and no constructor is called. An attribute that is the data of the
+    parameter (``CB``) is pickled once, not twice. ``attributes_now`` are attributes that the parameter shows and does not
+    hold itself.
     """
     if len(reduced[1]) < 4 or not _can_become(type(parameter)):
         return reduced
@@ -96,7 +96,7 @@ def _is_same(value: Any, data: Tensor) -> bool:
 def make_setstate(
     owner: str, cls: str, marks: frozenset[str]
 ) -> Callable[[Callable[..., None] | None], Callable[..., None]]:
-    """``make`` for ``__setstate__`` of the layer ``owner``: its parameters come back as what they were.
+    """Return ``make`` for ``__setstate__`` of the layer ``owner``, which gives its parameters their class back.
 
     torch pickles the attributes of a parameter and not its class. A plain ``Parameter`` with all the attributes
     in ``marks`` was a ``cls``, and becomes one where it is: every other holder has the same object.
