@@ -118,19 +118,19 @@ def _local(tensor: Any) -> Tensor:
     return found.detach()
 
 
-def _fill_float(target: Any, codes: Any, table: Tensor, scales: Tensor) -> None:
+def _fill_float(target: Any, quantized: Any, table: Tensor, scales: Tensor) -> None:
     offset: tuple[int, ...] = (0,) * target.dim()
     if hasattr(target, "to_local"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
 
         offset = place(tuple(target.shape), target.device_mesh, target.placements)[1]
-    values = state_bits.to_float(_local(codes), table, scales, tuple(offset), tuple(target.shape))
+    values = state_bits.to_float(_local(quantized), table, scales, tuple(offset), tuple(target.shape))
     _local(target).copy_(values)
 
 
 def _fill_8_bits(target: Any, values: Any, table: Tensor, scales: Any) -> None:
-    codes, found = state_bits.to_8_bits(_local(values), table, _local(scales))
-    _local(target).copy_(codes)
+    quantized, found = state_bits.to_8_bits(_local(values), table, _local(scales))
+    _local(target).copy_(quantized)
     _local(scales).copy_(found)
 
 

@@ -28,7 +28,7 @@ def silent_ranks(about: str, patience: timedelta = SHORT_TIMEOUT) -> list[int]:
     try:
         store.wait([_key(about, rank) for rank in ranks], patience)
     except RuntimeError:  # dist.DistStoreError: time is up
-        return [rank for rank in ranks if not store.check([_key(about, rank)])]
+        return absent_ranks(about, ranks)
     return []
 
 
@@ -49,13 +49,13 @@ def all_agree(mine: bool, about: str, here: str) -> bool:
     store, began = _store(), time.monotonic()
     missing = list(range(dist.get_world_size()))
     while True:
-        missing = [rank for rank in missing if not store.check([_key(about, rank)])]
+        missing = absent_ranks(about, missing)
         if not missing:
             return all(store.get(_key(about, rank)) == b"1" for rank in range(dist.get_world_size()))
         if failed := [rank for rank in missing if store.check([_key(_failed(about), rank)])]:
             raise RuntimeError(f"Ranks {failed} raised an error while rank 0 sent its state dict; see their logs.")
         if time.monotonic() - began > ANSWER_TIMEOUT.seconds:
-            absent = [rank for rank in missing if not store.check([_key(here, rank)])]
+            absent = absent_ranks(here, missing)
             why = (
                 "run without bnb-patches: call patches.check_ranks() on every rank"
                 if absent

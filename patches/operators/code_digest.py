@@ -22,6 +22,10 @@ import torch
 
 _library = torch.library.Library("bnb_patches", "FRAGMENT")
 _PACKAGES = (__name__.partition(".")[0], "bitsandbytes")
+_FIELDS_OF_CODE = (
+    *("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount"),
+    *("co_kwonlyargcount", "co_posonlyargcount", "co_exceptiontable", "co_consts"),
+)
 _PLAIN = (str, bytes, int, float, complex, type(None), type(...))
 
 
@@ -119,9 +123,7 @@ def _described(function: FunctionType) -> str:
 def _text(value: Any) -> str:
     """Return ``value`` as text without addresses, and a set in sorted order."""
     if isinstance(value, CodeType):
-        fields = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount",
-                  "co_kwonlyargcount", "co_posonlyargcount", "co_exceptiontable", "co_consts")  # fmt: skip
-        return " ".join(_text(getattr(value, field, None)) for field in fields)
+        return " ".join(_text(getattr(value, field, None)) for field in _FIELDS_OF_CODE)
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, frozenset):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def bind_kernel(
-    codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int
+    packed: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int
 ) -> Callable[[Tensor], Tensor] | None:
     """Return the product with a packed weight, a function of contiguous bf16 rows; None if another kernel is in use."""
     from bitsandbytes.backends.cpu import ops
@@ -23,7 +23,7 @@ def bind_kernel(
         return None
     kernel = getattr(lib, f"gemv_4bit_inference_cpu_{'fp4' if book[1] > 0 else 'nf4'}_bf16")
     outputs, columns = shape
-    weight, absmax = ctypes.c_void_p(codes.data_ptr()), ctypes.c_void_p(scales.data_ptr())
+    weight, absmax = ctypes.c_void_p(packed.data_ptr()), ctypes.c_void_p(scales.data_ptr())
     n, k, block = map(ctypes.c_int64, (outputs, columns, blocksize))
 
     def product(x: Tensor) -> Tensor:

@@ -48,10 +48,10 @@ class Packed:
     contents: Contents
     usage: _Usage
 
-    def __init__(self, codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int) -> None:
-        self.codes, self.scales, self.book, self.shape, self.blocksize = codes, scales, book, shape, blocksize
+    def __init__(self, weight: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int) -> None:
+        self.weight, self.scales, self.book, self.shape, self.blocksize = weight, scales, book, shape, blocksize
         alive.add(self)
-        self._native = native_kernel.bind_kernel(codes, scales, book, shape, blocksize)
+        self._native = native_kernel.bind_kernel(weight, scales, book, shape, blocksize)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``x`` times the transpose of the weight, plus ``bias``."""
@@ -60,7 +60,7 @@ class Packed:
             result = self._native(x)
         else:
             result = torch.ops.bitsandbytes.gemv_4bit.default(
-                x, self.codes, self.shape, self.scales, self.book, self.blocksize
+                x, self.weight, self.shape, self.scales, self.book, self.blocksize
             )
         return result if bias is None else result.add_(bias)
 
@@ -185,5 +185,5 @@ def _pack(weight: Tensor, state: QuantState) -> Packed:
     if (nested := state.state2) is not None:
         own.nested, own.offset = True, state.offset
         own.state2 = QuantState(nested.absmax, code=nested.code, blocksize=nested.blocksize, dtype=torch.float32)
-    codes, own = _convert_weight_packed_for_cpu(weight.detach().reshape(-1), own)
-    return Packed(codes, own.absmax, state.code, state.shape, state.blocksize)
+    converted, own = _convert_weight_packed_for_cpu(weight.detach().reshape(-1), own)
+    return Packed(converted, own.absmax, state.code, state.shape, state.blocksize)

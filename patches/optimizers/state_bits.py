@@ -18,18 +18,20 @@ BLOCK = 256
 """Values of an 8-bit state that share a scale."""
 
 
-def to_float(codes: Tensor, table: Tensor, scales: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """Return the float32 values of ``codes``, the part at ``offset`` of a state of ``shape``; ``scales`` are of all of it."""
+def to_float(
+    quantized: Tensor, table: Tensor, scales: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> Tensor:
+    """Return the float32 values of ``quantized``, the part at ``offset`` of a state of ``shape``; ``scales`` are of all of it."""
     import torch
 
     if scales.dim() == 2:
-        parts = [to_float(part, table, own, offset[1:], shape[1:]) for part, own in zip(codes, scales[offset[0] :])]
-        return torch.stack(parts) if parts else codes.float()
-    at = torch.zeros((), dtype=torch.int64, device=codes.device)
-    for first, length, whole in zip(offset, codes.shape, shape):
-        rows = torch.arange(first, first + length, device=codes.device)
+        parts = [to_float(part, table, own, offset[1:], shape[1:]) for part, own in zip(quantized, scales[offset[0] :])]
+        return torch.stack(parts) if parts else quantized.float()
+    at = torch.zeros((), dtype=torch.int64, device=quantized.device)
+    for first, length, whole in zip(offset, quantized.shape, shape):
+        rows = torch.arange(first, first + length, device=quantized.device)
         at = at.unsqueeze(-1) * whole + rows
-    return table.to(codes.device)[codes.long()] * scales.to(codes.device)[at // BLOCK]
+    return table.to(quantized.device)[quantized.long()] * scales.to(quantized.device)[at // BLOCK]
 
 
 def to_8_bits(values: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,8 +43,8 @@ def to_8_bits(values: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Te
     from bitsandbytes.functional import quantize_blockwise
 
     if scales.dim() == 2:
-        codes, own = zip(*(to_8_bits(part, table, row) for part, row in zip(values, scales)))
-        return torch.stack(codes), torch.stack(own)
+        quantized, own = zip(*(to_8_bits(part, table, row) for part, row in zip(values, scales)))
+        return torch.stack(quantized), torch.stack(own)
     if not values.numel():
         return values.to(torch.uint8), scales
     found, state = quantize_blockwise(values.contiguous(), code=table.to(values.device), blocksize=BLOCK)

@@ -24,7 +24,8 @@ def name_of(module: Module) -> str:
         for value in [*frame.f_locals.values()]:
             if issubclass(type(value), Module) and id(value) not in seen:  # not isinstance: a proxy would be asked
                 seen.add(id(value))
-                found = max(found, _name_in(value, module), key=len)
+                names = (name for name, part in value.named_modules() if part is module)
+                found = max(found, next(names, ""), key=len)
     return found
 
 
@@ -85,7 +86,3 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _name_in(model: Module, module: Module) -> str:
-    return next((name for name, part in model.named_modules() if part is module), "")

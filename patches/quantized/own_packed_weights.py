@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def is_own_packed_weight(codes: Tensor, weight: Tensor) -> bool:
-    """Tell whether ``codes``, of any dtype or sharded, equal the bits of ``weight``.
+def is_own_packed_weight(packed: Tensor, weight: Tensor) -> bool:
+    """Tell whether ``packed``, of any dtype or sharded, equal the bits of ``weight``.
 
     They do if they are the weight itself, or its memory: loading them changes nothing. ``dcp.load`` and
     ``broadcast_from_rank0``, which write into the memory of a weight before it is loaded, have compared the bits that they
@@ -17,7 +17,7 @@ def is_own_packed_weight(codes: Tensor, weight: Tensor) -> bool:
     """
     import torch
 
-    here, new = (getattr(t, "_local_tensor", t).detach().as_subclass(torch.Tensor) for t in (weight, codes))
+    here, new = (getattr(t, "_local_tensor", t).detach().as_subclass(torch.Tensor) for t in (weight, packed))
     if here.is_meta or new.is_meta:
         return here.is_meta and new.is_meta  # nothing is copied
     if _is_same_memory(here, new):

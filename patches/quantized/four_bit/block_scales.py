@@ -15,15 +15,15 @@ _INT_MAX = 2**31 - 1  # it counts the columns of a row in C's int
 
 
 def dequantize_blocks(
-    codes: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
+    data: torch.Tensor, absmax: torch.Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``torch.ops.bitsandbytes.dequantize_4bit``, called with rows that its kernel for CPUs reads rightly."""
     import torch
 
     operator: Callable[..., torch.Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
-    if not is_misread(shape, blocksize) or codes.device.type != "cpu":  # a Params4bit takes 1.5 us to name its device
-        return operator(codes, absmax, blocksize, quant_type, shape, dtype)
-    return operator(codes, absmax, blocksize, quant_type, _rows(shape, blocksize), dtype).view(shape)
+    if not is_misread(shape, blocksize) or data.device.type != "cpu":  # a Params4bit takes 1.5 us to name its device
+        return operator(data, absmax, blocksize, quant_type, shape, dtype)
+    return operator(data, absmax, blocksize, quant_type, _rows(shape, blocksize), dtype).view(shape)
 
 
 def statistics_of(state: QuantState) -> tuple[tuple[torch.Tensor, ...], int]:
@@ -37,7 +37,7 @@ def statistics_of(state: QuantState) -> tuple[tuple[torch.Tensor, ...], int]:
     return (state.absmax, state.offset, nested.absmax, nested.code), nested.blocksize
 
 
-def linear_4bit(x: torch.Tensor, codes: torch.Tensor, state: QuantState, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_4bit(x: torch.Tensor, packed: torch.Tensor, state: QuantState, bias: torch.Tensor | None) -> torch.Tensor:
     """Return ``x`` times the transpose of a 4-bit weight, plus ``bias``, as CPUs without special kernels do."""
     import torch
 
@@ -46,7 +46,7 @@ def linear_4bit(x: torch.Tensor, codes: torch.Tensor, state: QuantState, bias: t
         absmax = state.offset + torch.ops.bitsandbytes.dequantize_blockwise.default(
             absmax, nested.absmax.float(), nested.code.float(), nested.blocksize, torch.float32
         )
-    weight = dequantize_blocks(codes, absmax, state.blocksize, state.quant_type, state.shape, x.dtype)
+    weight = dequantize_blocks(packed, absmax, state.blocksize, state.quant_type, state.shape, x.dtype)
     return torch.nn.functional.linear(x, weight, bias)
 
 

@@ -30,37 +30,37 @@ _CAST = (
 )
 
 
-def find_scale_of_plain(layer: Any, codes: Tensor) -> Tensor:
-    """Return the row scales of ``codes``, the plain weight of ``layer``; raise an error that names it if they are unknown."""
+def find_scale_of_plain(layer: Any, packed: Tensor) -> Tensor:
+    """Return the row scales of ``packed``, the plain weight of ``layer``; raise an error that names it if they are unknown."""
     import torch
 
     state = layer.state
     kept, known = state.__dict__, state.SCB  # not by getattr: MatmulLtState has one of its own
-    if not kept.get(_SHARDED, False) and kept.get(_GIVEN) is not codes:
+    if not kept.get(_SHARDED, False) and kept.get(_GIVEN) is not packed:
         pair = scale_ownership.original_weight_and_scales(layer)
         if pair is None:
             raise row_scales.make_lost_error(layer)
         own, known = pair[0], pair[1]
-        if _stands_for_own(layer, codes):
-            return _own_scale(codes, known)
-        own = own.to(codes.device)
-        fits = own.shape == codes.shape and own.dtype == codes.dtype
+        if _stands_for_own(layer, packed):
+            return _own_scale(packed, known)
+        own = own.to(packed.device)
+        fits = own.shape == packed.shape and own.dtype == packed.dtype
         if fits and torch.compiler.is_compiling():
-            torch._assert_async((own == codes).all(), _foreign("an INT8 layer"))
-        elif not fits or not torch.equal(own, codes):
+            torch._assert_async((own == packed).all(), _foreign("an INT8 layer"))
+        elif not fits or not torch.equal(own, packed):
             raise RuntimeError(_foreign(f"{type(layer).__name__} {row_scales.name_of(layer)!r}"))
     if row_scales.is_lost(known):
         raise row_scales.make_lost_error(layer)
-    found: Tensor = known.to(codes.device)
+    found: Tensor = known.to(packed.device)
     return found
 
 
-def _stands_for_own(layer: Any, codes: Tensor) -> bool:
-    """Tell whether torch.export traces ``layer`` and ``codes`` are fake: without contents, they stand for its own weight."""
+def _stands_for_own(layer: Any, packed: Tensor) -> bool:
+    """Tell whether torch.export traces ``layer`` and ``packed`` are fake: without contents, they stand for its own weight."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if torch.compiler.is_dynamo_compiling() or not isinstance(codes, FakeTensor):
+    if torch.compiler.is_dynamo_compiling() or not isinstance(packed, FakeTensor):
         return False
     return not layer.state.__dict__.get(_QUANTIZED, False)
 
@@ -120,7 +120,7 @@ def refuse_packed_values(layer: Any, weight: Tensor) -> None:
     if not quantized or weight.numel() == 0 or weight.is_meta:
         return
     if torch.compiler.is_compiling():
-        torch._assert_async(~_are_codes(weight), _CAST.format("an INT8 layer"))
+        torch._assert_async(~_looks_packed(weight), _CAST.format("an INT8 layer"))
     elif are_packed_values(weight):
         raise make_cast_error(layer)
 
@@ -136,20 +136,20 @@ def is_cast_packed_weight(weight: Any, layer: Any) -> bool:
     """Tell whether ``weight`` holds the packed weights that it was quantized to, in floating point."""
     import torch
 
-    codes = vars(weight).get("CB")
-    if codes is None:
-        codes = getattr(getattr(layer, "state", None), "CB", None)
-    if codes is None or codes.shape != weight.shape or codes.is_meta:
+    packed = vars(weight).get("CB")
+    if packed is None:
+        packed = getattr(getattr(layer, "state", None), "CB", None)
+    if packed is None or packed.shape != weight.shape or packed.is_meta:
         return False
-    return torch.equal(codes.to(weight.device, weight.dtype), weight.data.as_subclass(torch.Tensor))
+    return torch.equal(packed.to(weight.device, weight.dtype), weight.data.as_subclass(torch.Tensor))
 
 
 def are_packed_values(weight: Tensor) -> bool:
     """Tell whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
-    return bool(_are_codes(weight[:1])) and bool(_are_codes(weight))
+    return bool(_looks_packed(weight[:1])) and bool(_looks_packed(weight))
 
 
-def _are_codes(weight: Tensor) -> torch.Tensor:
+def _looks_packed(weight: Tensor) -> torch.Tensor:
     return (weight == weight.round()).all() & (weight.abs().amax() == _LARGEST)
 
 
@@ -194,16 +194,16 @@ def keep_replaced_weight(layer: Any, old: Any) -> None:
     setattr(state, _QUANTIZED, True)
     if not row_scales.is_int8(weight):
         return
-    codes, scale = old.CB, state.SCB if old.CB is None else old.SCB
+    packed, scale = old.CB, state.SCB if old.CB is None else old.SCB
     if row_scales.is_lost(scale):
         return
     if hasattr(weight, "_local_tensor") and weight.shape == old.shape:  # FSDP2 goes on with parameters of its own
         setattr(state, _SHARDED, True)
         state.SCB = scale
-    elif codes is None or codes.shape != weight.shape or codes.is_meta or weight.is_meta:
+    elif packed is None or packed.shape != weight.shape or packed.is_meta or weight.is_meta:
         return
-    elif torch.equal(codes.to(weight.device), weight):
-        state.CB, state.SCB = codes, scale
+    elif torch.equal(packed.to(weight.device), weight):
+        state.CB, state.SCB = packed, scale
         setattr(state, _OF_PLAIN, True)
 
 

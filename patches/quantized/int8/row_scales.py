@@ -62,19 +62,19 @@ def held_tensors(*owners: Any) -> list[Any]:
     return [getattr(owner, name, None) for owner in owners for name in ("SCB", "CB")]
 
 
-def make_state(layer: Any, codes: Tensor | None = None, scale: Tensor | None = None) -> Any:
-    """Return a state for one product of ``layer`` with ``codes`` and ``scale``, which is then thrown away."""
+def make_state(layer: Any, packed: Tensor | None = None, scale: Tensor | None = None) -> Any:
+    """Return a state for one product of ``layer`` with ``packed`` and ``scale``, which is then thrown away."""
     import bitsandbytes as bnb
 
     state, kept = bnb.MatmulLtState(), layer.state
-    state.CB, state.SCB = codes, scale
+    state.CB, state.SCB = packed, scale
     state.threshold, state.has_fp16_weights, state.is_training = kept.threshold, kept.has_fp16_weights, layer.training
     return state
 
 
-def set_weight_and_scales(weight: Any, codes: Tensor | None, scale: Tensor | None) -> None:
-    """Give ``weight`` packed weights and row scales; without ``codes`` its layer does not take it for a new weight."""
-    weight.CB, weight.SCB = codes, scale
+def set_weight_and_scales(weight: Any, packed: Tensor | None, scale: Tensor | None) -> None:
+    """Give ``weight`` packed weights and row scales; without ``packed`` its layer does not take it for a new weight."""
+    weight.CB, weight.SCB = packed, scale
 
 
 def take_packed_weight_of_data(weight: Any) -> None:
@@ -83,8 +83,8 @@ def take_packed_weight_of_data(weight: Any) -> None:
 
     if torch.compiler.is_compiling() or not is_int8(weight) or weight.is_meta:
         return
-    codes = vars(weight).get("CB")
-    if codes is not None and codes.data_ptr() != weight.data_ptr():
+    packed = vars(weight).get("CB")
+    if packed is not None and packed.data_ptr() != weight.data_ptr():
         weight.CB = weight.data
 
 
@@ -194,10 +194,3 @@ def _parent(module: Module) -> tuple[Module, str] | None:
 def layer_of(state: Any) -> Any:
     """Return the layer whose ``MatmulLtState`` is ``state``, or None. Slow: for error messages."""
     return next((m for m in live_objects.find_holders(state, depth=1) if vars(m).get("state") is state), None)
-
-
-def live_layers() -> list[Any]:
-    """Return every ``Linear8bitLt`` alive in this process."""
-    from bitsandbytes.nn import Linear8bitLt
-
-    return live_objects.find_instances(Linear8bitLt)

@@ -219,8 +219,8 @@ def packed_weight_to_settle(layer: Any) -> Tensor | None:
     weight = layer.weight
     if weight.SCB is None and not torch.compiler.is_compiling():
         row_scales.complete_scales(layer)
-    codes: Tensor | None = weight.CB
-    return codes
+    packed: Tensor | None = weight.CB
+    return packed
 
 
 def check_weight_matches_state(layer: Any) -> None:
@@ -278,9 +278,9 @@ def own_packed_weight_and(scale: Tensor | None, layer: Any) -> None:
 def record_original(layer: Any) -> None:
     """Note the packed weights and scales of a weight that ``layer`` has not run with yet."""
     weight = layer._parameters.get("weight")
-    codes, scale = getattr(weight, "CB", None), getattr(weight, "SCB", None)
-    if codes is not None and scale is not None:
-        _originals[layer] = weakref.ref(codes), weakref.ref(scale)
+    packed, scale = getattr(weight, "CB", None), getattr(weight, "SCB", None)
+    if packed is not None and scale is not None:
+        _originals[layer] = weakref.ref(packed), weakref.ref(scale)
 
 
 def original_weight_and_scales(layer: Any) -> tuple[Tensor, Tensor] | None:
@@ -288,11 +288,11 @@ def original_weight_and_scales(layer: Any) -> tuple[Tensor, Tensor] | None:
     import torch
 
     state = layer.state
-    codes, scale = state.CB, state.SCB
+    packed, scale = state.CB, state.SCB
     if not torch.compiler.is_dynamo_compiling() and (noted := _originals.get(layer)) is not None:
         others = noted[0](), noted[1]()
-        if others[0] is not None and others[0] is not codes:
-            codes, scale = others
-    if codes is None or scale is None or codes.is_meta or scale.is_meta:
+        if others[0] is not None and others[0] is not packed:
+            packed, scale = others
+    if packed is None or scale is None or packed.is_meta or scale.is_meta:
         return None
-    return codes, scale
+    return packed, scale

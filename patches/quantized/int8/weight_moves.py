@@ -46,11 +46,11 @@ def follow_move(layer: Any, weight: Any, address: int) -> None:
     state = getattr(layer, "state", None)
     holders: tuple[Any, ...] = (weight,) if state is None else (weight, state)
     for holder in holders:
-        codes = getattr(holder, "CB", None)
-        if codes is not None and codes.data_ptr() in (address, weight.data_ptr()):
+        packed = getattr(holder, "CB", None)
+        if packed is not None and packed.data_ptr() in (address, weight.data_ptr()):
             holder.CB = weight.data
-        elif codes is not None and codes.device != weight.device:  # someone has put others there
-            holder.CB = codes.to(weight.device)
+        elif packed is not None and packed.device != weight.device:  # someone has put others there
+            holder.CB = packed.to(weight.device)
     for holder in holders:
         scale = getattr(holder, "SCB", None)
         if scale is None or scale.device == weight.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ...engine import Rewrite
 from ..four_bit import quant_states
@@ -13,6 +13,10 @@ from . import dequantized_in_place
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+_WITH_A_FLAG = ("hira", "lora", "oft", "pvera", "randlora", "road", "vera")
+"""Tuners that merge into packed weights, by layers of their own for models that say that they are quantized."""
 
 
 def dequantize_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -136,9 +140,18 @@ def describe_packing(layer: Any) -> str:
 
 def refuse_if_packed(layer: Any, tuner: Any) -> Any:
     """Return ``layer``; raise if it holds packed weights, to which ``tuner`` would add as if they were values."""
-    if what := describe_packing(layer):
-        _refuse(layer, what, tuner)
-    return layer
+    what = describe_packing(layer)
+    if not what:
+        return layer
+    name = type(tuner).__module__.partition("peft.tuners.")[2].partition(".")[0]
+    which = f"the tuner {name!r}" if name else "a tuner"
+    said = (
+        f"{type(layer).__name__} {row_scales.name_of(layer)!r} holds {what}, and {which} of peft merges into unquantized "
+        "weights only. Call dequantize() on the base model, load the adapter onto that, and merge there"
+    )
+    if name in _WITH_A_FLAG:
+        said += ". Or set is_loaded_in_8bit (or is_loaded_in_4bit) = True on the model before the adapter is added"
+    raise NotImplementedError(said)
 
 
 def dequantize_in_forward(forward: str, when: str) -> Rewrite:
@@ -178,19 +191,3 @@ def refuse_no_merge(method: str) -> Rewrite:
         replace="_patches_unless_codes(self.get_base_layer(), self)\nraise NotImplementedError",
         names={"_patches_unless_codes": refuse_if_packed},
     )
-
-
-_WITH_A_FLAG = ("hira", "lora", "oft", "pvera", "randlora", "road", "vera")
-"""Tuners that merge into packed weights, by layers of their own for models that say that they are quantized."""
-
-
-def _refuse(layer: Any, what: str, tuner: Any) -> NoReturn:
-    name = type(tuner).__module__.partition("peft.tuners.")[2].partition(".")[0]
-    which = f"the tuner {name!r}" if name else "a tuner"
-    said = (
-        f"{type(layer).__name__} {row_scales.name_of(layer)!r} holds {what}, and {which} of peft merges into unquantized "
-        "weights only. Call dequantize() on the base model, load the adapter onto that, and merge there"
-    )
-    if name in _WITH_A_FLAG:
-        said += ". Or set is_loaded_in_8bit (or is_loaded_in_4bit) = True on the model before the adapter is added"
-    raise NotImplementedError(said)

@@ -22,11 +22,11 @@ def holds_floats(weight: Any) -> bool:
     from bitsandbytes.nn import Int8Params, Params4bit
 
     if isinstance(weight, Int8Params):
-        return bool(weight.dtype.is_floating_point) and not _are_cast_codes(weight)
+        return bool(weight.dtype.is_floating_point) and not _is_cast(weight)
     return isinstance(weight, Params4bit) and not quant_states.is_packed(weight)
 
 
-def _are_cast_codes(weight: Any) -> bool:
+def _is_cast(weight: Any) -> bool:
     """Tell whether ``weight`` holds packed weights in floating point, which are dequantized as packed weights are."""
     import torch
 
