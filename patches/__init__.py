@@ -29,7 +29,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def _ours() -> ModuleType:
-    """The package under its own name."""
+    """Return the package under its own name."""
     if _NAME not in sys.modules:
         spec = PathFinder.find_spec(_NAME, [_ROOT])
         if spec is None or spec.loader is None:
@@ -47,19 +47,19 @@ def _ours() -> ModuleType:
 
 
 def _others() -> list[str]:
-    """The folders of ``sys.path`` in which a ``patches`` that is not ours may lie."""
+    """Return the folders of ``sys.path`` in which a ``patches`` that is not ours may lie."""
     folders = [folder for folder in sys.path if isinstance(folder, str)]
     return [folder for folder in folders if not _is_ours(os.path.abspath(folder))]
 
 
 def _is_ours(folder: str) -> bool:
-    """Whether ``folder`` is the one that we lie in, or holds another copy of this project (a checkout, say)."""
+    """Tell whether ``folder`` is the one that we lie in, or holds another copy of this project (a checkout, say)."""
     shim = os.path.join(folder, "bnb_patches_autoload.py")
     return folder == _ROOT or os.path.exists(shim) or os.path.exists(f"{shim}c")
 
 
 def _elsewhere() -> ModuleSpec | None:
-    """A regular package or module ``patches`` that is not ours."""
+    """Find a regular package or module ``patches`` that is not ours."""
     spec = PathFinder.find_spec("patches", _others())
     return spec if spec is not None and spec.loader is not None and spec.origin is not None else None
 
@@ -102,7 +102,7 @@ class _Again:
 
 
 def _give() -> ModuleType:
-    """The module that ``import patches`` is to give."""
+    """Return the module for ``import patches``."""
     other = _elsewhere()
     if other is None:
         package = _ours()

@@ -18,20 +18,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 # Whatever a verb needs: a signal handler may call one while another of the same thread is at its first import.
 from . import autoload, former_modules
 from . import inductor_options as _compiling
-from . import inspection as _inspection
-from . import verification as _verifying
 from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError
 from .engine.report import Change, Report, Result, Status
 from .experts import quantize_api as _experts
+from .inspection import inspect
 from .ranks import RanksDiffer, check_ranks
 from .registry import REGISTRY
+from .verification import verify
 
 if TYPE_CHECKING:
     from .experts.quantize_api import QuantizeRequest
     from .inductor_options import CompileOptions
-    from .inspection import Inspection
-    from .verification import Verification
 
 __all__ = [
     "CannotShow",
@@ -122,56 +120,6 @@ def applied(*ids: str, strict: bool = True, untested: bool = False) -> Iterator[
     REGISTRY.disabled = autoload.read_settings().disabled
     with REGISTRY.applied(*ids, strict=strict, untested=untested) as report:
         yield report
-
-
-def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
-    """Run the reproducers of the named patches, or of all, in fresh processes.
-
-    Each runs without its patch, with it alone, with all patches together, and after revert. The call works anywhere: in
-    a script without a main guard, a notebook, a thread. The processes end with the call, also if an exception or
-    Ctrl-C ends it.
-
-    Parameters
-    ----------
-    ids:
-        Ids of patches, such as ``"peft-dora-cache"``; all if there is none.
-    jobs:
-        How many processes at a time; by default as many as there are processors, at most four.
-    progress:
-        Show a progress bar on standard error, if tqdm is installed.
-
-    Raises
-    ------
-    KeyError
-        An id is unknown.
-    ValueError
-        ``jobs`` is less than one.
-    NoInterpreter
-        This program is frozen: there is no Python to start.
-    """
-    return _verifying.verify(*ids, jobs=jobs, progress=progress)
-
-
-def inspect(model: Any, optimizer: Any = None) -> Inspection:
-    """Say in one table what a live model consists of, what of it trains, and what will go wrong.
-
-    It changes nothing, reads no contents of tensors, imports nothing, and needs no patch applied. ``print()`` shows
-    the table and below it each problem with what to do; a notebook shows it as a table. ``.problems`` has the problems
-    that no applied patch has repaired. Programs use ``.problems``, ``.to_dict()`` and ``.to_json()``.
-
-    Parameters
-    ----------
-    model:
-        Any ``torch.nn.Module``: of transformers, wrapped by peft, dispatched by accelerate, compiled, or plain.
-    optimizer:
-        Its ``torch.optim.Optimizer``. After ``zero_grad()`` only the optimizer knows which parameters got no gradient.
-
-    Raises
-    ------
-    TypeError
-        ``model`` or ``optimizer`` has another type.
-    """
-    return _inspection.inspect(model, optimizer)
 
 
 @overload

@@ -12,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from . import second_name, symptoms
+from . import second_name
 from .engine import gate, imports
 from .engine.ids import unknown
 from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Result, Status
+from .registry import REGISTRY
 
 log = logging.getLogger("bnb_patches")
 
@@ -29,7 +31,7 @@ _NO = ("0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for. A value that means nothing is a warning, and the default holds."""
+    """The settings that the environment asks for. A value that means nothing is a warning, and the default holds."""
 
     autoload: bool = True
     """``PATCHES_AUTOLOAD``: repair a library when it is imported."""
@@ -52,7 +54,7 @@ class Settings:
         known = list(known)
         disabled = {name.strip() for name in environ.get("PATCHES_DISABLE", "").split(",")} - {""}
         for name in sorted(disabled - set(known)):
-            if own := _group(name, known):
+            if own := {patch.id for patch in REGISTRY.patches.values() if patch.groups[0] == name}:
                 disabled |= own
             elif present := find(name):
                 disabled.add(present)
@@ -67,16 +69,12 @@ class Settings:
 
 
 def read_settings() -> Settings:
-    """What the environment asks of our patches, which it may name by an id that one had before."""
-    from .registry import REGISTRY
-
+    """Read the environment for our patches, which it may name by a former id."""
     return Settings.read(REGISTRY.patches, find=REGISTRY.ids.find)
 
 
 def start() -> None:
     """Apply every patch that fits, now or when its package is imported."""
-    from .registry import REGISTRY
-
     settings = read_settings()
     if whose := second_name.describe_replaced_package():
         REGISTRY.note(whose)
@@ -89,22 +87,15 @@ def start() -> None:
     REGISTRY.disabled = settings.disabled
     if started:
         return
-    if old := gate.in_one_look(gate.too_old):
+    if old := gate.too_old(REGISTRY.floors):
         _log(logging.WARNING, "%s; nothing is changed", old)
     REGISTRY.on_change = lambda report: _tell(report, settings)
     REGISTRY.follow_imports(untested=settings.untested)
 
 
 def _leave_alone_what_is_not_imported_yet() -> None:
-    from .registry import REGISTRY
-
     if pending := REGISTRY.report().with_status(Status.PENDING):
         REGISTRY.revert(*(result.id for result in pending))
-
-
-def _group(name: str, known: Iterable[str]) -> set[str]:
-    """The patches that are listed in the group ``name``."""
-    return set(symptoms.read_symptoms().grouped(known).get(name, ()))
 
 
 def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
@@ -113,16 +104,24 @@ def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
         return value in _YES
     if value:
         allowed = ", ".join((*_YES, *_NO))
-        _log(
-            logging.WARNING, "%s=%r is not valid; expected one of %s. Using %d.", name, environ[name], allowed, default
-        )
+        text = f"{name}={environ[name]!r} is not valid; expected one of {allowed}. Using {default:d}."
+        _log(logging.WARNING, "%s", text)
     return default
+
+
+_uncounted: list[Result] = []
+"""Applied, and in no INFO line yet."""
+_counted: set[str] = set()
+"""Ids of patches that are in a line, or will be: their other parts may follow."""
+_info_lines: list[str] = []
+_MAX_LINES = 3
+_MAX_WIDTH = 200
 
 
 def _tell(report: Report, settings: Settings) -> None:
     if done := report.with_status(Status.APPLIED):
         _log(logging.DEBUG, "applied: %s", ", ".join(dict.fromkeys(result.id for result in done)))
-        _repaired.extend(result for result in done if result.id not in _counted)
+        _uncounted.extend(result for result in done if result.id not in _counted)
         _counted.update(result.id for result in done)
         imports.after_outermost(_tell_how_many)
     for result in report.with_status(Status.CONFLICT, Status.FAILED):
@@ -132,37 +131,28 @@ def _tell(report: Report, settings: Settings) -> None:
         _log(logging.WARNING, "%s", NOT_FORGOTTEN)
 
 
-_repaired: list[Result] = []
-"""What was applied and no INFO line has counted yet."""
-_counted: set[str] = set()
-"""The ids of patches that a line has counted, or will: their other parts may follow."""
-_lines: list[str] = []
-"""The INFO lines of this process."""
-_MOST = 3
-_WIDTH = 200
-
-
 def _tell_how_many() -> None:
-    """One line when the import that a program has asked for is over; what comes after the last line is at DEBUG."""
-    counted: dict[str, int] = {}
+    """Log one line when the import that a program has asked for is over; nothing once there are enough lines."""
     fresh: dict[str, Result] = {}
-    while _repaired:
-        result = _repaired.pop(0)
+    while _uncounted:
+        result = _uncounted.pop(0)
         fresh[result.id] = result
-    for result in fresh.values():
-        package, version = next(iter(result.versions.items()))
-        label = f"{package} {str(version).partition('+')[0]}"
-        counted[label] = counted.get(label, 0) + 1
-    if not counted or len(_lines) >= _MOST:
+    counted = Counter(map(_label, fresh.values()))
+    if not counted or len(_info_lines) >= _MAX_LINES:
         return
-    more = "; later ones are logged at DEBUG" if len(_lines) == _MOST - 1 else ""
+    more = "; later ones are logged at DEBUG" if len(_info_lines) == _MAX_LINES - 1 else ""
     end = f"{more}. All: python -m bnb_patches report"
-    parts = sorted(counted.items(), key=lambda item: -item[1])
-    line = f"repaired {_defects(parts[0][1])} of {parts[0][0]}" + "".join(f", {n} of {p}" for p, n in parts[1:]) + end
-    if len(line) > _WIDTH:
+    (package, number), *others = counted.most_common()
+    line = f"repaired {_defects(number)} of {package}" + "".join(f", {n} of {p}" for p, n in others) + end
+    if len(line) > _MAX_WIDTH:
         line = f"repaired {_defects(sum(counted.values()))} of {len(counted)} packages{end}"
-    _lines.append(line)
+    _info_lines.append(line)
     _log(logging.INFO, "%s", line)
+
+
+def _label(result: Result) -> str:
+    package, version = next(iter(result.versions.items()))
+    return f"{package} {str(version).partition('+')[0]}"
 
 
 def _defects(number: int) -> str:

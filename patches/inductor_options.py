@@ -229,12 +229,7 @@ def _feature() -> Feature:
 @functools.cache
 def _feature_with(accelerate: bool) -> Feature:
     edits: list[Edit] = [
-        Rewrite(
-            "torch:compile",
-            find="_TorchCompileInductorWrapper",
-            replace="_patches_deliver(_TorchCompileInductorWrapper)",
-            names={"_patches_deliver": _deliver},
-        )
+        Rewrite.to_call("torch:compile", "_TorchCompileInductorWrapper", _deliver, "_TorchCompileInductorWrapper")
     ]
     if accelerate:  # an early error; without it the end of the `with` is one
         target = "accelerate.accelerator:Accelerator.prepare_model"

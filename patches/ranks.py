@@ -1,4 +1,4 @@
-"""Whether every rank of a distributed run has the same packages and the same patches."""
+"""Compare the packages and the patches of all ranks of a distributed run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from .engine import gate
 from .engine.report import Report
+from .registry import REGISTRY
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 RankFacts = Mapping[str, str]
-"""What one rank runs: package or patch to its version or state, in words."""
+"""The version of each package and the status of each patch in one rank."""
 
 
 class RanksDiffer(RuntimeError):
@@ -45,22 +46,20 @@ def check_ranks(group: ProcessGroup | None = None) -> Report:
     RuntimeError
         The process was launched as one of several, but ``torch.distributed`` is not initialised.
     """
-    from .registry import REGISTRY
-
     report = REGISTRY.report()
     gathered = _gather((platform.node(), _facts(report)), group)
     if differences := compare_ranks([facts for _, facts in gathered]):
         hosts = [host for host, _ in gathered]
         where = f" ({', '.join(f'{r}: {h}' for r, h in enumerate(hosts))})" if len(set(hosts)) > 1 else ""
+        found = "\n  ".join([f"the {len(gathered)} ranks{where} do not run the same code:", *differences])
         raise RanksDiffer(
-            f"the {len(gathered)} ranks{where} do not run the same code:\n  " + "\n  ".join(differences)
-            + "\nInstall the same packages everywhere and set the same PATCHES_* variables, then start again."
-        )  # fmt: skip
+            f"{found}\nInstall the same packages everywhere and set the same PATCHES_* variables, then start again."
+        )
     return report
 
 
 def compare_ranks(ranks: Sequence[RankFacts]) -> list[str]:
-    """One line for each way in which ``ranks`` fall apart: what differs, and the ranks that have each value."""
+    """Return a line for each difference: the package or patch, and the ranks that have each value."""
     lines: dict[tuple[tuple[str, tuple[int, ...]], ...], list[str]] = {}
     for name in dict.fromkeys(name for facts in ranks for name in facts):
         values: dict[str, list[int]] = {}
@@ -91,7 +90,7 @@ def _facts(report: Report) -> dict[str, str]:
 
 
 def _gather(mine: tuple[str, RankFacts], group: ProcessGroup | None) -> list[tuple[str, RankFacts]]:
-    """What every rank of ``group`` gave, in the order of ranks."""
+    """Return the facts of every rank of ``group``, in the order of ranks."""
     world = os.environ.get("WORLD_SIZE", "1")
     try:
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Whether ``import patches`` gives ours, as far as the files of this installation say."""
+"""Tell whether ``import patches`` gives our package, as far as the files of this installation say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def describe_replaced_package() -> str:
-    """In words, if another distribution has put its ``patches/__init__.py`` over ours; else empty."""
+    """Describe another distribution that has put its ``patches/__init__.py`` over ours; empty if there is none."""
     folder = sys.modules[__name__.partition(".")[0]].__path__[0]
     try:
         with open(os.path.join(folder, "__init__.py"), encoding="utf-8") as file:
@@ -27,7 +27,7 @@ def describe_replaced_package() -> str:
 
 
 def _owners() -> list[str]:
-    """The distributions that say that a top-level ``patches`` is theirs."""
+    """Return the distributions that claim a top-level ``patches``."""
     with contextlib.suppress(Exception):  # metadata may be broken in any way
         if sys.version_info >= (3, 11):
             return importlib.metadata.packages_distributions().get("patches", [])

@@ -1,13 +1,11 @@
-"""By what a user sees: the groups of symptoms, and the messages and words by which a patch is found."""
+"""Find patches by the symptoms that a user sees: in groups, by an error message, or by words that people search for."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from .registry import REGISTRY
+from .engine.patch import Message, Patch
 
 GROUPS = {
     "train": "Training: gradients, memory, checkpointing",
@@ -37,88 +35,43 @@ WORDS = {
         "loss is 0",
     ),
 }
-"""Words that people search for, and other spellings of them. A patch names those that it is found by."""
+"""Words that people search for, with other spellings. ``Patch.words`` names the ones that lead to the patch."""
 
-_LEAST = 8
-"""Characters of a message that are enough to look for it."""
-_RUN = 5
+ENOUGH_CHARACTERS = 8
+"""Shorter pieces of a message find nothing."""
+RUN_LENGTH = 5
 """Words in a row that a pasted text and a message must share: part of a long message is enough to find it."""
 
 
-@dataclass(frozen=True)
-class Said:
-    """A message, the parts of it that everyone sees, the patches that it may mean, and strings that prove it."""
-
-    text: str
-    parts: tuple[str, ...]
-    patches: tuple[str, ...]
-    where: str
-    holds: tuple[str, ...]
-
-    def fits(self, pasted: str) -> bool:
-        """Whether ``pasted`` holds this message, is a piece of it, or shares some words in a row with it."""
-        said, wanted = _plain(self.text), _plain(pasted)
-        if all(_plain(part) in wanted for part in self.parts) or len(wanted) >= _LEAST and wanted in said:
-            return True
-        return any(f" {run} " in f" {wanted} " for run in runs_of_words(said))
+def group_patches(patches: Iterable[Patch]) -> dict[str, list[Patch]]:
+    """Return ``patches``, sorted by id, by the group in which each is listed; only groups that have one."""
+    found: dict[str, list[Patch]] = {key: [] for key in GROUPS}
+    for patch in sorted(patches, key=lambda patch: patch.id):
+        found[patch.groups[0]].append(patch)
+    return {key: own for key, own in found.items() if own}
 
 
-@dataclass(frozen=True)
-class Words:
-    """Words that people search for, other spellings of them, and the patches that they may mean."""
-
-    text: str
-    also: tuple[str, ...]
-    patches: tuple[str, ...]
-
-    def fits(self, pasted: str) -> bool:
-        """Whether ``pasted`` has these words, in one of their spellings."""
-        wanted = _plain(pasted)
-        return any(re.search(rf"\b{re.escape(_plain(each))}", wanted) for each in (self.text, *self.also))
+def common_parts(message: Message) -> tuple[str, ...]:
+    """Return the parts of ``message`` that everyone sees."""
+    return message.parts or (message.text,)
 
 
-@dataclass(frozen=True)
-class Symptoms:
-    """All messages and words of the patches, and their groups."""
-
-    messages: tuple[Said, ...]
-    words: tuple[Words, ...]
-
-    groups = GROUPS
-
-    def said(self, patch_id: str) -> list[str]:
-        """The messages that ``patch_id`` repairs."""
-        return [message.text for message in self.messages if patch_id in message.patches]
-
-    def grouped(self, ids: Iterable[str]) -> dict[str, list[str]]:
-        """``ids`` by the group in which each is listed; "" for unknown ones."""
-        found: dict[str, list[str]] = {key: [] for key in (*GROUPS, "")}
-        for patch_id in sorted(ids):
-            patch = REGISTRY.patches.get(patch_id)
-            found[patch.groups[0] if patch is not None and patch.groups else ""].append(patch_id)
-        return {key: own for key, own in found.items() if own}
+def message_fits(message: Message, pasted: str) -> bool:
+    """Tell whether ``pasted`` holds the message, is a piece of it, or shares some words in a row with it."""
+    said, wanted = _plain(message.text), _plain(pasted)
+    if all(_plain(part) in wanted for part in common_parts(message)):
+        return True
+    if len(wanted) >= ENOUGH_CHARACTERS and wanted in said:
+        return True
+    words = said.split()
+    runs = (" ".join(words[i : i + RUN_LENGTH]) for i in range(len(words) - RUN_LENGTH + 1))
+    return any(f" {run} " in f" {wanted} " for run in runs)
 
 
-def runs_of_words(text: str) -> list[str]:
-    """Every :data:`_RUN` words of ``text`` that stand in a row."""
-    words = text.split()
-    return [" ".join(words[i : i + _RUN]) for i in range(len(words) - _RUN + 1)]
-
-
-@functools.cache
-def read_symptoms() -> Symptoms:
-    """Collect the messages and words that the patches declare."""
-    messages: dict[str, Said] = {}
-    words: dict[str, list[str]] = {text: [] for text in WORDS}
-    for patch in REGISTRY.patches.values():
-        for text, where, parts, holds in patch.messages:
-            before = messages[text].patches if text in messages else ()
-            parts = parts or (text,)
-            messages[text] = Said(text, parts, (*before, patch.id), where, holds or parts)
-        for text in patch.words:
-            words[text].append(patch.id)
-    in_order = sorted(messages.values(), key=lambda message: message.text.strip("'`").lower())
-    return Symptoms(tuple(in_order), tuple(Words(text, WORDS[text], tuple(ids)) for text, ids in words.items()))
+def words_fit(words: str, pasted: str) -> bool:
+    """Tell whether ``pasted`` has these words, an entry of :data:`WORDS`, in one of their spellings."""
+    wanted = _plain(pasted)
+    return any(re.search(rf"\b{re.escape(_plain(each))}", wanted) for each in (words, *WORDS[words]))
 
 
 def _plain(text: str) -> str:

@@ -20,7 +20,6 @@ from patches import REGISTRY
 from patches.engine import gate
 from patches.engine.edits import Rewrite, module_of
 from patches.engine.patch import Patch
-from patches.engine.report import Status
 from patches.engine.match import check
 from patches.verification import PHASES, _NOT_THERE
 from tests import processor, releases
@@ -28,7 +27,7 @@ from tests.snapshot import SNAPSHOT
 from tools import drift
 
 ALL = [REGISTRY.patches[i] for i in os.environ.get("PATCH", "").split()] or list(REGISTRY.patches.values())
-HERE = [p for p in ALL if gate.check(p).status is Status.AVAILABLE]
+HERE = [p for p in ALL if gate.is_for(p)]
 """Those for the installed releases."""
 
 DAILY = [p.id for p in ALL if releases.is_newest() or any(module_of(e).startswith("bitsandbytes") for e in p.edits)]
@@ -165,12 +164,15 @@ for patch in here:  # where it edits, after each; everywhere, after all
 after, _keep3 = snapshot()
 assert changed(before, after) == [], changed(before, after)
 """,
-    # several patches share functions: each can leave first, and the last one puts the original back
-    "taken out in any order, and the rest stays": """
+    # several patches share functions: each can come or leave first, and the last one puts the original back
+    "put in and taken out one by one, in any order, and the rest stays": """
 import random
 for seed in sys.argv[3:]:
     order = [p.id for p in here]
-    patches.apply(*order, strict=True)
+    random.Random(seed[::-1]).shuffle(order)
+    for name in order:
+        patches.apply(name, strict=True)
+    assert {r.id for r in patches.report().with_status(Status.APPLIED)} == set(order)
     random.Random(seed).shuffle(order)
     for i, name in enumerate(order):
         patches.revert(name)

@@ -13,12 +13,12 @@ import patches
 from patches import REGISTRY
 from patches.command_line import explain
 from patches.engine import gate
-from tools.docs import DOCS, ROOT, figures, page, prose, reports, symptoms
+from patches.symptoms import GROUPS
+from tools.docs import DOCS, ROOT, figures, page, prose, reports
 from tools.docs.__main__ import PAGES, files
 
 ID = "bitsandbytes-int8-input-dimensions"
 PATCH = REGISTRY.patches[ID]
-KNOWN = symptoms.read_symptoms()
 FIGURES = json.loads(figures.FILE.read_text("utf-8"))
 
 
@@ -37,7 +37,7 @@ def test_every_patch_has_a_page_and_a_row_in_the_table():
         assert sources()[f"patches/{patch.id}.md"].startswith(f"# {patch.id}\n")
         group = patch.groups[0]
         assert f"[{patch.id}]({patch.id}.md)" in sources()[f"patches/group-{group}.md"]
-    assert navigation(sources()["patches/index.md"]) == [f"group-{key}" for key in KNOWN.grouped(REGISTRY.patches)]
+    assert navigation(sources()["patches/index.md"]) == [f"group-{key}" for key in GROUPS]
 
 
 def test_the_file_that_a_page_names_is_there():
@@ -64,7 +64,7 @@ def test_a_page_has_the_summary_the_story_the_diff_of_this_release_and_the_repro
 
     with patches.applied(ID):
         report = patches.report().to_dict()
-    text = page.page(PATCH, KNOWN, FIGURES, reports.seen(ID, [report]))
+    text = page.page(PATCH, FIGURES, reports.seen(ID, [report]))
     assert f"**A{PATCH.summary[1:]}.**" in text
     assert "`MatMul8bitLt` flattens an input of three dimensions, and passes any other to kernels for two:" in text
     assert f"### On bitsandbytes {gate.installed('bitsandbytes')}\n" in text and bitsandbytes.__version__ in text
@@ -74,7 +74,7 @@ def test_a_page_has_the_summary_the_story_the_diff_of_this_release_and_the_repro
 
 
 def test_without_the_packages_a_page_says_why_it_has_no_diff():
-    assert f"python -m patches diff {ID}` shows it" in page.page(PATCH, KNOWN, {}, [])
+    assert f"python -m patches diff {ID}` shows it" in page.page(PATCH, {}, [])
 
 
 def report(version: str, bnb: str, *diffs: str) -> dict:

@@ -17,17 +17,19 @@ import pytest
 
 from patches import REGISTRY
 from patches.command_line import explain
-from patches import symptoms as features
-from tools.docs import DOCS
+from patches.symptoms import GROUPS, WORDS, common_parts
+from tools.docs import DOCS, symptoms
 
-from .test_docs import FIGURES, KNOWN, sources
+from .test_docs import FIGURES, sources
+
+MESSAGES = symptoms.messages()
 
 
 def test_every_patch_has_its_symptoms():
     for patch in REGISTRY.patches.values():
-        assert patch.groups and set(patch.groups) <= KNOWN.groups.keys(), patch.id
+        assert patch.groups and set(patch.groups) <= GROUPS.keys(), patch.id
         assert patch.messages or patch.silent, f"{patch.id}: the messages without it, if there are any"
-    assert set(KNOWN.groups) == {group for patch in REGISTRY.patches.values() for group in patch.groups}
+    assert set(GROUPS) == {group for patch in REGISTRY.patches.values() for group in patch.groups}
 
 
 @pytest.mark.parametrize(("pasted", "patch_id"), [
@@ -38,7 +40,7 @@ def test_every_patch_has_its_symptoms():
     ("Cannot copy out of meta tensor; no data!", "bitsandbytes-params4bit-meta"),
 ])  # fmt: skip
 def test_what_a_user_pastes_leads_to_the_patch(pasted, patch_id):
-    found = {i for message in KNOWN.messages if pasted in message.text for i in message.patches}
+    found = {i for message, ids in MESSAGES if pasted in message.text for i in ids}
     assert patch_id in found
     assert f'href="patches/{patch_id}.html"' in sources()["generated/symptoms.md"]
 
@@ -82,7 +84,7 @@ def test_the_box_of_the_site_finds_the_same():
         }
         for key, data, *cells in rows
     ]
-    assert len(shown) == len(KNOWN.messages) + len(KNOWN.words)
+    assert len(shown) == len(MESSAGES) + len(WORDS)
     given = json.dumps({"rows": shown, "pasted": [pasted for pasted, _ in SEARCHED]})
     program = BROWSER + (DOCS / "_static" / "which.js").read_text("utf-8") + ASK
     done = subprocess.run(["node", "-e", program], input=given, capture_output=True, text=True, check=True)
@@ -114,26 +116,27 @@ console.log(JSON.stringify(pasted.map((text) => {
 
 def test_the_search_of_the_site_finds_the_pages_of_patches_by_these_words():
     """It looks for words of a page, and knows nothing of `Patch.words`."""
-    for words in KNOWN.words:
-        for patch_id in words.patches:
-            assert words.text in sources()[f"patches/{patch_id}.md"], (patch_id, words.text)
+    for words, ids in symptoms.words().items():
+        for patch_id in ids:
+            assert words in sources()[f"patches/{patch_id}.md"], (patch_id, words)
 
 
 def test_words_of_patches_are_those_that_are_known():
-    assert {text for patch in REGISTRY.patches.values() for text in patch.words} == features.WORDS.keys()
+    assert {text for patch in REGISTRY.patches.values() for text in patch.words} == WORDS.keys()
 
 
-@pytest.mark.parametrize("message", KNOWN.messages, ids=lambda message: message.text[:60])
-def test_a_message_stands_where_it_is_said_to(message):
+@pytest.mark.parametrize(("message", "ids"), MESSAGES, ids=[message.text[:60] for message, _ in MESSAGES])
+def test_a_message_stands_where_it_is_said_to(message, ids):
     """In the source or the compiled library that says it, or in what the reproducers of its patches found."""
-    assert all(part in message.text for part in message.parts), "the parts are parts of the text"
+    holds = message.holds or common_parts(message)
+    assert all(part in message.text for part in common_parts(message)), "the parts are parts of the text"
     if message.where == "figure":
-        figures = (figure for name, figure in FIGURES.items() if name.partition("/")[0] in message.patches)
+        figures = (figure for name, figure in FIGURES.items() if name.partition("/")[0] in ids)
         said = " ".join(figure["unpatched"] for figure in figures)
-        assert all(part in said for part in message.holds)
+        assert all(part in said for part in holds)
         return
     text = source(message.where)
-    assert not [part for part in message.holds if text.find(part.encode()) < 0], message.where
+    assert not [part for part in holds if text.find(part.encode()) < 0], message.where
 
 
 @functools.cache

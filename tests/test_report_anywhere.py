@@ -155,7 +155,7 @@ def test_total_first_then_what_one_acts_on_then_the_groups():
     order = [text.index(part) for part in (f"conflict: {fine[0].id}: the source moved", f"untested: {fine[1].id}",
              f"note: {fine[2].id}: layer x lost its scales", "note: a note", "Training: ")]  # fmt: skip
     assert order == sorted(order)
-    assert all(f"{title}: " in text for title in symptoms.read_symptoms().groups.values())
+    assert all(f"{title}: " in text for title in symptoms.GROUPS.values())
     assert not any(r.id in text for r in fine[3:]) and len(lines) < 30
 
 

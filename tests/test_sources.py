@@ -17,7 +17,6 @@ import pytest
 from patches import REGISTRY
 from patches.engine import gate, locate, match
 from patches.engine.edits import Rewrite
-from patches.engine.report import Status
 
 TARGETS = sorted(
     {
@@ -48,7 +47,7 @@ def active() -> dict[str, list[Rewrite]]:
     """By target the rewrites of all patches that are for the installed releases."""
     found: dict[str, list[Rewrite]] = {}
     for patch in REGISTRY.patches.values():
-        if gate.check(patch).status is Status.AVAILABLE:
+        if gate.is_for(patch):
             for edit in REGISTRY.edits(patch):
                 if isinstance(edit, Rewrite):
                     found.setdefault(edit.target, []).append(edit)

@@ -118,11 +118,26 @@ def _in_function(tree: ast.Module, place: int, function: ast.FunctionDef) -> Ite
 def of_patch(patch: Patch, file: Path) -> Iterator[Mutant]:
     """In the file of the patch, and in the functions of other rooms that its edits name."""
     source = file.read_text("utf-8")
-    for what, changed in (*without_an_edit(source, patch), *mutants_of(source)):
+    functions = shared_functions(file, ast.parse(source))
+    functions[file] = {node.id for node in named_by(ast.parse(source)) if isinstance(node, ast.Name)}
+    for where, names in functions_of_edits(patch).items():
+        functions.setdefault(where, set()).update(names)
+    for what, changed in without_an_edit(source, patch):
         yield Mutant(patch.id, file.relative_to(ROOT).as_posix(), what, changed)
-    for shared, names in shared_functions(file, ast.parse(source)).items():
-        for what, changed in mutants_of(shared.read_text("utf-8"), names):
-            yield Mutant(patch.id, shared.relative_to(ROOT).as_posix(), what, changed)
+    for where in (file, *(where for where in functions if where != file)):
+        for what, changed in mutants_of(where.read_text("utf-8"), functions[where]):
+            yield Mutant(patch.id, where.relative_to(ROOT).as_posix(), what, changed)
+
+
+def functions_of_edits(patch: Patch) -> dict[Path, set[str]]:
+    """Return the functions that the edits of ``patch`` name, by the files of the project that have them."""
+    found: dict[Path, set[str]] = {}
+    for edit in (edit for part in patch.parts for edit in part.edits):
+        for function in getattr(edit, "names", {}).values():
+            where = Path(sys.modules[function.__module__].__file__ or "") if hasattr(function, "__qualname__") else ROOT
+            if where.is_relative_to(ROOT / "patches") and "engine" not in where.parts:
+                found.setdefault(where, set()).add(function.__qualname__)
+    return found
 
 
 def shared_functions(file: Path, tree: ast.Module) -> dict[Path, set[str]]:
@@ -198,14 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="only say what would be changed")
     options = parser.parse_args(argv)
     from patches.engine import catalog, gate
-    from patches.engine.report import Status
 
     declared = {patch.id: patch for patch in catalog.patches()}
     files = {id: Path(sys.modules[patch.module].__file__ or "") for id, patch in declared.items()}
     if unknown := sorted(set(options.ids) - files.keys()):
         print(f"unknown patches: {', '.join(unknown)}; python -m patches list has their ids", file=sys.stderr)
         return 2
-    for id in [id for id, patch in declared.items() if gate.check(patch).status is not Status.AVAILABLE]:
+    for id in [id for id, patch in declared.items() if not gate.is_for(patch)]:
         if id in options.ids or not options.ids:
             print(f"left out: {id} repairs nothing in the installed releases", file=sys.stderr)
         del files[id]

@@ -1,9 +1,10 @@
-"""How peft makes an adapter for a quantized layer: in which dtype, and by which methods it cannot."""
+"""How peft makes an adapter for a quantized layer: from which weight, in which dtype, and by which methods it cannot."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..engine import Rewrite
 from ..process import call_stack
 from ..quantized.int8 import row_scales
 from ..quantized.weights import dense_weight
@@ -11,18 +12,29 @@ from ..quantized.weights import dense_weight
 if TYPE_CHECKING:
     import torch
 
-CONVERTED = (
-    "Make the adapter on the model loaded without quantization_config, save it with "
-    "save_pretrained(folder, path_initial_model_for_weight_conversion=...), and load that onto the quantized model"
-)
-"""The remedy where a plain LoRA adapter can hold what the option changes in the base weight."""
-AFTERWARDS = (
-    "Leave the option out, and call peft.replace_lora_weights_loftq(model) after get_peft_model; or make the adapter on the "
-    "model loaded without quantization_config, and save it with init_lora_weights=True in its configuration"
-)
-"""The remedy for LoftQ, which peft has for packed weights too."""
-UNQUANTIZED = "Load the model without quantization_config, or leave the option out"
-"""The remedy where nothing but the changed base weight can."""
+_DENSE: dict[str, tuple[str, Any]] = {
+    "": ("_patches_dense_weight", dense_weight.dequantize_weight),
+    ".shape": ("_patches_dense_shape", dense_weight.dense_shape),
+    ".dtype": ("_patches_dense_dtype", dense_weight.dense_dtype),
+}
+
+
+def read_dense(function: str, weight: str, when: str = "", *, dtype: str = "", count: int = 1) -> Rewrite:
+    """Return the edit of a function of ``peft.tuners`` that lets it read a dequantized weight, or its shape or dtype.
+
+    Parameters
+    ----------
+    function:
+        ``module:Class.method`` below ``peft.tuners``.
+    weight:
+        The expression that reads it: ``<layer>.weight``, with ``.shape`` or ``.dtype`` or without.
+    dtype:
+        An expression for the dtype to which the weight is dequantized; the dtype before it was quantized if empty.
+    """
+    layer, _, attribute = weight.rpartition(".weight")
+    name, read = _DENSE[attribute]
+    call = f"{name}({layer}, {dtype})" if dtype else f"{name}({layer})"
+    return Rewrite(f"peft.tuners.{function}", weight, call, count=count, names={name: read}, when=when)
 
 
 def refuse_if_packed(layer: Any, option: str, remedy: str, does: str = "replaces the weight of its layer") -> Any:

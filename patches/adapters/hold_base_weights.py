@@ -1,4 +1,4 @@
-"""Layers of peft that have the weights of their base layer for the whole of their own forward."""
+"""Let layers of peft keep offloaded weights of their base layer on the device for the whole of their own forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def hold_base_weights(layer: Module) -> None:
-    """Let ``layer``, made by peft, bring the offloaded modules below it, instead of its base layer in the midst of it."""
+    """Let ``layer``, a layer of peft, bring the offloaded modules below it before its forward, once for all of it."""
     if any(isinstance(getattr(hook, "__self__", None), _Held) for hook in layer._forward_pre_hooks.values()):
         return
     held = _Held()
@@ -20,7 +20,7 @@ def hold_base_weights(layer: Module) -> None:
 
 
 class _Held:
-    """The visits to the offloaded modules below one layer while it runs, and what was merged into them before."""
+    """The visits to the offloaded modules below one layer while it runs, and the adapters that were merged before."""
 
     def __init__(self) -> None:
         self._visits: list[offloaded_modules.Visit] = []

@@ -1,4 +1,4 @@
-"""Making a tensor require grad, as the hook on an embedding does, in a form that Dynamo can trace."""
+"""Make a tensor require grad, as the hook on an embedding does, in a form that Dynamo can trace."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class _RequireGrads:
-    """Makes ``output`` require grad, in place in eager and as a new tensor while compiling; what a hook returns.
+    """A forward hook that makes ``output`` require grad: in place in eager, as a new tensor while compiling.
 
-    cloudpickle saves a hook with the functions that it names: in the place of this it saves torch's own method, so that the file can
-    be loaded where we are not.
+    cloudpickle saves a hook with the functions that it names. In the place of this one it saves torch's own method, so that
+    the file can be loaded without this plugin.
     """
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor | None:
@@ -33,7 +33,7 @@ require_grads = _RequireGrads()
 
 
 def tie_to_graph(tensor: torch.Tensor) -> torch.Tensor | None:
-    """``tensor`` as a new tensor that requires grad, for a graph; None where it does already, or no gradient is asked for."""
+    """Return a new tensor like ``tensor`` that requires grad, for a graph; None if it does already, or grad is disabled."""
     import torch
 
     if tensor.requires_grad or not torch.is_grad_enabled():

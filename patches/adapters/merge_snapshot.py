@@ -1,16 +1,15 @@
-"""What a quantized layer held before an adapter was merged into it, to be put back in place of a difference.
+"""Unmerge adapters from a quantized layer exactly: put back the packed weight from before the merge.
 
-The record is a dict of tensors and plain values on the layer of peft that merges: no parameter and no buffer, so no
-state dict has it, and no class of ours, so that a pickle of a merged model can be read without us. It holds one
-packed copy of the weight, on the CPU. Beside it stands a digest of the contents that the merge left behind. If the
-base has others by then, because someone loaded or wrote to it, what was kept is no answer to an unmerge.
+peft merges by quantizing the sum of weight and adapter, and unmerges by quantizing the difference. Both round. With the edits
+of :func:`make_merge_edits` a layer of peft keeps a :class:`Snapshot` of its base layer while adapters are merged into it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from ..engine import Rewrite
 from ..process import live_objects
 from ..process.tensor_bits import fingerprint
 from ..quantized.four_bit import quant_states
@@ -20,13 +19,67 @@ from ..quantized.weights import dequantized_in_place
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.nn import Module
 
-_KEPT = "_patches_before_merge"
+IN_BNB = ("Linear8bitLt", "Linear4bit")
+# where it is in vars() of a layer of peft: neither a parameter nor a buffer, so in no state dict
+_SNAPSHOT = "_patches_merge_snapshot"
 
 
-def snapshot_before_merge(layer: Any, names: list[str]) -> dict[str, Any] | None:
-    """The quantized base of ``layer`` as it is, if the adapters ``names`` are the first to be merged into it."""
+class Snapshot(TypedDict):
+    """A base layer before the first merge, on the CPU: a plain dict, so that a pickled model can be read without us."""
+
+    weight_class: type
+    packed_weight: Tensor
+    scales: Tensor | None  # of an INT8 weight that has its row scales; flat, float32
+    attributes: dict[str, Any]  # the other attributes of a Params4bit or Int8Params, such as its quantization state
+    requires_grad: bool
+    weight_had_module: bool  # a Params4bit whose attribute ``module`` was its layer
+    bias: Tensor | None
+    bias_was_merged: bool
+    merged: list[int] | None  # fingerprints of the base layer after the last merge
+
+
+def make_merge_edits(module: str, *classes: str, when: str = "") -> Iterator[Rewrite]:
+    """Yield the edits for the layers ``classes`` of ``peft.tuners.<module>``, which has a copy of the code for each adapter."""
+    for name in classes:
+        merge, unmerge = (f"peft.tuners.{module}:{name}.{method}" for method in ("merge", "unmerge"))
+        yield Rewrite(
+            merge,
+            find="adapter_names = check_adapters_to_merge(self, adapter_names)",
+            replace="""
+                adapter_names = check_adapters_to_merge(self, adapter_names)
+                _patches_before = _patches_packed(self, adapter_names)
+            """,
+            names={"_patches_packed": snapshot_before_merge},
+            when=when,
+        )
+        yield Rewrite(
+            merge,
+            find="self.merged_adapters.append(active_adapter)",
+            replace="""
+                self.merged_adapters.append(active_adapter)
+                _patches_note(self, _patches_before)
+            """,
+            names={"_patches_note": record_merge},
+            when=when,
+        )
+        yield Rewrite(
+            unmerge,
+            find="len(self.merged_adapters) > 0",
+            replace="len(self.merged_adapters) > 0 and not _patches_put_back(self)",
+            names={"_patches_put_back": restore},
+            when=when,
+        )
+
+
+def snapshot_before_merge(layer: Any, names: list[str]) -> Snapshot | None:
+    """Return a snapshot of the base of ``layer``, if the adapters ``names`` are the first to be merged into it.
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        The base cannot be merged into: its weight is not quantized, or FSDP2 holds a part of it.
+    """
     from bitsandbytes.nn import Int8Params
 
     if not names:
@@ -36,11 +89,12 @@ def snapshot_before_merge(layer: Any, names: list[str]) -> dict[str, Any] | None
     _refuse_sharded(base)
     if isinstance(getattr(base, "weight", None), Int8Params) and hasattr(base, "state"):
         plain_weights.check_plain_weight(base)
-    if layer.merged:
-        if not _is_what_was_merged(layer, base):
-            vars(layer).pop(_KEPT, None)
-        return None
-    return _record(base)
+    if not layer.merged:
+        return _take_snapshot(base)
+    snapshot = vars(layer).get(_SNAPSHOT)
+    if snapshot is not None and not _holds_merged(base, snapshot):
+        del vars(layer)[_SNAPSHOT]
+    return None
 
 
 def refuse_if_never_quantized(base: Any) -> None:
@@ -54,7 +108,7 @@ def refuse_if_never_quantized(base: Any) -> None:
 
 
 def _trains_floats_of_its_own(base: Any) -> bool:
-    """Whether ``base`` keeps its weight in floating point, and no other module has it: peft merges as into ``nn.Linear``."""
+    """Tell whether ``base`` keeps its weight in floating point, and no other module has it: peft merges as into ``nn.Linear``."""
     if not getattr(vars(base).get("state"), "has_fp16_weights", False):
         return False
     found = live_objects.find_holders(base.weight, depth=1)  # none after gc.freeze()
@@ -74,83 +128,88 @@ def _refuse_sharded(base: Any) -> None:
         )
 
 
-def record_merge(layer: Any, before: dict[str, Any] | None) -> None:
-    """An adapter was merged into the base of ``layer``, which had been ``before`` if this was the first one."""
+def record_merge(layer: Any, before: Snapshot | None) -> None:
+    """Record that an adapter was merged into the base of ``layer``; ``before`` is the snapshot if it was the first one."""
     if before is not None:
-        vars(layer)[_KEPT] = before
-    kept = vars(layer).get(_KEPT)
-    if kept is None:
+        vars(layer)[_SNAPSHOT] = before
+    snapshot: Snapshot | None = vars(layer).get(_SNAPSHOT)
+    if snapshot is None:
         return
-    base = layer.get_base_layer()
-    kept["bias changed"] = kept["bias"] is not None and fingerprint(kept["bias"]) != fingerprint(base.bias)
-    kept["merged"] = _contents(base, kept["bias changed"])
+    base, bias = layer.get_base_layer(), snapshot["bias"]
+    snapshot["bias_was_merged"] = bias is not None and fingerprint(bias) != fingerprint(base.bias)
+    snapshot["merged"] = _fingerprints(base, snapshot["bias_was_merged"])
 
 
 def restore(layer: Any) -> bool:
-    """Take all adapters out of the base of ``layer`` by its state before the merge; False if that is not known."""
-    kept = vars(layer).get(_KEPT)
-    if kept is None:
+    """Take all adapters out of the base of ``layer`` by its snapshot; return False if there is none that fits.
+
+    There is none that fits if the base was loaded or written to since, or if a merged adapter was deleted, whose part
+    stays in the weight. peft then subtracts the adapters that it has.
+    """
+    snapshot: Snapshot | None = vars(layer).get(_SNAPSHOT)
+    if snapshot is None:
         return False
     base = layer.get_base_layer()
-    if not _is_what_was_merged(layer, base) or not set(layer.merged_adapters) <= layer._get_available_adapters():
-        del vars(layer)[_KEPT]  # peft takes out the adapters that it can; a merged adapter that was deleted stays in
-        return False
-    _restore(base, kept)
-    for name in layer.merged_adapters:  # peft's DoRA keeps the norm that it merged with for the unmerge
-        getattr(layer, "_caches", {}).pop(f"{name}-weight_norm", None)
-    layer.merged_adapters.clear()
-    del vars(layer)[_KEPT]
-    return True
+    fits = _holds_merged(base, snapshot) and set(layer.merged_adapters) <= layer._get_available_adapters()
+    if fits:
+        _put_back(base, snapshot)
+        for name in layer.merged_adapters:  # peft's DoRA keeps the norm that it merged with for the unmerge
+            getattr(layer, "_caches", {}).pop(f"{name}-weight_norm", None)
+        layer.merged_adapters.clear()
+    del vars(layer)[_SNAPSHOT]
+    return fits
 
 
-def _record(base: Any) -> dict[str, Any] | None:
+def _take_snapshot(base: Any) -> Snapshot | None:
+    """Return the state of ``base``; None if its weight is not quantized, or is on meta."""
     import torch
 
-    tensors = _quantized(base)
+    tensors = _packed_weight_and_statistics(base)
     if tensors is None:
         return None
-    weight, bias = base.weight, getattr(base, "bias", None)
-    kept = {name for name in vars(weight) if not name.startswith("_")} - {"data", *row_scales.PLACES}
-    own = {name: value for name, value in vars(weight).items() if name in kept}
+    weight, bias, scales = base.weight, getattr(base, "bias", None), None
+    if row_scales.is_int8(weight) and row_scales.has_scales(weight):
+        # as a merge leaves them: kernels of bitsandbytes 0.46 take no other
+        scales = tensors[1].reshape(-1).to("cpu", torch.float32)
+    cpu, others = torch.device("cpu"), {"data", "module", *row_scales.PLACES}
+    own = {name: value for name, value in vars(weight).items() if not name.startswith("_") and name not in others}
     return {
-        "scales": tensors[1]
-        .reshape(-1)
-        .to("cpu", torch.float32)  # as a merge leaves them: kernels of 0.46 take no other
-        if row_scales.is_int8(weight) and row_scales.has_scales(weight)
-        else None,
-        "class": type(weight),
-        "codes": tensors[0].to("cpu"),  # on a CPU no copy: a merge puts another parameter in the place of this one
+        "weight_class": type(weight),
+        "packed_weight": tensors[0].to(cpu),  # on a CPU no copy: a merge gives the layer another parameter
+        "scales": scales,
+        "attributes": {name: _moved(value, cpu) for name, value in own.items()},
         "requires_grad": weight.requires_grad,
-        "attributes": {name: _moved(value, torch.device("cpu")) for name, value in own.items() if name != "module"},
-        "knows module": own.get("module") is not None,
-        "bias": None if bias is None else bias.detach().clone().to("cpu"),
+        "weight_had_module": vars(weight).get("module") is not None,
+        "bias": None if bias is None else bias.detach().clone().to(cpu),
+        "bias_was_merged": False,
+        "merged": None,
     }
 
 
-def _restore(base: Any, kept: dict[str, Any]) -> None:
+def _put_back(base: Any, snapshot: Snapshot) -> None:
+    """Give ``base`` the weight of ``snapshot`` on its device, and its bias if that was merged into."""
     import torch
 
     device = base.weight.device
-    attributes = {name: _moved(value, device) for name, value in kept["attributes"].items()}
-    codes = kept["codes"].to(device)
-    weight = torch.Tensor._make_subclass(kept["class"], codes, kept["requires_grad"])
-    int8 = kept["scales"] is not None
+    attributes = {name: _moved(value, device) for name, value in snapshot["attributes"].items()}
+    packed = snapshot["packed_weight"].to(device)
+    weight: Any = torch.Tensor._make_subclass(snapshot["weight_class"], packed, snapshot["requires_grad"])
     vars(weight).update(attributes)
-    if int8:
-        row_scales.set_weight_and_scales(weight, weight.data, kept["scales"].to(device))
-    else:
-        weight.module = base if kept["knows module"] else None
-    base.weight = weight
-    if int8:
+    if snapshot["scales"] is not None:
+        row_scales.set_weight_and_scales(weight, weight.data, snapshot["scales"].to(device))
+        base.weight = weight
         base.state.reset_grads()
-    elif kept["knows module"]:
-        quant_states.set_quant_state(quant_states.get_quant_state(weight), base)
-    if kept["bias changed"]:
-        base.bias.data = kept["bias"].to(device)
+    else:
+        weight.module = base if snapshot["weight_had_module"] else None
+        base.weight = weight
+        if snapshot["weight_had_module"]:
+            quant_states.set_quant_state(quant_states.get_quant_state(weight), base)
+    if (bias := snapshot["bias"]) is not None and snapshot["bias_was_merged"]:
+        base.bias.data = bias.to(device)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``: a tensor, or a quantization state, of which it is a new one."""
+    """Return ``value`` with its tensors on ``device``: a tensor, or a new quantization state in place of a QuantState."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -162,16 +221,33 @@ def _moved(value: Any, device: torch.device) -> Any:
     return new
 
 
-def _quantized(base: Any) -> list[Tensor] | None:
-    """The packed weights and all statistics of the weight of ``base``; None if it is not quantized, or they are not
-    there."""
+def _holds_merged(base: Any, snapshot: Snapshot) -> bool:
+    """Tell whether ``base`` holds what the last merge left there."""
+    return snapshot["merged"] == _fingerprints(base, snapshot["bias_was_merged"])
+
+
+def _fingerprints(base: Any, with_bias: bool) -> list[int] | None:
+    """Return a fingerprint of each tensor of ``base`` that a merge changes, and how many values share a scale."""
+    tensors = _packed_weight_and_statistics(base)
+    if tensors is None:
+        return None
+    state = quant_states.get_quant_state(base.weight)
+    blocks = [] if state is None else [state.blocksize]
+    return [*blocks, *(fingerprint(t) for t in (*tensors, *([base.bias] if with_bias else ())))]
+
+
+def _packed_weight_and_statistics(base: Any) -> list[Tensor] | None:
+    """Return the packed weight of ``base`` and its scales (INT8) or all tensors of its quantization state (4-bit).
+
+    None if it is not quantized, if its scales are not known, or if any of these tensors is on meta.
+    """
     import torch
     from bitsandbytes.nn import Int8Params, Params4bit
 
     weight = getattr(base, "weight", None)
     if isinstance(weight, Params4bit):
         state = quant_states.get_quant_state(weight)
-        found = None if state is None else list(_statistics(state))
+        found = None if state is None else list(_tensors_of(state))
     elif isinstance(weight, Int8Params) and weight.dtype == torch.int8:
         read = row_scales.current_scales(weight, base.state)  # by the merge
         scale = row_scales.find_scales(base) if row_scales.is_lost(read) else read
@@ -180,36 +256,16 @@ def _quantized(base: Any) -> list[Tensor] | None:
         return None
     if found is None or any(t.is_meta for t in (weight, *found)):
         return None
-    return [_plain(t) for t in (weight, *found)]
+    # `.data`, not a view: torch refuses to make a view of a tensor from inference mode that got other data
+    return [t.data.as_subclass(torch.Tensor) for t in (weight, *found)]
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The values of ``tensor``, as a tensor of torch. No view: torch makes none of what was made in inference mode and got other data."""
-    import torch
-
-    return tensor.data.as_subclass(torch.Tensor)
-
-
-def _statistics(state: Any) -> Iterator[Tensor]:
+def _tensors_of(state: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a quantization state and of the state nested in it."""
     import torch
 
     for value in vars(state).values():
         if isinstance(value, torch.Tensor):
             yield value
         elif type(value) is type(state):
-            yield from _statistics(value)
-
-
-def _is_what_was_merged(layer: Module, base: Module) -> bool:
-    kept = vars(layer).get(_KEPT)
-    return kept is not None and kept["merged"] == _contents(base, kept["bias changed"])
-
-
-def _contents(base: Any, with_bias: bool) -> list[int] | None:
-    """A digest of each tensor of ``base`` that a merge changes, and how many values share a scale."""
-    tensors = _quantized(base)
-    if tensors is None:
-        return None
-    state = quant_states.get_quant_state(base.weight)
-    blocks = [] if state is None else [state.blocksize]
-    return [*blocks, *(fingerprint(t) for t in (*tensors, *([base.bias] if with_bias else ())))]
+            yield from _tensors_of(value)

@@ -10,13 +10,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
-from .. import autoload, second_name
-from ..api import apply
+from .. import autoload, second_name, verification
 from ..engine import gate
 from ..engine.report import Report, Result, Status
 from ..registry import REGISTRY
@@ -25,14 +24,14 @@ from . import colour, explain, glance, streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 if `verify` or `report` found something wrong, 2 for bad usage."""
+    """Return the exit code: 0, 1 if `verify` or `report` found something wrong, 2 for bad usage."""
     text, code = _answer(_parser().parse_args(argv))
     sys.stdout.write(text)
     return code
 
 
 def command() -> int:
-    """:func:`main` for a process of its own: its streams may be closed, cut off or full, and it may be stopped.
+    """Run :func:`main` in a process of its own: its streams may be closed, cut off or full, and it may be stopped.
 
     More exit codes: 2 if the answer cannot be written, 130 after Ctrl-C, 143 after SIGTERM. Where its reader has
     gone (``| head``) the code is the answer's.
@@ -125,9 +124,9 @@ def _count(text: str) -> int:
 
 
 def _answer(options: argparse.Namespace) -> tuple[str, int]:
-    """What to print, and the exit code."""
+    """Return the text to print and the exit code."""
     try:
-        REGISTRY.report(*getattr(options, "ids", ()))  # knows each of them
+        REGISTRY.ids.choose(getattr(options, "ids", ()))
     except KeyError as error:
         _complain(error.args[0])
         return "", 2
@@ -136,7 +135,7 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _list(options: argparse.Namespace) -> tuple[str, int]:
-    chosen = [REGISTRY.patches[r.id] for r in REGISTRY.report(*options.ids)]
+    chosen = REGISTRY.ids.choose(options.ids)
     if options.json:
         rows = [{"id": p.id, "summary": p.summary, "requires": p.requires, "links": p.links} for p in chosen]
         return json.dumps(rows, indent=2), 0
@@ -152,17 +151,16 @@ def _report(options: argparse.Namespace) -> tuple[str, int]:
 
 def _diff(options: argparse.Namespace) -> tuple[str, int]:
     report = _everything(options.ids)
-    _say(report.notes)
+    for note in report.notes:
+        _complain(note)
     if options.json:
         return json.dumps({r.id: [c.diff for c in r.changes] for r in report if r.changes}, indent=2), 0
     return report.diff(), 0
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
-    from ..verification import verify
-
     try:
-        result = verify(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)
+        result = verification.verify(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)
     except NoInterpreter as error:
         _complain(str(error))
         return "", 2
@@ -187,46 +185,27 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
     return f"{glance.patches(chosen, headed=False)}; about one: python -m patches explain ID", 0
 
 
-def _say(notes: Sequence[str]) -> None:
-    for note in notes:
-        _complain(note)
-
-
 def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
     """Import what the patches are for, apply them, and report; ``automatic``: what a program here gets by itself."""
-    handler = logging.StreamHandler()
-    handler.addFilter(_once())
-    logging.getLogger("bnb_patches").addHandler(handler)
-    off = automatic and not autoload.read_settings().autoload
-    said: list[str] = [second_name.describe_replaced_package()]
+    logging.getLogger("bnb_patches").addHandler(logging.StreamHandler())
+    settings = autoload.read_settings()
+    said = [second_name.describe_replaced_package()]
     before = os.environ.get("PATCHES_AUTOLOAD")
     os.environ["PATCHES_AUTOLOAD"] = "0"  # while it imports: one way of applying is enough
     try:
-        asked = [REGISTRY.patches[result.id] for result in REGISTRY.report(*ids)]
-        said += REGISTRY.import_targets(*(p for p in asked if gate.check(p).status is Status.AVAILABLE))
+        said += REGISTRY.import_targets(*filter(gate.is_for, REGISTRY.ids.choose(tuple(ids))))
     finally:
         del os.environ["PATCHES_AUTOLOAD"]
         os.environ.update({"PATCHES_AUTOLOAD": before} if before is not None else {})
-    report = apply(*ids, strict=False)  # PATCHES_STRICT is for programs: here a conflict is a row of the table
-    if off:
+    REGISTRY.disabled = settings.disabled
+    report = REGISTRY.apply(
+        *ids, untested=settings.untested
+    )  # PATCHES_STRICT is for programs: here a conflict is a row
+    if automatic and not settings.autoload:
         report = replace(report, results=tuple(map(_only_by_hand, report)))
         said.append("PATCHES_AUTOLOAD is off: a program here gets no patch unless it calls patches.apply()")
     notes = tuple(dict.fromkeys(filter(None, (*said, *report.notes))))
     return replace(report, notes=notes)
-
-
-def _once() -> Callable[[logging.LogRecord], bool]:
-    """A filter for repeated log lines: both ways of applying read the settings."""
-    seen: set[str] = set()
-
-    def new(record: logging.LogRecord) -> bool:
-        said = record.getMessage()
-        if said in seen:
-            return False
-        seen.add(said)
-        return True
-
-    return new
 
 
 def _only_by_hand(result: Result) -> Result:

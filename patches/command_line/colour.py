@@ -18,27 +18,25 @@ _STATES = {
     **dict.fromkeys(map(str, (Status.SHADOWED, Status.UNTESTED, Status.DISABLED, "note")), _YELLOW),
 }
 _STATE = re.compile(rf"(?m)(?:^|(?<=\d ))(?:{'|'.join(_STATES)})(?=:|,|  |$)")
-_HEADING = re.compile(rf"\A[\w-]+$|^(?:{'|'.join(explain.HEADINGS)})$", re.MULTILINE)
+_TITLES = {
+    "explain": re.compile(rf"\A[\w-]+$|^(?:{'|'.join(explain.HEADINGS)})$", re.MULTILINE),
+    "list": re.compile(rf"(?m)^.+ \((?:{'|'.join(symptoms.GROUPS)})\)$"),
+}
 _DIFF = re.compile(r"(?m)^(?:(?P<file>---|\+\+\+) |(?P<place>@@)|(?P<new>\+)|(?P<old>-)).*$")
 _OF_DIFF = {"file": _BOLD, "place": _CYAN, "new": _GREEN, "old": _RED}
 
 
 def wanted(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal that has colours. ``NO_COLOR`` and ``FORCE_COLOR`` decide otherwise."""
+    """Tell whether ``stream`` is a terminal that has colours. ``NO_COLOR`` and ``FORCE_COLOR`` decide otherwise."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def painted(text: str, command: str) -> str:
-    """``text``, the answer of ``command``, with escapes for colour."""
+    """Return ``text``, the answer of ``command``, with escapes for colour."""
     if command == "diff":
         return _DIFF.sub(lambda found: f"{_OF_DIFF[str(found.lastgroup)]}{found[0]}{_END}", text)
-    if command in ("list", "explain"):
-        heads = (
-            _HEADING
-            if command == "explain"
-            else re.compile(rf"(?m)^.+ \((?:{'|'.join(symptoms.read_symptoms().groups)})\)$")
-        )
-        return heads.sub(lambda found: f"{_BOLD}{found[0]}{_END}", text)
+    if command in _TITLES:
+        return _TITLES[command].sub(lambda found: f"{_BOLD}{found[0]}{_END}", text)
     return _STATE.sub(lambda found: f"{_STATES[found[0]]}{found[0]}{_END}", text)

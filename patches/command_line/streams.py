@@ -20,7 +20,7 @@ def fill() -> None:
 
 
 def reserve_output() -> TextIO:
-    """A stream to the standard output of this process, which from now on is standard error for all others.
+    """Return a stream to standard output, which from now on leads to standard error for all others in this process.
 
     At the level of descriptors, so that it holds for C as well; for good, since what buffers of C hold and what
     is printed at exit come after us. What the encoding cannot say is written as an escape.

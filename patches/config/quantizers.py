@@ -16,9 +16,10 @@ AFTER_LOADING = "_process_model_after_weight_loading"
 
 
 def rewrite_both_quantizers(
-    method: str, find: str, replace: str, names: dict[str, Callable[..., Any]], when: str = ""
+    method: str, find: str, replace: str, function: Callable[..., Any], when: str = ""
 ) -> tuple[Rewrite, ...]:
-    """Return a ``Rewrite`` of ``method`` in the quantizer for 4 bits, and one in the quantizer for INT8."""
+    """Rewrite ``method`` of the 4-bit and of the INT8 quantizer; ``replace`` has ``function`` by its name after _patches_."""
+    names = {f"_patches_{function.__name__}": function}
     return tuple(
         Rewrite(f"{quantizer}.{method}", find=find, replace=replace, names=names, when=when) for quantizer in QUANTIZERS
     )
@@ -31,6 +32,12 @@ def makes_parameter(quantizer: Any, model: Any, name: str) -> bool:
         return bool(upstream(model, name))
     path, _, own = name.rpartition(".")  # up to transformers 4.56 it asks for a state dict, too
     return own == "weight" and type(model.get_submodule(path)._parameters[own]).__name__ in ("Params4bit", "Int8Params")
+
+
+def reads_packed_weights(conversion: Any) -> bool:
+    """Tell whether ``conversion`` of transformers 5 joins a quantized parameter from the tensors that its layer writes."""
+    operations = getattr(conversion, "operations", None) or ()
+    return any(type(operation).__name__ in ("Bnb4bitDeserialize", "Bnb8bitDeserialize") for operation in operations)
 
 
 def is_bitsandbytes(quantizer: Any) -> bool:

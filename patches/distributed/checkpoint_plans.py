@@ -115,17 +115,17 @@ def raise_left_error(planner: Any) -> None:
 _PLAN = 'distW.reduce_scatter("plan", local_step, global_step)'
 
 SAME_ON_ALL_RANKS = (
-    Rewrite(
+    Rewrite.to_call(
         "torch.distributed.checkpoint.state_dict_saver:_save_state_dict",
-        find=_PLAN,
-        replace="_patches_planned_to_save(distW, planner, local_step, global_step)",
-        names={"_patches_planned_to_save": plan_save},
+        _PLAN,
+        plan_save,
+        "distW, planner, local_step, global_step",
     ),
-    Rewrite(
+    Rewrite.to_call(
         "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
-        find=_PLAN,
-        replace="_patches_planned_to_load(distW, planner, local_step, global_step)",
-        names={"_patches_planned_to_load": plan_load},
+        _PLAN,
+        plan_load,
+        "distW, planner, local_step, global_step",
     ),
     Rewrite(
         "torch.distributed.checkpoint._dedup_save_plans:dedup_save_plans",

@@ -162,10 +162,10 @@ TAKE_STATISTICS = (
 )
 """What rank 0 sends of quantization states is kept on the other ranks."""
 
-WATCH_PACKED_WEIGHTS = Rewrite(
+WATCH_PACKED_WEIGHTS = Rewrite.to_call(
     "torch.distributed.checkpoint.state_dict:_load_model_state_dict",
     "_broadcast_state_dict",
-    "_patches_watching(model, _broadcast_state_dict)",
-    names={"_patches_watching": watch_broadcast},
+    watch_broadcast,
+    "model, _broadcast_state_dict",
 )
 """Packed weights that come without a quantization state are the model's own, or an error on every rank."""

@@ -11,14 +11,14 @@ from .patch import Patch
 
 
 def patches() -> list[Patch]:
-    """All patches, by id: the order in which they go in."""
+    """Return all patches, by id: the order in which they are applied."""
     package = __package__.rpartition(".")[0]  # by our own name: the shim may have had to give us another
     found = (importlib.import_module(name).PATCH for name in _modules(f"{package}.repairs"))
     return sorted(found, key=lambda patch: patch.id)
 
 
 def _modules(package: str) -> Iterator[str]:
-    """The modules in the folder of ``package`` and those below it, without the reproducers' models."""
+    """Give the modules in the folder of ``package`` and below it, without the reproducers' models."""
     importlib.import_module(package)
     for info in pkgutil.iter_modules(sys.modules[package].__path__, package + "."):
         if not info.ispkg:

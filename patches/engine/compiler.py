@@ -1,11 +1,12 @@
-"""The code that edits make of a function: made from its source, once, and kept for later processes.
+"""The code that edits make of a function: made from its source once, and kept for later processes.
 
-To read, parse and compile a hundred functions takes a tenth of a second. What comes of it is kept as Python keeps
-the bytecode of a module: in ``__pycache__`` beside this file, or below ``PYTHONPYCACHEPREFIX``; not with ``-B`` or
-``PYTHONDONTWRITEBYTECODE``, nor where that folder cannot be written. A program that can write there can change this file too.
+To read, parse and compile the functions of all patches takes half a second, to read the kept code 0.03
+(``python -m benchmarks.kept_code``). The code is kept as Python keeps the bytecode of a module: in ``__pycache__`` beside
+this file, or below ``PYTHONPYCACHEPREFIX``; not with ``-B`` or ``PYTHONDONTWRITEBYTECODE``, nor where that folder cannot be
+written. A program that can write there can change this file too.
 
-It is used for a function that has the very code that it was made from, out of a file of the same size and time of
-change (which is all that Python asks of a ``.pyc``), for the same edits, engine and Python. Else the source decides.
+Kept code is used for a function that still has the code it was made from, in a file of the same size and time of change
+(Python asks no more of a ``.pyc``), for the same edits, engine and Python. Otherwise the source decides.
 """
 
 from __future__ import annotations
@@ -28,31 +29,32 @@ from .edits import Rewrite
 _Stamp = tuple[int, int]
 """Size of a file in bytes, and the time of its last change in whole seconds, as tar and images of containers keep it."""
 _Entries = dict[tuple[Any, ...], tuple[_Stamp, bytes]]
-"""By file, function, line and what was asked: the stamp of the file, and the original and what was made of it."""
+"""By file, function, line and edits: the stamp of the file, and the marshalled original code and new code."""
 
-_MOST = 1_000
-"""Entries in a file; all patches together make a hundred."""
-_HASH = 8
-"""Length of ``importlib.util.source_hash``."""
+_MAX_ENTRIES = 1_000  # all patches together make about 250
+_HASH_LENGTH = 8  # of importlib.util.source_hash
 
 
 class Compiler:
-    """Reads the source each time."""
+    """Makes the code of rewritten functions, each time from the source."""
 
     def rewritten(self, function: FunctionType, code: CodeType, edits: Sequence[Rewrite]) -> CodeType:
-        """The code of ``function``, which was ``code``, with every edit made. May raise ``Conflict``."""
+        """Make every edit in ``function``, whose code was ``code``. May raise ``Conflict``."""
         return match.rewrite(locate.read(function, code), edits)
 
-    def holds(self, function: FunctionType, text: str) -> bool:
-        """Whether the expression or statements ``text`` stand in ``function``. May raise ``Conflict``."""
-        return match.occurrences(locate.read(function, function.__code__), text) > 0
+    def holds(self, function: FunctionType, code: CodeType, text: str) -> bool:
+        """Tell whether the expression or statements ``text`` stand in ``function``, whose code was ``code``.
+
+        May raise ``Conflict``.
+        """
+        return match.occurrences(locate.read(function, code), text) > 0
 
     def keep(self) -> None:
-        """Write down what was made since the last time, where that is done. Raises no ``Exception``."""
+        """Write new code to the file, if there is one. Raises no ``Exception``."""
 
 
 class KeepingCompiler(Compiler):
-    """Remembers the code that it made, in this process and in later ones."""
+    """Keeps the code that it made in a file, for this process and later ones."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,8 +66,8 @@ class KeepingCompiler(Compiler):
         make = partial(super().rewritten, function, code, edits)
         return cast(CodeType, self._remembered(function, code, asked, make))
 
-    def holds(self, function: FunctionType, text: str) -> bool:
-        return cast(bool, self._remembered(function, function.__code__, text, partial(super().holds, function, text)))
+    def holds(self, function: FunctionType, code: CodeType, text: str) -> bool:
+        return cast(bool, self._remembered(function, code, text, partial(super().holds, function, code, text)))
 
     def _remembered(self, function: FunctionType, code: CodeType, asked: Any, make: Callable[[], Any]) -> Any:
         stamp = _stamp(code.co_filename)  # before the file is read
@@ -87,24 +89,24 @@ class KeepingCompiler(Compiler):
     def keep(self) -> None:
         if not self._fresh or sys.dont_write_bytecode or _ENGINE is None:
             return
-        self._fresh = False  # before: what another thread makes meanwhile is written the next time
-        with contextlib.suppress(Exception):  # as for a .pyc: what cannot be written is made again
+        self._fresh = False  # before writing: code that another thread makes meanwhile is written the next time
+        with contextlib.suppress(Exception):  # code that cannot be written is made again, as with a .pyc
             self._write()
 
     def _read(self) -> _Entries:
         with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
             data = self._path.read_bytes()
-            content = data[_HASH:]
-            if importlib.util.source_hash(content) == data[:_HASH]:
+            content = data[_HASH_LENGTH:]
+            if importlib.util.source_hash(content) == data[:_HASH_LENGTH]:
                 engine, entries = marshal.loads(content)
                 if engine == _ENGINE:
                     return cast(_Entries, entries)
         return {}
 
     def _write(self) -> None:
-        # The newest first; without what was made from files that are others now.
+        # The newest first; without the code of files that have changed since.
         newest = reversed((self._entries or {}).copy().items())
-        entries = [(key, entry) for key, entry in newest if entry[0] == _stamp(key[0])][:_MOST]
+        entries = [(key, entry) for key, entry in newest if entry[0] == _stamp(key[0])][:_MAX_ENTRIES]
         content = marshal.dumps((_ENGINE, dict(reversed(entries))))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.{time.monotonic_ns()}")
@@ -119,7 +121,7 @@ class KeepingCompiler(Compiler):
 
 
 def compiler() -> Compiler:
-    """A compiler that keeps its code beside our own bytecode, if there is a place."""
+    """Return a compiler that keeps its code beside our own bytecode, if there is a place."""
     try:
         return KeepingCompiler(Path(importlib.util.cache_from_source(str(Path(__file__).with_name("kept_code.py")))))
     except (NotImplementedError, NameError):  # this Python keeps none; we come from no file
@@ -127,7 +129,7 @@ def compiler() -> Compiler:
 
 
 def _stamp(path: str | None) -> _Stamp | None:
-    """None if there is no such file."""
+    """Return the stamp of a file; None if there is no such file."""
     try:
         found = os.stat(cast(str, path))
     except (OSError, ValueError, TypeError):
@@ -136,7 +138,7 @@ def _stamp(path: str | None) -> _Stamp | None:
 
 
 def _engine() -> tuple[Any, ...] | None:
-    """What another Python or another engine has not in common with this; None if our own files cannot be looked at."""
+    """Identify this Python and this engine, whose code no other may use; None if our own files cannot be looked at."""
     stamps = [
         _stamp(getattr(sys.modules[name], "__file__", None))
         for name in (__name__, frames.__name__, locate.__name__, match.__name__)
@@ -145,4 +147,4 @@ def _engine() -> tuple[Any, ...] | None:
 
 
 _ENGINE = _engine()
-"""Of the engine that was imported: its files may be others when it writes."""
+"""Identifies the engine that was imported: its files may have changed when it writes."""

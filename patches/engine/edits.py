@@ -49,6 +49,14 @@ class Rewrite(NamedTuple):
     when: str = ""
     reach: Callable[[], FunctionType] | None = None
 
+    @classmethod
+    def to_call(
+        cls, target: str, find: str, function: Callable[..., Any], arguments: str, when: str = "", count: int = 1
+    ) -> Rewrite:
+        """Replace ``find`` by a call of ``function`` with ``arguments`` (source), named after it in the module."""
+        name = f"_patches_{function.__name__.lstrip('_')}"
+        return cls(target, find, f"{name}({arguments})", count, {name: function}, when)
+
 
 class SetAttribute(NamedTuple):
     """Set one attribute of a class or module, through the owner's own ``__dict__``.
@@ -94,5 +102,5 @@ Edit = Rewrite | SetAttribute | DeleteAttribute
 
 
 def module_of(edit: Edit) -> str:
-    """The module that must be imported before ``edit`` can be applied."""
+    """Return the module that must be imported before ``edit`` can be applied."""
     return edit.target.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Which names code that was reverted may still look up: in a copy of a function, a frame, a generator, a tool that keeps it."""
+"""The names that a frame or a code object may still look up, to know which of ours reverted code needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def nested(code: CodeType) -> list[CodeType]:
-    """``code`` and the code objects inside it."""
+    """Return ``code`` and the code objects inside it."""
     found = [code]
     for outer in found:
         found += [const for const in outer.co_consts if isinstance(const, CodeType)]
@@ -18,10 +18,10 @@ def nested(code: CodeType) -> list[CodeType]:
 
 
 def witnessed(code: CodeType) -> CodeType:
-    """``code`` with one more constant, also in code inside it: a code object that never runs and names what the code names.
+    """Add a constant to ``code`` and to the code inside it: a code object that never runs, with the same names.
 
-    Debuggers and profilers make code of code, with ``code.replace()`` or from its parts. What they make has the constants of
-    the old code, so the witness lives as long as anything made of ``code``, and can be held weakly.
+    Debuggers and profilers make new code of old code, by ``code.replace()`` or from its parts, and take over its constants.
+    So this witness lives as long as any code made of ``code``, and can be held weakly.
     """
     inner = [witnessed(const) if isinstance(const, CodeType) else const for const in code.co_consts]
     witness = compile("", code.co_filename, "exec").replace(co_names=code.co_names, co_firstlineno=code.co_firstlineno)
@@ -34,7 +34,7 @@ def named_in(codes: Iterable[CodeType], names: Collection[str]) -> set[str]:
 
 
 def in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
-    """Which names a frame of any thread may still look up; ``spaces``: names by the ``id`` of their globals."""
+    """Return the names that a frame of any thread may still look up; ``spaces``: names by the ``id`` of their globals."""
     used: set[tuple[int, str]] = set()
     for space, code in running() if spaces else ():
         if id(space) in spaces:
@@ -43,7 +43,7 @@ def in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
 
 
 def holders(codes: Iterable[CodeType], spaces: Iterable[dict[str, Any]]) -> list[str]:
-    """The functions with globals ``spaces`` that run one of ``codes``, or what was made of it. It walks over all that is alive.
+    """Name the functions with globals ``spaces`` that run one of ``codes``, or code made of it; walk over all objects.
 
     Not by ``gc.get_objects``: to hold a tuple that another thread is just filling makes ``tuple()`` fail there.
     """
@@ -54,7 +54,7 @@ def holders(codes: Iterable[CodeType], spaces: Iterable[dict[str, Any]]) -> list
 
 
 def running() -> list[tuple[dict[str, Any], CodeType]]:
-    """Globals and code of every frame of every thread. No frame is held: it would keep its variables alive."""
+    """Return globals and code of every frame of every thread, but no frame: it would keep its variables alive."""
     found = []
     frames = list(sys._current_frames().values())
     while frames:

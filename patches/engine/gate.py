@@ -6,18 +6,15 @@ import functools
 import importlib.metadata
 import re
 import sys
-import threading
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
-from weakref import ref
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
 from . import imports, requirement
 from .patch import Part, Patch
 from .report import Status
-
-T = TypeVar("T")
 
 
 class Verdict(NamedTuple):
@@ -28,47 +25,13 @@ class Verdict(NamedTuple):
     versions: Mapping[str, str | None]
 
 
-class _Look(dict[str, str | None]):
-    """Versions by package, for the time of one :func:`in_one_look`; unlike a dict it can be referred to weakly."""
-
-
-class _Looked(threading.local):
-    look: ref[_Look] | None = None
-    """What was found since :func:`in_one_look` began in this thread; None or dead outside of it."""
-
-
-_looked = _Looked()
-
-
-def in_one_look(call: Callable[[], T]) -> T:
-    """What ``call`` returns; meanwhile the version of a package is looked up once. One inside another looks anew."""
-    # No context manager: an error between its beginning and ours would leave its memory behind.
-    outer = _looked.look
-    look = _Look()  # gone with this frame, also where an interrupt comes before the last line
-    try:
-        _looked.look = ref(look)
-        return call()
-    finally:
-        _looked.look = outer
-
-
-def remembered() -> dict[str, str | None] | None:
-    """The versions that were looked up in this thread and hold now; None outside of :func:`in_one_look`."""
-    return None if _looked.look is None else _looked.look()
-
-
 def installed(package: str) -> str | None:
-    """The version of a distribution: what its imported module says, before the import what its metadata say."""
-    known = remembered()
-    if known is None:
-        return _imported_version(package) or _metadata_version(package)
-    if package not in known:
-        known[package] = _imported_version(package) or _metadata_version(package)
-    return known[package]
+    """Return the version of a distribution as its imported module gives it, before the import as its metadata do."""
+    return _imported_version(package) or _metadata_version(package)
 
 
 def mismatch(package: str) -> str:
-    """In words, if the module that is imported is of another version than the metadata beside it; else empty."""
+    """Say so if the imported module is of another version than the metadata beside it; else return an empty string."""
     here, said = _imported_version(package), _metadata_version(package)
     if not here or not said or here == said or _public(here) == _public(said):
         return ""
@@ -78,14 +41,14 @@ def mismatch(package: str) -> str:
 
 
 def module_name(package: str) -> str:
-    """The top-level module of a distribution, for the packages that are repaired here."""
+    """Return the top-level module of a distribution that is repaired here."""
     return package.replace("-", "_")
 
 
 def _imported_version(package: str) -> str | None:
     name = module_name(package)
     if not imports.imported(name):
-        return None  # a module that is half way through its import may not have said it yet
+        return None  # half way through its import a module may not have set it yet
     try:
         found = sys.modules[name].__version__
     except Exception:  # a lazy module may do anything
@@ -113,17 +76,12 @@ def _read_version(package: str) -> str:
 
 
 def packages(patch: Patch | Part) -> list[str]:
-    """The distributions that ``patch`` requires."""
+    """Return the distributions that ``patch`` requires."""
     return list(dict.fromkeys(requirement.parse(text).name for part in patch.parts for text in part.requires))
 
 
-floors: dict[str, str] = {}
-"""The oldest release of each package that anything is changed beside, whatever a patch requires; who has a table of
-stacks that were run fills it."""
-
-
-def too_old() -> str:
-    """In words, which installed packages are older than any that was run, and the release that is needed; else empty."""
+def too_old(floors: Mapping[str, str]) -> str:
+    """Name the installed packages that are older than their release in ``floors``; empty if there are none."""
     old = []
     for package, oldest in floors.items():
         version = installed(package)
@@ -133,7 +91,7 @@ def too_old() -> str:
 
 
 def satisfied(requirements: str) -> bool:
-    """Whether the installed releases meet requirements joined by " and "; absent packages meet none."""
+    """Tell whether the installed releases meet requirements joined by " and "; absent packages meet none."""
     for text in requirements.split(" and "):
         version = installed(requirement.parse(text).name)
         if version is None or not _contains(text, version):
@@ -144,45 +102,47 @@ def satisfied(requirements: str) -> bool:
 _TO_TRY = "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
 
 
-def check(patch: Patch | Part, *, untested: bool = False) -> Verdict:
-    """Say whether ``patch`` is for the installed releases: of several parts, whether one is.
+def check(part: Part, *, untested: bool = False, floors: Mapping[str, str] = MappingProxyType({})) -> Verdict:
+    """Say whether ``part`` is for the installed releases.
 
-    With ``untested``, a release newer than any that the patch was tested on is no obstacle: the
-    exact match of the source still decides.
+    Parameters
+    ----------
+    untested:
+        Let a release pass that is newer than any that the part was tested on: the exact match of the source still
+        decides.
+    floors:
+        The oldest release of each package beside which anything is changed, whatever a patch requires.
     """
-    verdicts = [_check(part, untested) for part in patch.parts]
-    return next((each for each in verdicts if each.status is Status.AVAILABLE), verdicts[0])
-
-
-def _check(patch: Part, untested: bool) -> Verdict:
-    versions = {name: installed(name) for name in packages(patch)}
+    versions = {name: installed(name) for name in packages(part)}
     for name, found in versions.items():
         if found is None:
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
-    if old := too_old():
+    if old := too_old(floors):
         return Verdict(Status.NOT_AFFECTED, old, versions)
     if not untested and (odd := [f"{n} {v}" for n, v in versions.items() if requirement.read(str(v)) is None]):
         why = f"the version of {' and of '.join(odd)} cannot be read; {_TO_TRY}"
         return Verdict(Status.UNTESTED, why, versions)
-    for text in patch.requires:
+    for text in part.requires:
         needed = requirement.parse(text)
         version = str(versions[needed.name])
         if not _contains(text, version):
             reason = f"{needed.name} {version} is outside {needed.specifier}"
             return Verdict(Status.NOT_AFFECTED, reason, versions)
-    package, version = patch.package, str(versions[patch.package])
-    if not untested and _newer(version, patch.tested_up_to):
-        return Verdict(
-            Status.UNTESTED,
-            f"{package} {version} is newer than {patch.tested_up_to}, the last it was tested on; {_TO_TRY}",
-            versions,
-        )
+    package, version = part.package, str(versions[part.package])
+    if not untested and _newer(version, part.tested_up_to):
+        reason = f"{package} {version} is newer than {part.tested_up_to}, the last it was tested on; {_TO_TRY}"
+        return Verdict(Status.UNTESTED, reason, versions)
     return Verdict(Status.AVAILABLE, "", versions)
+
+
+def is_for(patch: Patch) -> bool:
+    """Tell whether a part of ``patch`` is for the installed releases."""
+    return any(check(part).status is Status.AVAILABLE for part in patch.parts)
 
 
 @functools.cache
 def _is_older(package: str, version: str, oldest: str) -> bool:
-    """Whether it is known to be: a version that cannot be read is not."""
+    """Tell whether ``version`` is known to be older: one that cannot be read is not."""
     return requirement.read(version) is not None and not _contains(f"{package}>={oldest}", version)
 
 

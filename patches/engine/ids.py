@@ -14,6 +14,7 @@ class Ids:
     def __init__(self, patches: Iterable[Patch], note: Callable[[str], None]) -> None:
         """Take ``patches``; raise ``ValueError`` if two have one id. ``note`` is told of each former id that is used."""
         self.present: dict[str, Patch] = {}
+        self._parts: dict[str, Part] = {}
         self._former: dict[str, str] = {}
         self._note = note
         for patch in patches:
@@ -22,6 +23,7 @@ class Ids:
                     raise ValueError(f"two patches are named {known}")
                 self._former[known] = patch.id
             self.present[patch.id] = patch
+            self._parts |= {part.key: part for part in patch.parts}
             del self._former[patch.id]
 
     def find(self, patch_id: str) -> str | None:
@@ -57,11 +59,16 @@ class Ids:
 
     def part(self, key: str) -> Part:
         """Return the part with ``key``."""
-        return next(part for part in self.present[key.partition(": ")[0]].parts if part.key == key)
+        return self._parts[key]
+
+
+def patch_id_of(key: str) -> str:
+    """Return the id of the patch whose part has ``key``."""
+    return key.partition(": ")[0]
 
 
 def unknown(patch_id: str, known: Iterable[str], kind: str = "patch") -> str:
-    """The message for an id, or other name of a ``kind``, that does not exist."""
+    """Make the message for an id, or another name of a ``kind``, that does not exist."""
     near = difflib.get_close_matches(str(patch_id), list(known), n=3, cutoff=0.4)
     hint = f"the nearest: {', '.join(near)}" if near else "`python -m patches list` shows all"
     return f"no {kind} is named {patch_id!r}; {hint}"

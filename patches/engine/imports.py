@@ -32,7 +32,7 @@ _awaited: dict[str, list[Callback]] = {}
 
 
 def imported(name: str) -> bool:
-    """Whether the import of module ``name`` and of its package are over."""
+    """Tell whether the import of module ``name`` and of its package are over."""
     return name in sys.modules and _unfinished(name) is None
 
 
@@ -59,7 +59,7 @@ def after_outermost(callback: Callback) -> None:
 
 
 def _outermost() -> ModuleSpec | None:
-    """The spec whose load is the first that this thread has begun and not ended."""
+    """Return the spec of the first load that this thread has begun and not ended."""
     found: ModuleSpec | None = None
     frame = sys._getframe()
     while (outer := frame.f_back) is not None:
@@ -79,7 +79,7 @@ def stop() -> None:
 
 
 def _arrived(name: str) -> None:
-    """The import of ``name`` or of its package is over: tell, or wait for the other of the two."""
+    """Tell that ``name`` is imported, once the import of its package is over as well."""
     if name not in sys.modules:
         return  # it failed; it may be tried again
     spec = _unfinished(name)
@@ -91,7 +91,7 @@ def _arrived(name: str) -> None:
 
 
 def _unfinished(name: str) -> ModuleSpec | None:
-    """The spec that is still being loaded: the spec of the module or of its top-level package."""
+    """Return the spec that is still being loaded, of the module or of its top-level package."""
     top = name.partition(".")[0]
     for part in (name, top) if top != name else (name,):
         spec: ModuleSpec | None = getattr(sys.modules.get(part), "__spec__", None)

@@ -35,29 +35,25 @@ class Replaced(Conflict):
 
 
 class Source(NamedTuple):
-    """The text and syntax tree of one function as it was imported."""
+    """The text of one function as it was imported."""
 
     code: CodeType
     text: str
     """The function at its own lines and columns, inside the headers of its scopes."""
-    depth: int
-    """How many scopes (classes, functions) that are."""
+    scopes: int
+    """The number of scopes (classes, functions) around it."""
     imports: tuple[ast.stmt, ...]
     """Statements to compile along with it, see :func:`_imports`."""
     lines: list[str]
     """The function's own lines, decorators included; the first is line ``code.co_firstlineno``."""
     file: list[str]
     """All lines of its file."""
-    unused: dict[str, tuple[ast.Module, FunctionNode]]
-    """The "tree" that it was found right with, until somebody asks for one."""
 
     def parse(self) -> tuple[ast.Module, FunctionNode]:
-        """A syntax tree of the caller's own, and the function in it."""
-        if (found := self.unused.pop("tree", None)) is not None:
-            return found
+        """Return a new syntax tree, and the function in it."""
         tree = ast.parse(self.text, self.code.co_filename)
         node: ast.AST = tree
-        for _ in range(self.depth + 1):
+        for _ in range(self.scopes + 1):
             node = node.body[0]  # type: ignore[attr-defined]
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             raise LookupError("it is not a function definition")
@@ -73,21 +69,21 @@ def read(function: FunctionType, code: CodeType) -> Source:
     Conflict
         There is no source, or compiling it does not give ``code``.
     """
-    key = (code, code.co_filename, function.__qualname__)  # not the function: it would live as long as this is known
-    if (known := _known.get(key)) is None:
-        if len(_known) >= _MOST:
-            _known.clear()
-        known = _known[key] = _read(function, code)
-    return known
+    key = (code, code.co_filename, function.__qualname__)  # not the function, which would be kept alive
+    if (source := _sources.get(key)) is None:
+        if len(_sources) >= _MAX_SOURCES:
+            _sources.clear()
+        source = _sources[key] = _read(function, code)
+    return source
 
 
-_known: dict[tuple[CodeType, str, str], Source] = {}
-_MOST = 512
+_sources: dict[tuple[CodeType, str, str], Source] = {}
+_MAX_SOURCES = 512
 
 
 def forget() -> None:
     """Read every source again when it is next asked for."""
-    _known.clear()
+    _sources.clear()
 
 
 def _read(function: FunctionType, code: CodeType) -> Source:
@@ -100,11 +96,10 @@ def _read(function: FunctionType, code: CodeType) -> Source:
     for candidate in (_guess, _exact):
         try:
             for block, imports in candidate(function, code, lines):
-                text, depth = _in_scopes(block, code, function.__qualname__)
-                found = Source(code, text, depth, imports, block, lines, {})
-                parsed = found.parse()
-                if compiled(parsed[0], code) == code:
-                    found.unused["tree"] = parsed
+                text, scopes = _in_scopes(block, code, function.__qualname__)
+                found = Source(code, text, scopes, imports, block, lines)
+                tree, _ = found.parse()
+                if compiled(tree, code) == code:
                     return found
             problem = None
         except (SyntaxError, IndexError, LookupError) as error:
@@ -118,25 +113,25 @@ def _read(function: FunctionType, code: CodeType) -> Source:
 
 
 _Candidate = tuple[list[str], tuple[ast.stmt, ...]]
-"""The lines of a function, and what :func:`_imports` says; right if it compiles to the code that was imported."""
+"""The lines of a function and its :func:`_imports`; right if they compile to the code that was imported."""
 
 
 def _guess(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
-    """Where it ends and its imports, read from the code object and the module: nearly always right."""
+    """Guess its last line and its imports from the code object and the module, nearly always right."""
     codes = nested(code)
     last = max((line or 0 for c in codes for _, _, line in c.co_lines()), default=0) or code.co_firstlineno
     block = _until_dedent(lines, code.co_firstlineno - 1, last)
     used = {name: function.__globals__.get(name) for c in codes for name in c.co_names}
     yield block, _import_of({name for name, value in used.items() if _is_foreign(value, function.__module__)})
-    # Constants too, and what was not there to import: all but locals and what a line of the file begins with.
+    # Else take every name that is no local, no builtin, and not defined by the beginning of a line of the file.
     own = {name for c in codes for name in (*c.co_varnames, *c.co_cellvars)}.union(_BEGINS.findall("".join(lines)))
     yield block, _import_of({name for name in used if name not in own and not hasattr(builtins, name)})
 
 
 def _until_dedent(lines: list[str], first: int, last: int) -> list[str]:
-    """The lines of what begins at the index ``first``: up to the first that is indented no more.
+    """Return the lines of the definition at the index ``first``, without comments and blank lines at its end.
 
-    ``last`` is the line in which its last statement begins. Comments and blank lines at the end are left out.
+    ``last`` is the line in which its last statement begins. The first line after it that is indented less ends it.
     """
     indent, end = _indent(lines[first]), last
     for at in range(last, len(lines)):
@@ -153,14 +148,14 @@ def _indent(line: str) -> int:
 
 
 def _exact(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
-    """The same, read from the file: a tenth of a second for a large one."""
+    """Read its last line and its imports from the file: a tenth of a second for a large one."""
     block = inspect.getblock(lines[code.co_firstlineno - 1 :])
     yield block, ()
     yield block, _imports("".join(lines))
 
 
 def _is_foreign(value: object, module: str) -> bool:
-    """Whether a global of ``module`` looks imported."""
+    """Tell whether a global of ``module`` looks imported."""
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
         return value.__module__ != module
     return isinstance(value, ModuleType)
@@ -172,7 +167,7 @@ def _import_of(names: set[str]) -> tuple[ast.stmt, ...]:
 
 
 def _in_scopes(block: list[str], code: CodeType, qualname: str) -> tuple[str, int]:
-    """``block`` at its own lines and columns, under one-line headers for the scopes that ``qualname`` names.
+    """Put ``block`` at its own lines and columns, under one-line headers for the scopes that ``qualname`` names.
 
     Returns the text and the number of scopes.
     """
@@ -196,7 +191,7 @@ def _in_scopes(block: list[str], code: CodeType, qualname: str) -> tuple[str, in
 
 @functools.lru_cache(maxsize=32)
 def _imports(text: str) -> tuple[ast.stmt, ...]:
-    """What makes the names that a module imports known as imported where its functions are compiled alone.
+    """Make import statements for the names that a module imports, to compile one of its functions alone.
 
     CPython (3.11.7, 3.12) compiles ``name.method()`` differently if the module imports ``name``.
     """

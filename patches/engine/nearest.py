@@ -40,7 +40,7 @@ def describe(function: FunctionNode, code: CodeType, find: str, found: Sequence[
 
 
 def _candidates(function: FunctionNode) -> Iterator[ast.expr | ast.stmt]:
-    """The statements and expressions below ``function`` that are more than a name or a number."""
+    """Give the statements and expressions below ``function`` that are more than a name or a number."""
     for node in ast.walk(function):
         if node is not function and isinstance(node, (ast.expr, ast.stmt)):
             if not isinstance(node, (ast.Name, ast.Constant, ast.FunctionDef, ast.ClassDef)):

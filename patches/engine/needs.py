@@ -11,7 +11,7 @@ from .patch import Part, Patch
 
 
 def edits(patch: Patch | Part) -> list[Edit]:
-    """The edits of ``patch`` for the installed releases; of several parts, of the parts that fit these releases."""
+    """Return the edits of ``patch`` for the installed releases; of several parts, of the parts that fit these releases."""
     parts = (
         patch.parts if len(patch.parts) == 1 else [p for p in patch.parts if gate.satisfied(" and ".join(p.requires))]
     )
@@ -19,15 +19,15 @@ def edits(patch: Patch | Part) -> list[Edit]:
 
 
 def modules(patch: Patch | Part) -> set[str]:
-    """What ``patch`` edits, and the packages that it repairs: an edit may be in torch, and the defect is not."""
+    """Return the modules that ``patch`` edits, and the packages that it repairs: an edit may be in torch, and the defect is not."""
     return {*(gate.module_name(part.package) for part in patch.parts), *map(module_of, edits(patch))}
 
 
 def import_targets(*patches: Patch | Part) -> list[str]:
-    """Import what ``patches`` edit here; what cannot be imported stays missing. Says which did not fit, and why.
+    """Import the modules that ``patches`` edit here, each package once; return a sentence for each that cannot be imported.
 
-    That a package or module is absent is not said: the report says so. Any other error is: a package that was built
-    for another torch raises any error. Such a package is tried once.
+    There is none for a package or module that is absent: the report says so. A package that was built for another torch
+    may raise any error.
     """
     said: dict[str, str | None] = {}
     for name in sorted({name for patch in patches for name in modules(patch)}):
@@ -40,7 +40,7 @@ def import_targets(*patches: Patch | Part) -> list[str]:
 
 
 def _failure(name: str) -> str | None:
-    """Why module ``name`` cannot be imported; empty if the report says it, None if it is imported now."""
+    """Import module ``name``; return why that failed, an empty string if the report says it, None if it did not fail."""
     try:
         importlib.import_module(name)
     except KeyboardInterrupt:
@@ -57,23 +57,23 @@ def _brief(error: BaseException) -> str:
 
 
 def missing(patch: Part) -> set[str]:
-    """Modules that ``patch`` edits, or whose package it repairs, and that are not imported whole."""
+    """Return the modules that ``patch`` edits, and the package that it repairs, as far as they are not imported whole."""
     return {name for name in modules(patch) if not imported(name)}
 
 
 def packages(patch: Patch | Part) -> set[str]:
-    """Top-level modules on which it depends whether ``patch`` goes in."""
+    """Return the top-level modules whose import can decide whether ``patch`` is applied."""
     edited = (module_of(edit).partition(".")[0] for part in patch.parts for edit in part.edits)
     return {*map(gate.module_name, gate.packages(patch)), *edited}
 
 
 def is_to_come(patch: Part) -> bool:
-    """Whether the package that ``patch`` repairs is not imported yet: nothing else about it matters until then."""
+    """Tell whether the package that ``patch`` repairs is not imported yet: nothing else matters until then."""
     return not imported(gate.module_name(patch.package))
 
 
 def awaited(patch: Part) -> set[str]:
-    """Modules whose import can still change what becomes of ``patch``."""
+    """Return the modules whose import can still decide whether ``patch`` is applied."""
     if is_to_come(patch):
         return {gate.module_name(patch.package)}
     unseen = {name for name in map(gate.module_name, gate.packages(patch)) if not imported(name)}

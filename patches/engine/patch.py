@@ -82,7 +82,7 @@ class Part:
         return (self,)
 
     def damaged(self) -> tuple[str, ...]:
-        """What :attr:`damage` says, or that it failed, which must not keep a patch out. Empty without one."""
+        """Call :attr:`damage`, if there is one; return what it says, or that it failed, which must not keep a patch out."""
         try:
             return () if self.damage is None else tuple(self.damage())
         except Exception as error:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from types import CodeType
 from weakref import ref
 
+from . import idle_names
 from .build import Builder
 from .edits import Edit
-from .frames import in_frames, named_in, nested
+from .frames import nested
 from .locate import Conflict, Replaced
 from .report import Status
-from .slots import CodeSlot, NameSlot, Slot, slots_of
+from .slots import NameSlot, Slot, slots_of
 from .state import Duty, Installed, Outcome, State
 from .transaction import Stale, Step
 
@@ -26,7 +27,7 @@ class Refused(Exception):
 
 
 def outcome_of(error: Exception) -> Outcome:
-    """What became of a patch that could not be put in."""
+    """Say why a patch could not be put in."""
     if isinstance(error, Replaced):
         return Outcome(Status.SHADOWED, f"{error}; left as it is")
     if isinstance(error, Conflict):
@@ -36,22 +37,35 @@ def outcome_of(error: Exception) -> Outcome:
 
 
 class Draft:
-    """A state in the making. Every method leaves it whole; what cannot be done is returned, not half done."""
+    """The next state, in the making.
+
+    A method that cannot do all it was asked to do leaves out whole owners (a part of a patch, or a feature) and
+    returns them with the reason: an owner never has only some of its edits in.
+    """
 
     def __init__(
         self, read: Callable[[], State], order: Mapping[str, int], builder: Builder, refused: Mapping[Hashable, str]
     ) -> None:
-        """Of the state that ``read`` gives; planning ends in `Stale` once it gives another. ``order``: of the owners' edits;
-        others come last. ``refused``: slots whose step failed in an earlier try, and why."""
+        """Begin with the current state.
+
+        Parameters
+        ----------
+        read:
+            Returns the current state. As soon as it returns another one, planning raises ``Stale``.
+        order:
+            The position of each owner: in one function the edits of the first owner are made first. Owners that are
+            not named come last.
+        refused:
+            Slots that could not be written in an earlier attempt, each with the reason.
+        """
         self._read = read
         self.before = state = read()
-        # What the slots are in is held until the change is made: an address must not come to mean something else.
+        # Hold every place until the change is made, so that no other object gets its address meanwhile.
         places = {key: (known, known.slot.held()) for key, known in state.slots.items()}
         self._places = [place for _, place in places.values()]
         self.slots = {key: known for key, (known, place) in places.items() if place is not None}
         self.outcomes = dict(state.outcomes)
         self.waiting = dict(state.waiting)
-        self.holders = dict(state.holders)
         self.duties = state.duties
         self.notes = state.notes
         self._order = order
@@ -61,7 +75,7 @@ class Draft:
 
     @property
     def _shadowed(self) -> frozenset[Hashable]:
-        """The slots in which someone else has put something since; read once, when it is first asked for."""
+        """The slots that another program has changed after us; read once."""
         if self._changed is None:
             self._changed = frozenset(key for key, known in self.before.slots.items() if known.shadowed)
         return self._changed
@@ -69,28 +83,29 @@ class Draft:
     # -- putting in ----------------------------------------------------------------------------
 
     def put_in(self, edits: Mapping[str, Sequence[Edit]]) -> tuple[list[str], dict[str, Exception]]:
-        """Make the edits of each owner, all of an owner's or none.
+        """Make the edits of each owner.
 
-        Returns the owners that had one to make, and those for whom it cannot be done with the reason.
+        Returns the owners whose edits were made (without those who had them all in), and the owners whose edits cannot
+        be made, each with the error.
         """
         failed: dict[str, Exception] = {}
         wanted: dict[str, list[tuple[Slot, Edit]]] = {}
         for owner, own in edits.items():
             try:
-                wanted[owner] = self._resolved(owner, own)
+                wanted[owner] = self._new_places(owner, own)
             except (Conflict, Refused) as error:
                 failed[owner] = error
         while True:
-            slots, errors = self._with(wanted)
+            built, errors = self._build_all(wanted)
             if not errors:
-                self.slots.update(slots)
+                self.slots.update(built)
                 return [owner for owner, own in wanted.items() if own], failed
-            failed |= errors
+            failed |= errors  # and once more without these owners
             wanted = {owner: own for owner, own in wanted.items() if owner not in errors}
 
-    def _resolved(self, owner: str, edits: Sequence[Edit]) -> list[tuple[Slot, Edit]]:
-        """The slots of ``edits`` in which ``owner`` has no edit yet."""
-        pairs = [pair for edit in edits for pair in slots_of(edit)]
+    def _new_places(self, owner: str, edits: Sequence[Edit]) -> list[tuple[Slot, Edit]]:
+        """Find the slots of ``edits`` in which ``owner`` has no edit yet."""
+        pairs = [pair for edit in edits for pair in slots_of(edit, self.before)]
         if not pairs:
             raise Conflict("the patch has no edit for this release")
         fresh = []
@@ -105,52 +120,54 @@ class Draft:
             fresh.append((slot, edit))
         return fresh
 
-    def _with(
+    def _build_all(
         self, wanted: Mapping[str, Sequence[tuple[Slot, Edit]]]
     ) -> tuple[dict[Hashable, Installed], dict[str, Exception]]:
-        """The slots with all ``wanted`` edits in; or whose edits cannot be in, and why."""
+        """Build each slot of ``wanted`` with the edits of all its owners; return also the owners that do not fit."""
         slots: dict[Hashable, Slot] = {}
         added: dict[Hashable, list[tuple[str, Edit]]] = {}
         for owner, pairs in wanted.items():
             for slot, edit in pairs:
                 slots.setdefault(slot.key, slot)
                 added.setdefault(slot.key, []).append((owner, edit))
-        done: dict[Hashable, Installed] = {}
+        built: dict[Hashable, Installed] = {}
         errors: dict[str, Exception] = {}
         for key, slot in slots.items():
-            if self._read() is not self.before:  # what others have changed meanwhile would look like conflicts
+            if self._read() is not self.before:  # a change by another thread would look like a conflict
                 raise Stale
             known = self.slots.get(key) or Installed(slot, slot.read(), (), None)
             try:
-                done[key] = self._built_with(known, added[key])
+                built[key] = self._build(known, added[key])
             except Exception:
-                if found := self._culprits(known, added[key]):
-                    errors |= found
-                else:  # what failed was no edit, and does not fail again
-                    done[key] = self._built_with(known, added[key])
-        return done, errors
+                if unfit := self._unfit_owners(known, added[key]):
+                    errors |= unfit
+                else:  # each owner fits: the error came from elsewhere, and only a second one counts
+                    built[key] = self._build(known, added[key])
+        return built, errors
 
-    def _culprits(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> dict[str, Exception]:
-        """Adding owner after owner, those with whom it cannot be built."""
+    def _unfit_owners(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> dict[str, Exception]:
+        """Add the edits of one owner after the other; return the owners whose edits do not fit, with the error."""
         errors: dict[str, Exception] = {}
         for owner in dict.fromkeys(name for name, _ in added):
             try:
-                known = self._built_with(known, [(name, edit) for name, edit in added if name == owner])
+                known = self._build(known, [(name, edit) for name, edit in added if name == owner])
             except Exception as error:
                 errors[owner] = error
         return errors
 
-    def _built_with(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> Installed:
+    def _build(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> Installed:
+        """Add the edits ``added`` to ``known``, in the order of their owners."""
         edits = tuple(sorted((*known.edits, *added), key=lambda entry: self._order.get(entry[0], len(self._order))))
-        return self._builder.with_edits(known, edits)
+        return self._builder.with_edits(known, edits, self.before)
 
     # -- taking out ----------------------------------------------------------------------------
 
     def take_out(self, owners: Collection[str]) -> tuple[set[str], dict[str, Outcome]]:
-        """Take out the edits of ``owners``. Returns who had one to take out, and what had to stay of whom.
+        """Take out the edits of ``owners``.
 
-        What someone else changed after us stays, and the rest of the owner goes; an owner of whom a place
-        cannot be put back stays whole.
+        A slot that another program has changed after us stays as it is; the other slots of its owners are restored.
+        If a slot cannot be restored, its owners keep all their edits. Returns the owners of whom something was taken
+        out, and the outcome of each owner of whom something had to stay.
         """
         asked = set(owners)
         stuck = self._stuck(asked)
@@ -169,7 +186,7 @@ class Draft:
         return changed, problems
 
     def _stuck(self, owners: set[str]) -> dict[str, str]:
-        """The ``owners`` with an edit that cannot leave its slot, each with the reason."""
+        """Return the ``owners`` with an edit that cannot leave its slot, each with the reason."""
         stuck: dict[str, str] = {}
         for key, known in self.slots.items():
             leaving = known.owners & owners
@@ -181,49 +198,44 @@ class Draft:
         return stuck
 
     def _kept_in(self, key: Hashable, known: Installed, leaving: Collection[str]) -> str:
-        """Why the edits of ``leaving`` have to stay in a slot; empty if they need not."""
+        """Say why the edits of ``leaving`` have to stay in a slot; empty if they need not."""
         if key in self._refused:
             return f"cannot be reverted: {self._refused[key]}"
         rest = tuple((owner, edit) for owner, edit in known.edits if owner not in leaving)
         if rest:
             try:
-                self._builder.with_edits(known, rest)
+                self._builder.with_edits(known, rest, self.before)
             except Conflict as conflict:
                 return f"cannot be reverted alone, because another patch changed the same function: {conflict}"
         return ""
 
     def _leave(self, key: Hashable, known: Installed, rest: tuple[tuple[str, Edit], ...]) -> None:
+        """Let a slot have the edits ``rest`` alone; a name without edits stays until nothing uses it."""
         if rest:
-            self.slots[key] = self._builder.with_edits(known, rest)
+            self.slots[key] = self._builder.with_edits(known, rest, self.before)
         elif isinstance(known.slot, NameSlot):
             self.slots[key] = Installed(known.slot, known.original, (), known.value)
         else:
             del self.slots[key]
 
     def sweep(self) -> None:
-        """Take out the names that nothing can use any more."""
-        unused = {key: known.slot for key, known in self.slots.items() if not known.edits}
-        idle = {key: (slot, id(vars(slot.held()))) for key, slot in unused.items() if isinstance(slot, NameSlot)}
-        spaces: dict[int, set[str]] = {}
-        for slot, space in idle.values():
-            spaces.setdefault(space, set()).add(slot.attribute)
-        used = in_frames(spaces)
-        kept = named_in(in_use(self.before), {slot.attribute for slot, _ in idle.values()})
-        for key, (slot, space) in idle.items():
-            if slot.attribute not in kept and (space, slot.attribute) not in used:
-                del self.slots[key]
+        """Take out the names that no code needs any more."""
+        for key in idle_names.unused(self.before, self.slots) - self._refused.keys():
+            del self.slots[key]
 
     # -- what came of it -----------------------------------------------------------------------
 
     def owe(self, *duties: Duty) -> None:
+        """Note ``duties`` to be done after the change."""
         self.duties = (*self.duties, *(duty for duty in duties if duty not in self.duties))
 
     def note(self, text: str) -> None:
+        """Add a sentence to every later report, once."""
         if text not in self.notes:
             self.notes = (*self.notes, text)
 
     def fulfil_damage(self, found: Mapping[Duty, tuple[str, ...]]) -> None:
-        """What was found damaged goes to the outcomes of the patches that are still in."""
+        """Add what was ``found`` damaged to the outcomes of the patches that are still in."""
         self.duties = tuple(duty for duty in self.duties if duty not in found)
         for duty, notes in found.items():
             outcome = self.outcomes.get(duty.owner)
@@ -231,7 +243,7 @@ class Draft:
                 self.outcomes[duty.owner] = Outcome(outcome.status, outcome.reason, notes)
 
     def fulfil_compiled(self, said: str | None) -> None:
-        """``said`` is None if compiled code could not be forgotten now: then it is to be tried again."""
+        """Take note that compiled code was discarded; ``said`` is None if that was not possible now: it is tried again."""
         if said is None:
             self.note(NOT_FORGOTTEN)
             return
@@ -241,19 +253,20 @@ class Draft:
             self.note(said)
 
     def conclude(self, owner: str, outcome: Outcome) -> None:
+        """Note the ``outcome`` of an owner."""
         self.outcomes[owner] = outcome
 
     def forget_refusal(self, owner: str) -> None:
-        """Drop why an owner that has nothing in could not be put in then: it is not its state now."""
+        """Drop the reason why an owner could not be put in earlier: it is not its state now."""
         if owner in self.outcomes and self.outcomes[owner].status is not Status.REVERTED:
             del self.outcomes[owner]
 
     def steps(self) -> list[Step]:
-        """What leads from the state before to this one, names first."""
+        """Return the writes that lead from the state before to this one, names first."""
         steps = []
         for key in {**self.before.slots, **self.slots}:
             before, after = self.before.slots.get(key), self.slots.get(key)
-            if before is not None and not before.slot.alive:  # and something else may have its address by now
+            if before is not None and not before.slot.alive:  # another object may have its address by now
                 before = None
             known = before or after
             if before is after or known is None:
@@ -265,10 +278,11 @@ class Draft:
         return [step for _, step in sorted(steps, key=lambda pair: pair[0]) if step is not None]
 
     def state(self) -> State:
-        return State(self.slots, self.outcomes, self.waiting, self.holders, self.duties, self._retired(), self.notes)
+        """Return the state that was planned."""
+        return State(self.slots, self.outcomes, self.waiting, self.duties, self._retired(), self.notes)
 
     def _retired(self) -> tuple[ref[CodeType], ...]:
-        """Code that was reverted, by this change or before, and is alive, as long as there are names of it."""
+        """Return living code that was reverted, by this change or before, while names that it uses are there."""
         if all(known.edits for known in self.slots.values()):
             return ()
         alive = [code for code in self.before.retired if code() is not None]
@@ -276,25 +290,9 @@ class Draft:
         return (*alive, *reverted)
 
     def _reverted(self) -> Iterator[CodeType]:
-        """The code that this change takes out of the places where we had put it."""
+        """Give the code that this change takes out of the places where we had put it."""
         for key, known in self.before.slots.items():
             if isinstance(known.value, CodeType) and (
                 key not in self.slots or self.slots[key].value is not known.value
             ):
                 yield known.value
-
-
-def in_use(state: State) -> Iterator[CodeType]:
-    """Code of ours, or made of it, that lives on where we did not put it, or where we have reverted it.
-
-    Any holder of a code object may run it: a copy of the function, a generator, a profiler that will put it back. And
-    a tracer puts code of its own, made of ours, where ours was.
-    """
-    for retired in state.retired:
-        if (code := retired()) is not None:
-            yield code
-    for known in state.slots.values():
-        if isinstance(known.slot, CodeSlot) and known.shadowed:
-            yield known.value
-            if (code := known.slot.read()) is not None:
-                yield code

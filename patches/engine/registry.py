@@ -6,17 +6,18 @@ import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
-from weakref import ref
 
-from . import gate, holders, imports, needs, reading
+from . import gate, idle_names, imports, needs, reading
 from .build import Builder
 from .edits import Edit
-from .ids import Ids
-from .patch import Feature, Patch
+from .features import Features
+from .ids import Ids, patch_id_of
+from .patch import Feature, Part, Patch
 from .plan import Draft, outcome_of
 from .report import Report, Status
-from .state import Duty, Installed, Outcome, State
+from .state import Duty, Outcome, State
 from .transaction import Stale, StepFailed, Store
 
 
@@ -25,10 +26,10 @@ class PatchError(RuntimeError):
 
 
 class Registry:
-    """All patches, and what they have changed in this process.
+    """All patches, and their changes in this process.
 
-    Every verb plans from a snapshot and commits in one step (:mod:`.transaction`): it may run in any thread, in a
-    signal handler, in an import, and may be interrupted anywhere. There is no lock.
+    Every verb plans from a snapshot of the state and commits in one step (:mod:`.transaction`). It takes no lock: it
+    may run in any thread, in a signal handler or during an import, and it may be interrupted anywhere.
     """
 
     def __init__(
@@ -37,27 +38,35 @@ class Registry:
         forget_compiled: Callable[[], str | None] = lambda: "",
         survey: Callable[[], AbstractContextManager[Any]] = nullcontext,
         builder: Builder | None = None,
+        floors: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``forget_compiled`` is called after each change, outside of it: compilers forget what they made of the old
-        code; returns what the report is to say, None if that must wait. ``survey`` is entered around ``damage()``,
-        also within itself, and before the objects that it may ask about are changed."""
+        """Take all patches, and the functions that depend on the libraries.
+
+        ``forget_compiled`` is called after each change: compilers discard what they made of the old code. It returns a
+        note for the report, often empty, or None if it has to be called again later. ``survey`` is entered around the
+        calls of ``damage()``, also within itself, and before the objects that they look at are changed. ``floors``: see
+        :func:`.gate.check`.
+        """
         self.ids = Ids(patches, self.note)
         self.patches = self.ids.present
+        self.floors = floors
         self.disabled: frozenset[str] = frozenset()
         self.on_change: Callable[[Report], None] | None = None
         """Called with the patches that an import, or :meth:`follow_imports`, has just brought to an end state."""
         self._forget_compiled = forget_compiled
         self._survey = survey
         self._store: Store[State] = Store(State())
-        self._features: dict[str, Feature] = {}
+        self._features = Features()
         self._builder = builder or Builder()
-        self._built_ahead: Mapping[Hashable, Installed] = {}
-        """What :meth:`prepare` has built, until it is put in: the builder itself keeps nothing alive."""
         self._hooked: set[str] = set()
         self._order = {key: i for i, key in enumerate(self.ids.keys(()))}
 
     edits = staticmethod(needs.edits)
     import_targets = staticmethod(needs.import_targets)
+
+    def verdict(self, part: Part, *, untested: bool = False) -> gate.Verdict:
+        """Say whether ``part`` is for the installed releases."""
+        return gate.check(part, untested=untested, floors=self.floors)
 
     # -- the three verbs -----------------------------------------------------------------------
 
@@ -69,9 +78,8 @@ class Registry:
         """
         chosen = self.ids.keys(ids)
         active = self._store.read().active
-        with (
-            self._survey() if any(self.ids.part(key).damage and key not in active for key in chosen) else nullcontext()
-        ):
+        looks = any(self.ids.part(key).damage and key not in active for key in chosen)
+        with self._survey() if looks else nullcontext():
             self._put_in(chosen, untested)
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):
@@ -81,29 +89,27 @@ class Registry:
     def revert(self, *ids: str) -> Report:
         """Revert the named patches, or all: the original objects are back. It needs no source of the libraries.
 
-        What another program has changed since stays, and the patch is reported as ``SHADOWED``. Without ids the call also
-        reverts what features have changed (``compile_options``). An unknown id is a ``KeyError``, and changes nothing.
+        A place that another program has changed since stays as it is, and the patch is reported as ``SHADOWED``. Without
+        ids the call also reverts features (``compile_options``). An unknown id is a ``KeyError``, and changes nothing.
         """
         chosen = self.ids.keys(ids)
-        self._change(partial(self._plan_revert, chosen, () if ids else tuple(self._features)))
+        self._change(partial(self._plan_revert, (*chosen, *(() if ids else self._features.ids()))))
         return self.report(*ids)
 
     def report(self, *ids: str) -> Report:
-        """The state of the named patches, or of all, read from the process now. An unknown id is a ``KeyError``."""
+        """Return the state of the named patches, or of all, read from the process now. An unknown id is a ``KeyError``."""
         chosen = self.ids.choose(ids)
         self._sweep()
         state = self._store.read()
-        results = gate.in_one_look(
-            lambda: tuple(reading.result(state, p, disabled=p.id in self.disabled) for p in chosen)
-        )
-        features = () if ids else tuple(reading.features(state, self._features.values()))
+        results = tuple(reading.result(state, p, self.verdict, disabled=p.id in self.disabled) for p in chosen)
+        features = () if ids else tuple(reading.features(state, self._features))
         packages = dict.fromkeys(name for result in results for name in result.versions)
-        notes = (*reading.left_behind(state), *state.notes, *filter(None, map(gate.mismatch, packages)))
+        notes = (*idle_names.describe(state), *state.notes, *filter(None, map(gate.mismatch, packages)))
         return Report(results, notes, features)
 
     @contextlib.contextmanager
     def applied(self, *ids: str, strict: bool = True, untested: bool = False) -> Iterator[Report]:
-        """Context manager and decorator: applied inside; what was applied before stays applied.
+        """Apply the patches for a ``with`` block or a decorated function; patches that were applied before stay applied.
 
         Raises ``PatchError`` on entry, unless ``strict`` is false, if one cannot be applied.
         """
@@ -116,31 +122,38 @@ class Registry:
             if fresh:
                 self.revert(*fresh)
 
-    def note(self, text: str) -> None:  # of every report from now on
-        self._record(lambda draft: draft.note(text))
+    def note(self, text: str) -> None:
+        """Add a sentence to every report from now on."""
+        self._commit(lambda draft: draft.note(text))
 
     def prepare(self) -> None:
-        """Work out what :meth:`apply` would change now, for the next :meth:`apply`; change nothing."""
-        draft = Draft(self._store.read, self._order, self._builder, {})
-        with contextlib.suppress(Stale):  # the faster one needs no help
+        """Make all code that :meth:`apply` would put in now, and remember it; change nothing."""
+        with contextlib.suppress(Stale):
+            draft = Draft(self._store.read, self._order, self._builder, {})
             self._plan_apply(dict.fromkeys(self.ids.keys(()), False), frozenset(), draft)
-            self._built_ahead = draft.slots
         self._builder.compiler.keep()
 
     # -- features: edits that are in while someone uses them -----------------------------------
 
-    def hold(self, feature: Feature, holder: object) -> None:
-        """Put in the edits of ``feature``, all or none, until :meth:`release` or until ``holder`` is gone.
+    def hold(self, feature: Feature, user: object) -> None:
+        """Put in the edits of ``feature`` until :meth:`release`, or until ``user`` is gone.
 
-        Raises ``Conflict`` if they do not fit."""
-        self._features[feature.id] = feature
-        self._change(partial(holders.hold, feature, ref(holder)))
+        Raises ``Conflict`` if they do not fit; then none is in.
+        """
+        self._features.add_user(feature, user)
+        self._change(partial(self._plan_feature, feature))
 
-    def release(self, feature: Feature, holder: object) -> list[str]:
-        """End the use by ``holder``; the last takes the edits out. Returns what had to stay, and why."""
-        problems: list[str] = []
-        self._change(partial(holders.release, feature, holder, problems))
-        return problems
+    def release(self, feature: Feature, user: object) -> list[str]:
+        """End the use of ``feature`` by ``user``; the last one takes the edits out. Returns why some had to stay."""
+        self._features.remove_user(feature, user)
+        left = self._change(lambda draft: None)  # every change takes out the features that have no user
+        return [outcome.reason for owner, outcome in left.items() if owner == feature.id]
+
+    @staticmethod
+    def _plan_feature(feature: Feature, draft: Draft) -> None:
+        _, failed = draft.put_in({feature.id: feature.edits})
+        for error in failed.values():
+            raise error
 
     def follow_imports(self, *, untested: bool = False) -> None:
         """Apply all patches as :meth:`apply` does; ``on_change`` is told what became of the parts that need not wait."""
@@ -158,10 +171,10 @@ class Registry:
             part = self.ids.part(key)
             if key not in active:
                 draft.outcomes.pop(key, None)
-            if key.partition(": ")[0] in self.disabled:
+            if patch_id_of(key) in self.disabled:
                 continue
             draft.waiting.pop(key, None)
-            fits = not needs.is_to_come(part) and gate.check(part, untested=untested).status is Status.AVAILABLE
+            fits = not needs.is_to_come(part) and self.verdict(part, untested=untested).status is Status.AVAILABLE
             if fits and not needs.missing(part):
                 ready[key] = needs.edits(part)
             elif needs.awaited(part):
@@ -176,12 +189,10 @@ class Registry:
             if part.damage is not None and part.package not in fresh:
                 draft.owe(Duty("damage", key))
 
-    def _plan_revert(self, ids: Iterable[str], features: Iterable[str], draft: Draft) -> None:
-        owners = {*ids, *features}
+    def _plan_revert(self, owners: Collection[str], draft: Draft) -> None:
         changed, problems = draft.take_out(owners)
         for owner in owners:
             draft.waiting.pop(owner, None)
-            draft.holders.pop(owner, None)
             if owner in problems or owner in changed:
                 draft.conclude(owner, problems.get(owner, Outcome(Status.REVERTED)))
             else:
@@ -197,32 +208,35 @@ class Registry:
         if len(ids) >= len(self.ids.keys(())):  # what a few make is made for a trial
             self._builder.compiler.keep()
 
-    def _change(self, plan: Callable[[Draft], None]) -> None:
-        """Plan and commit, then do what the change leaves to be done."""
+    def _change(self, plan: Callable[[Draft], None]) -> dict[str, Outcome]:
+        """Plan and commit, see :meth:`_commit`; then do what the change leaves to be done."""
         try:
-            self._commit(plan)
+            left = self._commit(plan)
             self._settle()
+            return left
         finally:
             self._sweep()
 
-    def _commit(self, plan: Callable[[Draft], None]) -> None:
-        """Plan and commit, again if someone else was faster or a place refused."""
+    def _commit(self, plan: Callable[[Draft], None]) -> dict[str, Outcome]:
+        """Plan and commit; again if another thread was faster, or without a slot that could not be written twice.
+
+        Returns the outcome of each feature that nobody uses any more and that could not be taken out.
+        """
         tried: set[Hashable] = set()
         refused: dict[Hashable, str] = {}
         while True:
             draft = Draft(self._store.read, self._order, self._builder, refused)
             try:
-                gate.in_one_look(partial(plan, draft))
-                for feature in self._features.values():
-                    holders.drop_dead(feature, draft)
+                plan(draft)
+                unused = self._features.unused()
+                left = draft.take_out(unused)[1] if unused else {}
                 self._store.commit(draft.before, draft.state(), draft.steps())
-                self._built_ahead = {}
-                return
+                return left
             except Stale:
                 continue
             except StepFailed as failed:
                 key = failed.step.place.key
-                if key in tried:  # the second time: it was no accident
+                if key in tried:
                     refused[key] = f"{type(failed.__cause__).__name__}: {failed.__cause__}"
                 tried.add(key)
 
@@ -232,27 +246,14 @@ class Registry:
         if looks:
             with self._survey():
                 found = {duty: self.ids.part(duty.owner).damaged() for duty in looks}
-            self._record(partial(Draft.fulfil_damage, found=found))
+            self._commit(partial(Draft.fulfil_damage, found=found))
         if Duty("compiled") in self._store.read().duties:
-            self._record(partial(Draft.fulfil_compiled, said=self._forgotten()))
+            self._commit(partial(Draft.fulfil_compiled, said=self._forgotten()))
 
     def _sweep(self) -> None:
         """Take out the names that nothing uses any more: not with the code, which must be gone before."""
         if self._store.read().idle_names:
-            self._record(Draft.sweep)
-
-    def _record(self, plan: Callable[[Draft], None]) -> None:
-        """Change the known state, and the names that nothing uses; nothing else in other packages."""
-        while True:
-            draft = Draft(self._store.read, self._order, self._builder, {})
-            plan(draft)
-            try:
-                self._store.commit(draft.before, draft.state(), draft.steps())
-            except Stale:
-                continue
-            except StepFailed:
-                pass  # a name that cannot be taken out does no harm
-            return
+            self._commit(Draft.sweep)
 
     def _forgotten(self) -> str | None:
         try:
@@ -274,12 +275,10 @@ class Registry:
             self._change(partial(self._plan_apply, late, frozenset()))
 
     def _arrived(self, name: str) -> None:
-        """An awaited module is imported. Nothing of ours raises into that import."""
+        """Apply the patches that waited for module ``name``. Raise nothing into its import."""
         try:
             package, waiting = name.partition(".")[0], self._store.read().waiting
-            ready = {
-                key: untested for key, untested in waiting.items() if package in needs.packages(self.ids.part(key))
-            }
+            ready = {key: value for key, value in waiting.items() if package in needs.packages(self.ids.part(key))}
             if ready:
                 self._change(partial(self._plan_apply, ready, frozenset({package})))
             self._await_imports()
@@ -287,14 +286,16 @@ class Registry:
             self._builder.compiler.keep()
         except Exception as error:
             with contextlib.suppress(Exception):
-                text = f"after the import of {name}: {type(error).__name__}: {error}"
-                self._record(lambda draft: draft.note(text))
+                self.note(f"after the import of {name}: {type(error).__name__}: {error}")
 
     def _tell(self, keys: Iterable[str]) -> None:
         """Tell ``on_change`` what became of those parts of ``keys`` that wait for nothing."""
         state = self._store.read()
         settled = [key for key in keys if key not in state.waiting]
         if self.on_change is not None and settled:
-            self.on_change(
-                Report(gate.in_one_look(lambda: reading.part_results(state, self.patches, settled)), state.notes)
-            )
+            results = []
+            for key in settled:
+                patch, part = self.patches[patch_id_of(key)], self.ids.part(key)
+                disabled = patch.id in self.disabled
+                results.append(reading.part_result(state, patch, part, self.verdict(part), disabled=disabled))
+            self.on_change(Report(tuple(results), state.notes))

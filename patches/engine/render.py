@@ -20,7 +20,7 @@ _OPERATIONS = (ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Attribute, a
 
 
 def of_code(source: Source, edits: Sequence[Rewrite]) -> str:
-    """What ``edits`` change, as a unified diff of the file that the function stands in."""
+    """Show ``edits`` as a unified diff of the file that the function stands in."""
     first = source.code.co_firstlineno - 1
     head, tail = source.file[:first], source.file[first + len(source.lines) :]
     after = head + _spliced(source, edits) + tail
@@ -29,7 +29,7 @@ def of_code(source: Source, edits: Sequence[Rewrite]) -> str:
 
 
 def of_attribute(name: str, before: Sequence[Any], after: Sequence[Any]) -> str:
-    """The same for an attribute, ``name`` its dotted target: at most one value before, one after."""
+    """Show the change of the attribute with the target ``name``: at most one value before, one after."""
     path = f"{name} (attribute)"
     attribute = name.rpartition(".")[2].rpartition(":")[2]
     old, new = ([line for value in side for line in _shown(attribute, value)] for side in (before, after))
@@ -37,18 +37,19 @@ def of_attribute(name: str, before: Sequence[Any], after: Sequence[Any]) -> str:
 
 
 def _shown(attribute: str, value: Any) -> list[str]:
-    """``value`` as lines of text: its source if it has one, else its ``repr`` without addresses."""
+    """Show ``value`` as lines of text: its source if it has one, else its ``repr`` without addresses."""
     inner: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     try:
         head = f"# {attribute} = {type(value).__name__} of {inner.__module__}.{inner.__qualname__}\n"
-        return [head, *inspect.getsource(inner).splitlines(keepends=True)]
+        source = inspect.getsource(getattr(inner, "__code__", inner))  # not of the function that it wraps
+        return [head, *source.splitlines(keepends=True)]
     except (TypeError, OSError, AttributeError):
         text = repr(value)
         return [f"{attribute} = {text if ' at 0x' not in text else type(value).__name__}\n"]
 
 
 def _short(path: str) -> str:
-    """``path`` from its ``site-packages`` on, as a reader of a diff knows it."""
+    """Shorten ``path`` to the part below ``site-packages`` or another folder of ``sys.path``."""
     parts = PurePath(path).parts
     for i in range(len(parts) - 1, -1, -1):
         if parts[i] in ("site-packages", "dist-packages"):
@@ -60,7 +61,7 @@ def _short(path: str) -> str:
 
 
 def _spliced(source: Source, edits: Sequence[Rewrite]) -> list[str]:
-    """The lines of ``source`` with the edits made in the text, for people to read."""
+    """Make the edits in the lines of ``source``, for people to read."""
     _, function = source.parse()
     first = source.code.co_firstlineno
     lines = [line.encode() for line in source.lines]

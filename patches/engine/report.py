@@ -83,7 +83,7 @@ class Result:
     """Ids that earlier releases had for the patch."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by their names; ``changes`` as dictionaries with ``target`` and ``diff``."""
+        """Return the fields by their names; ``changes`` as dictionaries with ``target`` and ``diff``."""
         return {
             "id": self.id,
             "summary": self.summary,
@@ -121,20 +121,20 @@ class Report:
         return iter(self.results)
 
     def with_status(self, *statuses: Status) -> tuple[Result, ...]:
-        """The results that have one of ``statuses``."""
+        """Return the results that have one of ``statuses``."""
         return tuple(r for r in self.results if r.status in statuses)
 
     def to_dict(self) -> dict[str, Any]:
-        """``results`` and ``features`` as lists of :meth:`Result.to_dict`, and ``notes``."""
+        """Return ``results`` and ``features`` as lists of :meth:`Result.to_dict`, and ``notes``."""
         features = [feature.to_dict() for feature in self.features]
         return {"results": [r.to_dict() for r in self.results], "notes": list(self.notes), "features": features}
 
     def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON, as ``python -m patches report --json`` prints it."""
+        """Return :meth:`to_dict` as JSON, as ``python -m patches report --json`` prints it."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def diff(self) -> str:
-        """Everything that is changed in this process now, as one unified diff."""
+        """Return all changes in this process now, as one unified diff."""
         return "\n".join(c.diff for r in (*self.results, *self.features) for c in r.changes)
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ weakly: an object that no other code holds needs no restoring.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -18,8 +19,12 @@ from . import locate, match, render, targets
 from .compiler import Compiler
 from .edits import DeleteAttribute, Edit, Rewrite, SetAttribute
 from .locate import Conflict, Replaced
+from .state import State
 from .targets import ABSENT
 from .transaction import Step
+
+UNCHANGED = State()
+"""Nothing of ours is in."""
 
 
 class Slot(Protocol):
@@ -34,25 +39,25 @@ class Slot(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether the place is still there."""
+        """Tell whether the place is still there."""
 
     def held(self) -> Any:
-        """The object that the place is in, for code that needs it to stay; None if it is gone."""
+        """Return the object that the place is in, for code that needs it to stay; None if it is gone."""
 
     def read(self) -> Any:
-        """What stands there now."""
+        """Return the value that stands there now."""
 
-    def build(self, original: Any, edits: Sequence[Any], compiler: Compiler) -> Any:
-        """The value that ``edits`` make of ``original``; writes nothing. May raise ``Conflict``."""
+    def build(self, original: Any, edits: Sequence[Any], compiler: Compiler, state: State = UNCHANGED) -> Any:
+        """Make the ``edits`` of ``original``, and write nothing; ``state``: our changes until now. May raise ``Conflict``."""
 
     def step(self, before: Any, after: Any) -> Step | None:
-        """What puts ``after`` there, where ``before`` stands now; None if the place is gone."""
+        """Return the step that puts ``after`` there, where ``before`` stands now; None if the place is gone."""
 
     def diff(self, original: Any, edits: Sequence[Any]) -> str:
-        """What ``edits`` make of ``original``, as a unified diff."""
+        """Show the ``edits`` of ``original`` as a unified diff."""
 
     def displaced(self) -> str:
-        """Who put something else where the place was to be found, in words; empty if no other code did."""
+        """Say who put something else where the place was to be found; empty if no other code did."""
 
 
 class CodeSlot:
@@ -74,7 +79,9 @@ class CodeSlot:
         function = self.held()
         return None if function is None else function.__code__
 
-    def build(self, original: CodeType, edits: Sequence[Rewrite], compiler: Compiler) -> CodeType:
+    def build(
+        self, original: CodeType, edits: Sequence[Rewrite], compiler: Compiler, state: State = UNCHANGED
+    ) -> CodeType:
         return compiler.rewritten(self._function(), original, edits)
 
     def step(self, before: CodeType, after: CodeType) -> Step | None:
@@ -131,17 +138,20 @@ class AttributeSlot(_Entry):
         super().__init__(owner, attribute, name)
         self.key: Hashable = ("attribute", id(owner), attribute)
 
-    def build(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute], compiler: Compiler) -> Any:
-        value = original
+    def build(
+        self,
+        original: Any,
+        edits: Sequence[SetAttribute | DeleteAttribute],
+        compiler: Compiler,
+        state: State = UNCHANGED,
+    ) -> Any:
         for edit in edits:
-            _check_original(original, edit, compiler)
-            value = _edited(value, edit)
-        return value
+            _check_original(original, edit, compiler, state)
+        return functools.reduce(_edited, edits, original)
 
     def diff(self, original: Any, edits: Sequence[SetAttribute | DeleteAttribute]) -> str:
-        before, after = (
-            [] if value is ABSENT else [value] for value in (original, self.build(original, edits, Compiler()))
-        )
+        edited = functools.reduce(_edited, edits, original)
+        before, after = ([] if value is ABSENT else [value] for value in (original, edited))
         return render.of_attribute(self.name, before, after)
 
     def displaced(self) -> str:
@@ -161,7 +171,7 @@ class NameSlot(_Entry):
         super().__init__(module, name, f"{module.__name__}:{name}")
         self.key: Hashable = ("name", id(module), name)
 
-    def build(self, original: Any, edits: Sequence[Rewrite], compiler: Compiler) -> Any:
+    def build(self, original: Any, edits: Sequence[Rewrite], compiler: Compiler, state: State = UNCHANGED) -> Any:
         first, *others = (edit.names[self.attribute] for edit in edits)
         if original is not ABSENT:
             raise Replaced(f"{self.name} exists already, and another program put it there")
@@ -184,7 +194,7 @@ def _edited(value: Any, edit: SetAttribute | DeleteAttribute) -> Any:
     return edit.value if edit.make is None else edit.make(None if value is ABSENT else value)
 
 
-def _check_original(value: Any, edit: SetAttribute | DeleteAttribute, compiler: Compiler) -> None:
+def _check_original(value: Any, edit: SetAttribute | DeleteAttribute, compiler: Compiler, state: State) -> None:
     """Refuse an original other than the one that ``edit`` was made for."""
     if isinstance(edit, DeleteAttribute):
         if value is ABSENT and not edit.missing_ok:
@@ -196,7 +206,7 @@ def _check_original(value: Any, edit: SetAttribute | DeleteAttribute, compiler: 
         _check_home(value, edit.target)
     if edit.over and not (value is ABSENT and edit.missing_ok):
         function = targets.unwrapped(value, edit.target)
-        if not compiler.holds(function, edit.over):
+        if not compiler.holds(function, state.original_code(function), edit.over):
             raise Conflict(f"{edit.target}: {match.brief(edit.over)} does not occur in it")
     elif value is not ABSENT and not edit.keep:
         raise Conflict(f"{edit.target} already exists in the package")
@@ -219,15 +229,15 @@ def _is_function(value: Any) -> bool:
     return True
 
 
-def slots_of(edit: Edit) -> list[tuple[Slot, Edit]]:
-    """The places that ``edit`` changes, each with the edit to make there.
+def slots_of(edit: Edit, state: State = UNCHANGED) -> list[tuple[Slot, Edit]]:
+    """Return the places that ``edit`` changes, each with the edit to make there; ``state``: our changes until now.
 
-    The module of the edit must be imported. Raises ``Conflict`` if it does not hold what the
-    target names; ``Replaced``, which is one, if a function of another package stands there.
+    The module of the edit must be imported. Raises ``Conflict`` if the target is not in it, and its subclass ``Replaced``
+    if a function of another package stands there.
     """
     if not isinstance(edit, Rewrite):
         return [(AttributeSlot(*targets.owner_of(edit.target), edit.target), edit)]
-    function = targets.function_of(edit)
+    function = targets.function_of(edit, state.original_attribute)
     slots: list[tuple[Slot, Edit]] = []
     if edit.names:
         module = targets.module_of(function, edit.target)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import CodeType
-from typing import Any, NamedTuple, cast
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import ref
 
 from .edits import Edit
 from .report import Status
-from .slots import Slot
+from .targets import raw_attribute
+
+if TYPE_CHECKING:
+    from .slots import Slot
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +61,23 @@ class State:
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     waiting: Mapping[str, bool] = field(default_factory=dict)
     """Patches that follow an import, and whether on untested releases too."""
-    holders: Mapping[str, tuple[ref[Any], ...]] = field(default_factory=dict)
-    """Who uses a feature; it goes when none of them is alive."""
     duties: tuple[Duty, ...] = ()
     retired: tuple[ref[CodeType], ...] = field(default=(), repr=False)
     """Code that was reverted while names that it uses are still there; held weakly, for others may have it."""
     notes: tuple[str, ...] = ()
+
+    def original_code(self, function: FunctionType) -> CodeType:
+        """Return the code that ``function`` had before us, or has now if another program has changed it since."""
+        known = self.slots.get(("code", id(function)))
+        ours = known is not None and known.slot.held() is function and known.value is function.__code__
+        return known.original if known is not None and ours else function.__code__
+
+    def original_attribute(self, owner: Any, attribute: str) -> Any:
+        """Return the value that an attribute had before us, or has now if another program has changed it since."""
+        raw = raw_attribute(owner, attribute)
+        known = self.slots.get(("attribute", id(owner), attribute))
+        ours = known is not None and known.slot.held() is owner and known.value is raw
+        return known.original if known is not None and ours else raw
 
     @property
     def active(self) -> Mapping[str, Sequence[Installed]]:

@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 def text(rows: Sequence[Row], summary: str, width: int | None = None) -> str:
-    """The calm rows, the loud ones, and the summary, in at most ``width`` characters (the terminal's)."""
+    """Set the calm rows, the loud ones, and the summary, in at most ``width`` characters (the terminal's)."""
     width = width or shutil.get_terminal_size((120, 24)).columns
     columns = [max(map(len, column)) for column in zip(*(row.cells for row in rows))]
     if sum(columns) + 2 * (len(columns) - 1) > width:
@@ -49,7 +49,7 @@ def _lines(row: Row, columns: Sequence[int], width: int) -> list[str]:
 
 
 def as_html(head: Sequence[str], rows: Iterable[Row], summary: str) -> str:
-    """The same as an HTML table, in the colours of whatever shows it."""
+    """Set the rows as an HTML table, in the colours of the page around it."""
     ordered = sorted(rows, key=lambda row: not row.loud)
     lines = [_tr("th", head), *(_tr("td", (*row.cells, "; ".join(row.details)), row.loud) for row in ordered)]
     return "\n".join([f"<p>{html.escape(summary)}</p>", "<table>", *lines, "</table>"])

@@ -22,7 +22,7 @@ ABSENT: Any = _Absent()
 
 
 def owner_of(target: str) -> tuple[Any, str]:
-    """The class or module that holds the last name of ``target``, and that name."""
+    """Return the class or module that holds the last name of ``target``, and that name."""
     module, _, path = target.partition(":")
     *parents, attribute = path.split(".")
     owner: Any = sys.modules.get(module)
@@ -35,18 +35,25 @@ def owner_of(target: str) -> tuple[Any, str]:
     return owner, attribute
 
 
-def function_of(edit: Rewrite) -> FunctionType:
-    """The function that ``edit`` is to rewrite. Raises ``Replaced`` if another package put its own there."""
-    function = _found(edit)
+def raw_attribute(owner: Any, attribute: str) -> Any:
+    """Return the raw value of an attribute of a class or module itself; ``ABSENT`` if there is none."""
+    return vars(owner).get(attribute, ABSENT)
+
+
+def function_of(edit: Rewrite, raw: Callable[[Any, str], Any] = raw_attribute) -> FunctionType:
+    """Return the function that ``edit`` rewrites; ``raw`` gives the attributes of classes and modules.
+
+    Raises ``Replaced`` if another package put its own function there.
+    """
+    function = _found(edit, raw)
     if not is_of(function, edit.target):
         raise Replaced(f"{edit.target} was replaced by a function of {home(function)}")
     return function
 
 
-def _found(edit: Rewrite) -> FunctionType:
+def _found(edit: Rewrite, raw: Callable[[Any, str], Any]) -> FunctionType:
     if edit.reach is None:
-        owner, attribute = owner_of(edit.target)
-        return unwrapped(vars(owner).get(attribute, ABSENT), edit.target)
+        return unwrapped(raw(*owner_of(edit.target)), edit.target)
     try:
         return edit.reach()
     except LookupError as error:
@@ -54,7 +61,7 @@ def _found(edit: Rewrite) -> FunctionType:
 
 
 def unwrapped(raw: Any, target: str) -> FunctionType:
-    """The function under static and class methods, properties and ``functools.wraps``."""
+    """Return the function under static and class methods, properties and ``functools.wraps``."""
     if raw is ABSENT:
         raise Conflict(f"{target}: there is no such function")
     seen: set[int] = set()
@@ -72,7 +79,7 @@ def unwrapped(raw: Any, target: str) -> FunctionType:
 
 
 def module_of(function: FunctionType, target: str) -> ModuleType:
-    """The module whose globals ``function`` uses."""
+    """Return the module whose globals ``function`` uses."""
     module = sys.modules.get(home(function))
     if not isinstance(module, ModuleType) or vars(module) is not function.__globals__:
         raise Conflict(f"{target}: the module that defined it is no longer in sys.modules")
@@ -80,19 +87,19 @@ def module_of(function: FunctionType, target: str) -> ModuleType:
 
 
 def home(function: FunctionType) -> str:
-    """The module in which ``function`` was written, whatever ``functools.wraps`` made of its name."""
+    """Return the module in which ``function`` was written, whatever ``functools.wraps`` made of its name."""
     return str(function.__globals__.get("__name__", ""))
 
 
 def is_of(function: FunctionType, target: str) -> bool:
-    """Whether ``function`` was written in the package that ``target`` is in."""
+    """Tell whether ``function`` was written in the package that ``target`` is in."""
     return home(function).partition(".")[0] == target.partition(":")[0].partition(".")[0]
 
 
 def displaced(edit: Rewrite, function: FunctionType) -> str:
-    """Who put something else where ``function`` was found, in words; empty if no other code did."""
+    """Say who put something else where ``function`` was found; empty if no other code did."""
     try:
-        found = _found(edit)
+        found = _found(edit, raw_attribute)
     except Conflict:
         return f"{edit.target} was removed by another program after the patch was applied"
     if _reaches(found, function):
@@ -101,14 +108,14 @@ def displaced(edit: Rewrite, function: FunctionType) -> str:
 
 
 def _reaches(wrapper: FunctionType, function: FunctionType, depth: int = 4) -> bool:
-    """Whether ``wrapper`` is ``function`` or has it in its closure, as one that calls it would."""
+    """Tell whether ``wrapper`` is ``function`` or has it in its closure, as one that calls it would."""
     if wrapper is function:
         return True
     return depth > 0 and any(_reaches(inner, function, depth - 1) for inner in enclosed(wrapper))
 
 
 def enclosed(function: FunctionType) -> Iterator[FunctionType]:
-    """The functions in the closure of ``function``."""
+    """Give the functions in the closure of ``function``."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # nothing is in it yet
             if isinstance(cell.cell_contents, FunctionType):

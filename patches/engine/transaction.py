@@ -54,7 +54,7 @@ class Store(Generic[State]):
         self._journals: list[_Journal] = []
 
     def read(self) -> State:
-        """The current state. What an interrupted undoing had left is undone first."""
+        """Return the current state; first undo the rest of a change whose undoing was interrupted."""
         if self._journals:
             others = sys._current_frames().keys() - {threading.get_ident()}
             for journal in [j for j in self._journals if j.thread not in others]:

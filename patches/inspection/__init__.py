@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from . import adapters, device_lines, layers, module_walk, problems, requested_config, training
+from ..registry import REGISTRY
+from . import adapters, layers, problems, training
 from .records import Facts, Problem
 from .table import Inspection
 from .transformers_names import Naming
@@ -20,7 +21,24 @@ __all__ = ["Inspection", "inspect"]
 
 
 def inspect(model: Any, optimizer: Any = None) -> Inspection:
-    """See :func:`patches.inspect`."""
+    """Say in one table what a live model consists of, what of it trains, and what will go wrong.
+
+    It changes nothing, reads no contents of tensors, imports nothing, and needs no patch applied. ``print()`` shows
+    the table and below it each problem with what to do; a notebook shows it as a table. ``.problems`` has the problems
+    that no applied patch has repaired. Programs use ``.problems``, ``.to_dict()`` and ``.to_json()``.
+
+    Parameters
+    ----------
+    model:
+        Any ``torch.nn.Module``: of transformers, wrapped by peft, dispatched by accelerate, compiled, or plain.
+    optimizer:
+        Its ``torch.optim.Optimizer``. After ``zero_grad()`` only the optimizer knows which parameters got no gradient.
+
+    Raises
+    ------
+    TypeError
+        ``model`` or ``optimizer`` has another type.
+    """
     torch = sys.modules.get("torch")
     _demand(model, getattr(torch, "nn", None), "Module", "model", "a torch.nn.Module")
     if optimizer is not None:
@@ -37,12 +55,12 @@ def _demand(thing: object, module: Any, name: str, argument: str, wanted: str) -
 
 
 def _read(model: Any, optimizer: Any) -> Facts:
-    modules = module_walk.walk_modules(model)
+    modules = list(model.named_modules())
     found = adapters.find_adapters(modules)
     of_adapters = adapters.tensor_ids(found)
     base = layers.find_layers(modules, of_adapters)
-    naming = Naming(modules, any(layer.weight.how for layer in base))
-    named = dict(module_walk.walk_parameters(modules))
+    naming = Naming(modules, any(layer.weight.quantized for layer in base))
+    named = dict(model.named_parameters())
     parameters = {name: p for name, p in named.items() if p.requires_grad}
     trains = training.read_training(modules, parameters, of_adapters, optimizer)
     on = training.checkpointing(modules, parameters, naming.heads)
@@ -57,19 +75,16 @@ def _read(model: Any, optimizer: Any) -> Facts:
         checkpointing=on,
         optimizer=state,
         problems=tuple(_with_status(wrong)),
-        asked=requested_config.read_requested_config(base, naming),
-        places=device_lines.device_lines(base),
+        asked=layers.requested_config(base, naming),
+        places=layers.place_lines(base),
     )
 
 
 def _with_status(found: Iterable[Problem]) -> Iterator[Problem]:
-    """With the state of their patches, as far as this release of the plugin has them."""
-    from ..registry import REGISTRY
-
+    """Add the status of the patches that the problems name."""
     states: dict[str, str] = {}
     for problem in found:
-        if problem.patch not in REGISTRY.patches:
-            yield replace(problem, patch="", effect="")
-            continue
-        states = states or {result.id: str(result.status) for result in REGISTRY.report()}
-        yield replace(problem, status=states[problem.patch])
+        if problem.patch:
+            states = states or {result.id: str(result.status) for result in REGISTRY.report()}
+            problem = replace(problem, status=states[problem.patch])
+        yield problem

@@ -6,28 +6,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .module_walk import Modules, walk_parameters
-from .module_walk import walk_modules as walk
 from .records import Adapters
-from .tensors import count_devices, count_dtypes, is_instance_of, total_bytes
+from .tensors import Modules, count_devices, count_dtypes, is_instance_of, total_bytes
 
 
 @dataclass
 class Adapter:
-    """One kind under one name, in all layers that have it."""
+    """An adapter of one kind and name, in all layers that have it."""
 
     tensors: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    """By id, each with its name."""
+    """The name and the tensor, by the ``id`` of the tensor."""
     layers: int = 0
     active: int = 0
     merged: int = 0
 
 
 Found = dict[tuple[str, str], Adapter]
+"""The adapters by kind and name."""
 
 
 def find_adapters(modules: Modules) -> Found:
-    """By kind and name."""
+    """Find the adapters that have tensors."""
     found: Found = {}
     for name, module in modules:
         if hasattr(type(module), "adapter_layer_names"):  # BaseTunerLayer, AuxiliaryTrainingWrapper
@@ -42,12 +41,8 @@ def find_adapters(modules: Modules) -> Found:
 
 
 def tensor_ids(found: Found) -> set[int]:
-    """Of all their tensors."""
+    """Return the ``id`` of each tensor of the adapters."""
     return {key for entry in found.values() for key in entry.tensors}
-
-
-def _keeps_copies(module: Any) -> bool:
-    return is_instance_of(module, "peft.utils.other", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
 
 
 def _add(found: Found, path: str, layer: Any) -> None:
@@ -71,7 +66,7 @@ def _add(found: Found, path: str, layer: Any) -> None:
 
 
 def _held(layer: Any, attribute: str) -> Iterator[tuple[str, Any]]:
-    """The entries under ``attribute`` (which may have dots), by adapter."""
+    """Yield the entries under ``attribute`` (which may have dots), each with the name of its adapter."""
     holder = layer
     for part in attribute.split("."):
         holder = getattr(holder, part, None)
@@ -81,14 +76,14 @@ def _held(layer: Any, attribute: str) -> Iterator[tuple[str, Any]]:
 
 def _keep(entry: Adapter, name: str, held: Any) -> None:
     if hasattr(held, "_parameters"):
-        named = [(f"{name}.{key}", p) for key, p in walk_parameters(walk(held) if held._modules else [("", held)])]
+        named = [(f"{name}.{key}", p) for key, p in held.named_parameters()]
     else:
         named = [(name, held)] if hasattr(held, "element_size") else []
     entry.tensors.update((id(tensor), (key, tensor)) for key, tensor in named)
 
 
 def _kind(layer: Any, adapter: str) -> str:
-    if _keeps_copies(layer):
+    if is_instance_of(layer, "peft.utils.other", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"):
         return "modules_to_save" if hasattr(layer, "modules_to_save") else "trainable_tokens"
     parts = type(layer).__module__.split(".")
     kind = parts[parts.index("tuners") + 1] if "tuners" in parts[:-1] else type(layer).__name__

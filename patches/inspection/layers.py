@@ -1,24 +1,24 @@
-"""The layers of a model: each on its own first, then as lines of a table."""
+"""Read the layers of a model: each on its own first, then as lines of a table."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..experts.experts_in_model import holds_two_dimensional_experts
-from ..offload import forward_uses
-from ..offload.onload_bytes import bytes_per_use
-from .module_walk import Modules
-from .records import Layers
+from ..offload.forward_uses import bytes_per_use, count_forward_uses
+from .records import Asked, Layers, Place
 from .tensors import (
+    Modules,
     dtype_name,
     execution_device,
     imported_attribute,
     is_instance_of,
     offload_hooks,
     offload_place,
+    own_parameters,
     stored_dtype,
     total_bytes,
 )
@@ -37,41 +37,47 @@ class Layer:
     weight: Weight
     bytes: int
     device: str
-    """Where it rests; empty if it is offloaded."""
-    offloaded: str
-    """Where it is kept, and where it runs."""
-    waits: int
-    """Bytes of its own that are kept there."""
-    brings: int
-    """Bytes that each use brings, weights shared with another layer included."""
+    """Empty if it is offloaded."""
+    offload_place: str
+    """"cpu" or "disk"; empty if it is not offloaded."""
+    runs_on: str
+    """The device to which it is onloaded."""
+    offloaded_bytes: int
+    """Bytes of its own that are offloaded."""
+    bytes_per_forward: int
+    """Bytes that a forward copies to the device, weights shared with another layer included."""
     lost: bool
-    """It is on meta and nothing brings its weights."""
+    """It is on meta, and no hook onloads its weights."""
     tied: bool
 
     @property
     def kind(self) -> str:
         return type(self.module).__name__
 
+    @property
+    def offloaded(self) -> str:
+        """As in ``Layers.offloaded``; empty if it is not offloaded."""
+        return f"{self.offload_place}, runs on {self.runs_on}" if self.runs_on else ""
+
 
 def find_layers(modules: Modules, not_these: set[int]) -> list[Layer]:
-    """All layers, but what consists of the parameters ``not_these`` alone (by id): adapters."""
+    """Return all layers but adapters, which have only the parameters ``not_these`` (by id)."""
     seen: set[int] = set()
-    owners = Counter(id(p) for _, module in modules for p in module._parameters.values() if p is not None)
+    owners = Counter(id(p) for _, module in modules for p in own_parameters(module))
     found = [_layer(name, module, hook, owners, seen) for name, module, hook in _with_hooks(modules, not_these)]
-    if not any(layer.brings for layer in found):
+    if not any(layer.bytes_per_forward for layer in found):
         return found
-    used = forward_uses.count_forward_uses(modules[0][1])
-    return [replace(layer, brings=used[id(layer.module)] * layer.brings) for layer in found]
+    used = count_forward_uses(modules[0][1])
+    return [replace(each, bytes_per_forward=used[id(each.module)] * each.bytes_per_forward) for each in found]
 
 
 def _with_hooks(modules: Modules, not_these: set[int]) -> Iterator[tuple[str, Any, tuple[Any, str] | None]]:
-    """Each layer with the hook that takes its weights away, and its name there."""
-    above: dict[str, Any] = {}  # hooks that take away what lies below them
+    """Yield each layer with the hook that offloads its weights, and the prefix of their names there."""
+    above: dict[str, Any] = {}  # hooks that offload all modules below them
     for name, module in modules:
         own = offload_hooks(module)
         above.update((name, hook) for hook in own if getattr(hook, "place_submodules", False))
-        parameters = [p for p in module._parameters.values() if p is not None]
-        if all(id(p) in not_these for p in parameters) and "qweight" not in module._buffers:
+        if all(id(p) in not_these for p in own_parameters(module)) and "qweight" not in module._buffers:
             continue
         over = next((top for top in above if not top or f"{name}.".startswith(f"{top}.")), None)
         if own:
@@ -83,27 +89,33 @@ def _with_hooks(modules: Modules, not_these: set[int]) -> Iterator[tuple[str, An
 
 
 def _layer(name: str, module: Any, hook: tuple[Any, str] | None, owners: Counter[int], seen: set[int]) -> Layer:
-    parameters = {key: p for key, p in module._parameters.items() if p is not None}
+    parameters = own_parameters(module)
     weight = read_weight(module, hook[0] if hook else None)
-    buffers = [b for b in module._buffers.values() if b is not None]
-    meta = [p for p in parameters.values() if p.is_meta]
-    waits = total_bytes(meta, set(seen))
-    counted = bool(parameters) and all(id(p) in seen for p in parameters.values())
-    number = total_bytes((*parameters.values(), *buffers, *weight.extra), seen)
-    where = sorted({str(t.device) for t in (parameters or module._buffers).values() if t is not None})
-    offloaded, lost = "", False
-    if "meta" in where:
-        homes = (
-            {offload_place(hook[0], f"{hook[1]}{key}") for key, p in parameters.items() if p.is_meta} if hook else {""}
-        )
-        lost = "" in homes
-        if hook is not None and not lost:
-            offloaded = f"{' and '.join(sorted(homes))}, runs on {execution_device(hook[0])}"
-    device = "" if offloaded else " and ".join(where)
-    tied = any(owners[id(p)] > 1 for p in parameters.values())
-    if counted:  # with the module that it shares them with
+    if parameters and all(id(p) in seen for p in parameters):  # counted with the module that it shares them with
         weight = replace(weight, parameters=0)
-    return Layer(name, module, weight, number, device, offloaded, waits, bytes_per_use(module), lost, tied)
+    offloaded_bytes = total_bytes((p for p in parameters if p.is_meta), set(seen))
+    buffers = [b for b in module._buffers.values() if b is not None]
+    devices = {str(t.device) for t in parameters or buffers}
+    device, place, runs_on, lost = " and ".join(sorted(devices)), "", "", False
+    if "meta" in devices:
+        meta = [key for key, p in module._parameters.items() if p is not None and p.is_meta]
+        places = {offload_place(hook[0], f"{hook[1]}{key}") if hook else "" for key in meta}
+        lost = "" in places or hook is None
+        if hook is not None and not lost:
+            device, place, runs_on = "", " and ".join(sorted(places)), execution_device(hook[0])
+    return Layer(
+        name=name,
+        module=module,
+        weight=weight,
+        bytes=total_bytes((*parameters, *buffers, *weight.extra), seen),
+        device=device,
+        offload_place=place,
+        runs_on=runs_on,
+        offloaded_bytes=offloaded_bytes,
+        bytes_per_forward=bytes_per_use(module),
+        lost=lost,
+        tied=any(owners[id(p)] > 1 for p in parameters),
+    )
 
 
 def layer_lines(layers: Iterable[Layer], naming: Naming) -> tuple[Layers, ...]:
@@ -111,8 +123,10 @@ def layer_lines(layers: Iterable[Layer], naming: Naming) -> tuple[Layers, ...]:
     groups: dict[tuple[str, ...], list[Layer]] = {}
     for layer in layers:
         weight = layer.weight
-        reason = "" if weight.how else reason_not_quantized(layer, naming)
-        key = (layer.kind, weight.how, reason, _storage(layer), _compute(layer), weight.statistics)
+        reason = "" if weight.quantized else reason_not_quantized(layer, naming)
+        parameter = _main_parameter(layer)
+        compute = weight.compute or dtype_name(parameter)
+        key = (layer.kind, weight.quantized, reason, stored_dtype(parameter), compute, weight.statistics)
         groups.setdefault(key, []).append(layer)
     return tuple(_line(key, group) for key, group in groups.items())
 
@@ -136,25 +150,17 @@ def _line(key: tuple[str, ...], group: list[Layer]) -> Layers:
     )
 
 
-def _main(layer: Layer) -> Any:
-    """The parameter that the layer is about: its weight, or the largest."""
-    own = [p for p in layer.module._parameters.values() if p is not None]
-    weight = layer.module._parameters.get("weight")
+def _main_parameter(layer: Layer) -> Any:
+    """Return the weight of the layer, or its largest parameter."""
+    module, own = layer.module, own_parameters(layer.module)
+    weight = module._parameters.get("weight")
     if weight is None and own:
         weight = max(own, key=lambda p: int(p.numel()))
-    return layer.module._buffers["qweight"] if weight is None else weight
-
-
-def _storage(layer: Layer) -> str:
-    return stored_dtype(_main(layer))
-
-
-def _compute(layer: Layer) -> str:
-    return layer.weight.compute or dtype_name(_main(layer))
+    return module._buffers["qweight"] if weight is None else weight
 
 
 def reason_not_quantized(layer: Layer, naming: Naming) -> str:
-    """Why a layer is not quantized."""
+    """Say why a layer is not quantized."""
     module = layer.module
     if layer.weight.fault == "plain":
         return f"a plain weight in a {layer.kind}"
@@ -170,7 +176,7 @@ def reason_not_quantized(layer: Layer, naming: Naming) -> str:
         return "3-D expert parameters: only nn.Linear layers are quantized"
     if holds_two_dimensional_experts(module):
         return "2-D parameters of all experts: nothing quantizes these"
-    if max(p.dim() for p in module._parameters.values() if p is not None) < 2:
+    if max(p.dim() for p in own_parameters(module)) < 2:
         return "one-dimensional, as in norms"
     if type(module) is not imported_attribute("torch.nn", "Linear") and not is_instance_of(
         module, "transformers.pytorch_utils", "Conv1D"
@@ -180,7 +186,58 @@ def reason_not_quantized(layer: Layer, naming: Naming) -> str:
 
 
 def holds_experts(layer: Layer) -> bool:
-    """Whether each of its parameters holds many experts: three dimensions, and no convolution or position."""
-    if layer.weight.how or is_instance_of(layer.module, "torch.nn.modules.conv", "_ConvNd"):
+    """Tell whether a parameter holds many experts: three dimensions, and no convolution or position."""
+    if layer.weight.quantized or is_instance_of(layer.module, "torch.nn.modules.conv", "_ConvNd"):
         return False
-    return any(p.dim() >= 3 and p.shape[0] > 1 for p in layer.module._parameters.values() if p is not None)
+    return any(p.dim() >= 3 and p.shape[0] > 1 for p in own_parameters(layer.module))
+
+
+# -- of all layers together ------------------------------------------------------------------------
+
+
+def place_lines(layers: Sequence[Layer]) -> tuple[Place, ...]:
+    """Return the places where weights lie between uses, those where layers run first; none if nothing is offloaded."""
+    counts: Counter[str] = Counter()
+    quantized: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    copied: dict[str, Counter[str]] = {}
+    for layer in layers:
+        place = layer.offload_place or layer.device
+        counts[place] += 1
+        quantized[place] += bool(layer.weight.quantized)
+        if layer.offload_place:
+            held[place] += layer.offloaded_bytes
+            held[layer.runs_on] += layer.bytes - layer.offloaded_bytes  # statistics and buffers
+            copied.setdefault(place, Counter())[layer.runs_on] += layer.bytes_per_forward
+        else:
+            held[place] += layer.bytes
+    if not copied:
+        return ()
+    names = sorted(held, key=lambda place: place in copied)
+    return tuple(Place(n, counts[n], quantized[n], held[n], dict(copied.get(n, {}))) for n in names)
+
+
+def requested_config(layers: Sequence[Layer], naming: Naming) -> Asked | None:
+    """Compare what was requested when the model was quantized with the model; None if bitsandbytes did not quantize it."""
+    precision = next((bits for bits in ("4bit", "8bit") if naming.setting(f"load_in_{bits}")), "")
+    if not precision:
+        return None
+    skip = naming.setting("llm_int8_skip_modules")
+    linear = [layer for layer in layers if _is_linear(layer)]
+    floating = [p for layer in layers for p in own_parameters(layer.module) if p.is_floating_point()]
+    compute = str(naming.setting("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
+    return Asked(
+        precision=precision,
+        default_list=skip is None,
+        skip=tuple(skip or ()),
+        skipped=sum(not layer.weight.quantized for layer in linear),
+        of=len(linear),
+        dtypes=dict(Counter(dtype_name(p) for p in floating if type(p).__name__ not in ("Params4bit", "Int8Params"))),
+        compute=compute if precision == "4bit" else "",
+        threshold=naming.setting("llm_int8_threshold") if precision == "8bit" else None,
+    )
+
+
+def _is_linear(layer: Layer) -> bool:
+    names = ("Linear", "Linear4bit", "Linear8bitLt", "Conv1D")
+    return layer.kind in names or is_instance_of(layer.module, "torch.nn", "Linear")

@@ -1,4 +1,4 @@
-"""What will go wrong with a model, and what to do: read from its state, nothing is tried."""
+"""Say what will go wrong with a model, and what to do: read from its state, nothing is tried."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ..process.byte_sizes import format_bytes
 from .adapters import Found
 from .layers import Layer, holds_experts
 from .records import Checkpointing, OptimizerState, Problem, Training
+from .tensors import dtype_name, own_parameters
 from .training import Named
 from .transformers_names import Naming
 
@@ -19,6 +20,7 @@ REPAIRS, PREVENTS, WARNS, RAISES = (
     "raises an error instead",
 )
 
+HALF = ("float16", "bfloat16")
 FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
     ("4", "plain"): (
         "4-bit layers hold a plain weight in floating point (a tied head, an old skip list): forward raises an error",
@@ -75,14 +77,7 @@ FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
         PREVENTS,
     ),
 }
-"""By the bits of the layer's class and the fault of its weight: what goes wrong, what to do, patch, what that does."""
-
-ON_META = {
-    "modules_to_save": "peft-modules-to-save-offloaded",
-    "trainable_tokens": "peft-modules-to-save-offloaded",
-    "prompt": "peft-adapters-on-meta",
-}
-"""The patch for what peft leaves on meta, by the kind of adapter; for the others it is one."""
+"""What goes wrong, the remedy, the patch and its effect, by the bits of the layer's class and the fault of its weight."""
 
 
 def find_problems(
@@ -127,7 +122,7 @@ def _of_experts(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
     share = sum(layer.weight.parameters for layer in left) / max(1, sum(layer.weight.parameters for layer in layers))
     if not naming.quantized or share < 0.1:
         return
-    kept = sorted({str(p.dtype).removeprefix("torch.") for layer in left for p in layer.module._parameters.values()})
+    kept = sorted({dtype_name(p) for layer in left for p in own_parameters(layer.module)})
     yield Problem(
         f"{share:.0%} of the parameters are 3-D expert parameters and not quantized: "
         f"{format_bytes(sum(layer.bytes for layer in left))} of {' and '.join(kept)}",
@@ -141,7 +136,7 @@ def _of_experts(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
 
 
 def _of_dense(layers: Sequence[Layer]) -> Iterator[Problem]:
-    quantized = tuple(layer.name for layer in layers if layer.weight.how.partition(",")[0].endswith(" experts"))
+    quantized = tuple(layer.name for layer in layers if layer.weight.quantized.partition(",")[0].endswith(" experts"))
     if quantized and (found := dense_operations.dense_summary()):
         yield Problem(
             f"operations in this process dequantized all experts of a parameter at once: {found}",
@@ -154,15 +149,15 @@ def _of_dense(layers: Sequence[Layer]) -> Iterator[Problem]:
 
 
 def _of_compute(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
-    made = [(layer, str(layer.weight.state.dtype)) for layer in layers if layer.weight.state is not None]
-    slow = [layer.name for layer, dtype in made if layer.weight.compute == "float32" and _half(dtype)]
+    weights = {layer.name: layer.weight for layer in layers}
+    slow = [name for name, w in weights.items() if w.compute == "float32" and w.dequantized_dtype in HALF]
     if not slow:
         return
     asked = str(naming.setting("bnb_4bit_compute_dtype")).removeprefix("torch.")
     if asked == "float32":
         cause, patch = "the default of bnb_4bit_compute_dtype", ""
     else:
-        cause = f"although {asked} was asked for" if _half(asked) else "set by the program, or by their first input"
+        cause = f"although {asked} was asked for" if asked in HALF else "set by the program, or by their first input"
         patch = "bitsandbytes-linear4bit-compute-dtype"
     yield Problem(
         f"4-bit layers of a 16-bit model compute in float32 ({cause}), which is slower and needs more memory",
@@ -173,16 +168,11 @@ def _of_compute(layers: Sequence[Layer], naming: Naming) -> Iterator[Problem]:
     )
 
 
-def _half(dtype: str) -> bool:
-    return dtype.removeprefix("torch.") in ("float16", "bfloat16")
-
-
 def _of_adapters(adapters: Found, training: Training) -> Iterator[Problem]:
     meta: dict[str, list[str]] = {}
     for (kind, _), entry in adapters.items():
-        patch = ON_META.get(
-            kind, ON_META["prompt"] if "Prompt" in kind or "Prefix" in kind else "peft-adapters-on-meta"
-        )
+        copied = kind in ("modules_to_save", "trainable_tokens")
+        patch = "peft-modules-to-save-offloaded" if copied else "peft-adapters-on-meta"
         if names := [name for name, tensor in entry.tensors.values() if tensor.is_meta]:
             meta.setdefault(patch, []).extend(names)
     for patch, names in meta.items():
@@ -257,7 +247,7 @@ def _of_optimizer(optimizer: OptimizerState) -> Iterator[Problem]:
 
 
 def _of_float16(parameters: Named, optimizer: OptimizerState | None) -> Iterator[Problem]:
-    names = tuple(name for name, p in parameters.items() if str(p.dtype) == "torch.float16")
+    names = tuple(name for name, p in parameters.items() if dtype_name(p) == "float16")
     if not names:
         return
     over = " with an 8-bit optimizer" if optimizer is not None and optimizer.bits == 8 else ""

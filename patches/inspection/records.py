@@ -1,38 +1,37 @@
-"""What an inspection found, as plain data."""
+"""The findings of an inspection, as plain data."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of one class that are alike in all that is said here."""
+    """Layers that have the same class, quantization, dtypes and statistics."""
 
     kind: str
     """Their class."""
     count: int
     bytes: int
-    """Of their parameters, buffers and quantization statistics; what several share is counted with the first."""
+    """Of parameters, buffers and quantization statistics; a shared tensor is counted with its first layer."""
     parameters: int
     """Numbers that the weights stand for: two to a byte of packed 4-bit weights."""
     quantized: str
-    """How: ``"nf4"``, ``"nf4, double"``, ``"int8"``, a class of torchao; empty if they are not."""
+    """``"nf4"``, ``"nf4, double"``, ``"int8"``, a class of torchao; empty if they are not quantized."""
     reason: str
     """Why they are not quantized."""
     storage: str
-    """The stored dtype."""
+    """The dtype in memory."""
     compute: str
     """The dtype of the product; ``"its input's"`` where each input decides."""
     statistics: str
     """``"present"``, ``"missing"``, ``"on meta"`` and the like; empty where none are needed."""
     devices: dict[str, int]
-    """How many rest on which device."""
+    """The number of layers on each device, without offloaded ones."""
     offloaded: dict[str, int]
-    """How many of them accelerate keeps where between calls, and where they run: ``"disk, runs on cuda:0"``."""
+    """The number of layers that accelerate keeps in each place between calls: ``"disk, runs on cuda:0"``."""
     tied: int
-    """How many share a parameter with another module."""
+    """The number of layers that share a parameter with another module."""
     names: tuple[str, ...]
     """The first of them."""
 
@@ -45,9 +44,9 @@ class Place:
     layers: int
     quantized: int
     bytes: int
-    """Of what lies there between uses, each tensor once."""
+    """Of the tensors that lie there between uses, each counted once."""
     brings: dict[str, int]
-    """To which device the layers are brought, and the bytes of one use of each: a forward."""
+    """The bytes that a forward copies from there to each device."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,17 @@ class Adapters:
     dtypes: dict[str, int]
     devices: dict[str, int]
     active: int
-    """In how many layers it is switched on."""
+    """Layers in which it is switched on."""
     merged: int
-    """In how many it is merged into the base weight."""
+    """Layers in which it is merged into the base weight."""
     trainable: int
-    """Tensors of it that train, of ``tensors``."""
+    """Tensors that require grad, of ``tensors``."""
     tensors: int
 
 
 @dataclass(frozen=True)
 class Training:
-    """What trains, and what of it has no gradient."""
+    """The parameters that train, and the ones among them without a gradient."""
 
     names: tuple[str, ...]
     outside: tuple[str, ...]
@@ -82,11 +81,11 @@ class Training:
     bytes: int
     dtypes: dict[str, int]
     gradients: int
-    """How many have one now; 0 before the first backward and after ``zero_grad()``."""
+    """Parameters that have one now; 0 before the first backward and after ``zero_grad()``."""
     without_gradient: tuple[str, ...]
     """Parameters without a gradient in the last backward or, where an optimizer was given, in any of its steps."""
     modules: dict[str, int]
-    """How many modules are in ``"train"`` and in ``"eval"`` mode."""
+    """The number of modules in ``"train"`` and in ``"eval"`` mode."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +107,17 @@ class OptimizerState:
     tensors: int
     """Parameters that it updates."""
     stepped: int
-    """The ones among them that have a state."""
+    """Parameters that have a state."""
     in_8_bits: int
-    """Those whose state is kept in 8 bits (or fewer)."""
+    """Parameters whose state has 8 bits or fewer."""
     bits: int | None
-    """The requested value; None where it is not known."""
+    """The requested value; None if unknown."""
     smallest: int
     """Parameters with fewer elements keep their state in 32 bits."""
     bytes: int
     dtypes: dict[str, int]
     sharded: int
-    """Parameters that it updates and that are sharded (DTensor)."""
+    """Sharded parameters (DTensor) that it updates."""
     outside: int
     """Parameters that it updates and the model does not have."""
     missing: tuple[str, ...]
@@ -127,7 +126,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the configuration of a model asks of bitsandbytes, and what the model is."""
+    """The configuration with which bitsandbytes quantized the model, and the layers that are quantized."""
 
     precision: str
     """``"4bit"`` or ``"8bit"``."""
@@ -136,9 +135,8 @@ class Asked:
     skip: tuple[str, ...]
     """``llm_int8_skip_modules``."""
     skipped: int
-    """Linear layers that are not quantized."""
+    """Linear layers that are not quantized, of ``of``."""
     of: int
-    """Linear layers in all."""
     dtypes: dict[str, int]
     """Of the floating-point tensors that are not quantized."""
     compute: str
@@ -153,24 +151,24 @@ class Problem:
 
     what: str
     where: tuple[str, ...]
-    """All that are concerned, by name."""
+    """The names of all layers or parameters that it concerns."""
     remedy: str
     patch: str = ""
     """The patch that is for it, if there is one."""
     status: str = ""
-    """Its state in this process."""
+    """The status of the patch in this process."""
     effect: str = ""
-    """What the patch does: ``"repairs it"``, or less."""
+    """The effect of the patch: ``"repairs it"``, or less."""
 
     @property
     def repaired(self) -> bool:
-        """It is one that does not happen here, for its patch is applied."""
+        """Whether it does not happen here, because its patch is applied."""
         return self.status == "applied" and self.effect == "repairs it"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it."""
+    """All findings about a model."""
 
     model: str
     layers: tuple[Layers, ...]
@@ -179,10 +177,7 @@ class Facts:
     checkpointing: Checkpointing | None
     optimizer: OptimizerState | None
     problems: tuple[Problem, ...]
-    asked: Asked | None = None
+    asked: Asked | None
     """None for a model that bitsandbytes did not quantize while loading."""
-    places: tuple[Place, ...] = ()
-    """What lies where; empty for a model of which nothing is offloaded."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    places: tuple[Place, ...]
+    """Empty for a model of which nothing is offloaded."""

@@ -1,9 +1,10 @@
-"""An inspection as a table for the terminal and for a notebook."""
+"""Show an inspection as a table, in the terminal and in a notebook."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..engine import table
@@ -15,22 +16,22 @@ _DTYPE = {"its input's": " dtype"}
 
 
 class Inspection:
-    """What :func:`patches.inspect` found: ``str()`` is a table, ``facts`` the data."""
+    """The findings of :func:`patches.inspect`: ``str()`` is a table, ``facts`` the data."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What will go wrong, without what an applied patch has repaired."""
+        """The problems of the model that no applied patch has repaired."""
         return tuple(problem for problem in self.facts.problems if not problem.repaired)
 
     def to_dict(self) -> dict[str, Any]:
-        """The facts as plain data: layers, training, optimizer, problems. Sizes are in bytes."""
-        return self.facts.to_dict()
+        """Return the facts as plain data: layers, training, optimizer, problems. Sizes are in bytes."""
+        return asdict(self.facts)
 
     def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON."""
+        """Return :meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __repr__(self) -> str:
@@ -163,7 +164,7 @@ def _row(section: str, what: str, count: int, number: int | None, facts: Iterabl
 
 
 def _places(counts: Mapping[str, int], of: int) -> str:
-    """ "cpu", or "12 cpu, 4 cuda:0" where they are not all in one."""
+    """Return "cpu", or "12 cpu, 4 cuda:0" where they are not all in one."""
     if len(counts) == 1 and set(counts.values()) == {of}:
         return next(iter(counts))
     return ", ".join(f"{count} {place}" for place, count in counts.items())

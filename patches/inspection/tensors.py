@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..offload.onload_bytes import bytes_of_parameter, parts_of_parameter
+from ..offload.forward_uses import bytes_of_parameter, parts_of_parameter
+
+Modules = Sequence[tuple[str, Any]]
+"""Each module of a model once, with its name, a parent before its children."""
 
 
 def imported_attribute(module: str, name: str) -> Any:
-    """``name`` of ``module``, if that is imported already; nothing is imported for this."""
+    """Return ``name`` of ``module``, if that module is imported already; import nothing."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def is_instance_of(thing: object, module: str, *names: str) -> bool:
-    """Whether it is an instance of one of the classes ``names`` that ``module`` defines, imported or not."""
+    """Tell whether ``thing`` is an instance of one of the classes ``names`` that ``module`` defines; import nothing."""
     return any(c.__name__ in names and c.__module__ == module for c in type(thing).__mro__)
 
 
+def own_parameters(module: Any) -> list[Any]:
+    """Return the parameters of the module itself."""
+    return [p for p in module._parameters.values() if p is not None]
+
+
 def stored_dtype(tensor: Any) -> str:
-    """The dtype in memory: for a quantized tensor of torchao the dtype of its largest part."""
+    """Return the dtype in memory: of a quantized tensor of torchao the dtype of its largest part."""
     inside = parts_of_parameter(tensor)
     return stored_dtype(max(inside, key=bytes_of_parameter)) if inside else dtype_name(tensor)
 
@@ -49,7 +57,7 @@ def count_devices(tensors: Iterable[Any]) -> dict[str, int]:
 
 
 def offload_hooks(module: Any) -> list[Any]:
-    """The hooks on it that take its weights away after each call."""
+    """Return the hooks on ``module`` that offload its weights after each call."""
     hook = vars(module).get("_hf_hook")
     hooks = getattr(hook, "hooks", [hook])  # a SequentialHook holds several
     return [each for each in hooks if getattr(each, "offload", False) is True]
@@ -61,7 +69,7 @@ def execution_device(hook: Any) -> str:
 
 
 def offload_place(hook: Any, name: str) -> str:
-    """Where ``hook`` keeps the tensor ``name`` of its module between calls; empty if it does not.
+    """Say where ``hook`` keeps the tensor ``name`` of its module between calls; empty if it does not.
 
     A weight on the disk is found by its name in the index, and not read.
     """
@@ -74,9 +82,4 @@ def offload_place(hook: Any, name: str) -> str:
         weights = weights.state_dict
     if not isinstance(weights, dict) or name not in weights:
         return ""
-    return _device(weights, name)
-
-
-def _device(weights: Mapping[str, Any], name: str) -> str:
-    held = dict.get(weights, name) if isinstance(weights, dict) else weights[name]  # experts on the disk are not read
-    return str(getattr(held, "device", "cpu"))
+    return str(getattr(dict.get(weights, name), "device", "cpu"))  # a subclass would read experts from the disk

@@ -1,4 +1,4 @@
-"""What trains: parameters, gradients, gradient checkpointing and the optimizer."""
+"""Read what trains: parameters, gradients, gradient checkpointing and the optimizer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ..offload.onload_bytes import bytes_of_parameter
-from .module_walk import Modules
+from ..offload.forward_uses import bytes_of_parameter
 from .records import Checkpointing, OptimizerState, Training
-from .tensors import count_dtypes, imported_attribute, is_instance_of
+from .tensors import Modules, count_dtypes, imported_attribute, is_instance_of
 
 Named = dict[str, Any]
 
 
 def read_training(modules: Modules, parameters: Named, adapters: set[int], optimizer: Any) -> Training:
-    """``adapters``: the ids of their tensors.
+    """Say which parameters train, and which of these got no gradient.
 
-    ``optimizer``: where it has made a step, it knows which parameters never had a gradient in any.
+    ``adapters`` holds the ids of the tensors of adapters. After a step, ``optimizer`` knows which parameters never had
+    a gradient.
     """
     without = [name for name, p in parameters.items() if p.grad is None]
     gradients = len(parameters) - len(without)
@@ -47,7 +47,7 @@ def _never_stepped(parameters: Named, optimizer: Any) -> list[str]:
 
 
 def checkpointing(modules: Modules, parameters: Named, heads: Iterable[Any]) -> Checkpointing | None:
-    """None where it is not on. ``heads``: the output embeddings, which come after all layers."""
+    """Describe gradient checkpointing; None if it is off. ``heads``: the output embeddings, which come after all layers."""
     on = {name: module for name, module in modules if vars(module).get("gradient_checkpointing") is True}
     layers = {
         n: m for n, m in on.items() if is_instance_of(m, "transformers.modeling_layers", "GradientCheckpointingLayer")
@@ -62,14 +62,13 @@ def checkpointing(modules: Modules, parameters: Named, heads: Iterable[Any]) -> 
 
 
 def _reentrant(module: Any) -> bool | None:
-    """As it was asked for; unsloth and others put a function of their own there."""
+    """Return the value of ``use_reentrant``; None if unknown: unsloth and others put a function of their own there."""
     function = getattr(module, "_gradient_checkpointing_func", None)
     given = getattr(function, "keywords", {}).get("use_reentrant")
-    if given is None and getattr(function, "func", function) is imported_attribute(
-        "torch.utils.checkpoint", "checkpoint"
-    ):
-        return True  # what torch takes then, with a warning
-    return bool(given) if given is not None else None
+    if given is not None:
+        return bool(given)
+    default = imported_attribute("torch.utils.checkpoint", "checkpoint")  # reentrant, with a warning
+    return True if getattr(function, "func", function) is default else None
 
 
 def _idle(modules: Modules, layers: Named, parameters: Named, heads: Iterable[Any] | None) -> str:
@@ -82,9 +81,9 @@ def _idle(modules: Modules, layers: Named, parameters: Named, heads: Iterable[An
 
 
 def _inputs_require_grad(modules: Modules, not_before: Iterable[Any], parameters: Named) -> bool:
-    """Whether an embedding trains, or has the hook of transformers or peft that makes its output require grad.
+    """Tell whether an embedding trains, or has the hook of transformers or peft that makes its output require grad.
 
-    What trains and is not in the modules ``not_before`` is taken for something before the layers.
+    A parameter that trains and is not in the modules ``not_before`` is taken for one before the layers.
     """
     after = {id(p) for module in not_before for p in module.parameters()}
     if any(id(p) not in after for p in parameters.values()):
@@ -97,7 +96,7 @@ def _inputs_require_grad(modules: Modules, not_before: Iterable[Any], parameters
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """What accelerate and others have wrapped."""
+    """Return the optimizer that accelerate and others have wrapped."""
     inner = vars(optimizer).get("optimizer")
     base = imported_attribute("torch.optim", "Optimizer")
     return unwrap_optimizer(inner) if isinstance(inner, base) else optimizer
@@ -108,7 +107,7 @@ def _held(optimizer: Any) -> dict[int, Any]:
 
 
 def optimizer_state(optimizer: Any, known: set[int], parameters: Named) -> OptimizerState:
-    """``known``: the ids of all parameters of the model."""
+    """Describe ``optimizer``. ``known``: the ids of all parameters of the model; ``parameters``: the trained ones."""
     held = _held(optimizer)
     states = [state for p in held.values() if (state := optimizer.state.get(p))]
     tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
@@ -137,7 +136,7 @@ def _bits(optimizer: Any, settings: Any) -> int | None:
 
 
 def _small(value: Any) -> bool:
-    """A moment in 8 bits of bitsandbytes, which keeps quantized values as uint8, or a tensor of torchao's optimizers."""
+    """Tell whether it is a moment in 8 bits: uint8 in bitsandbytes, a class of their own in torchao's optimizers."""
     if not hasattr(value, "element_size"):
         return False
     return str(value.dtype) == "torch.uint8" or type(value).__name__.startswith("OptimState")

@@ -1,11 +1,10 @@
-"""What transformers knows of a model that it has quantized: names that it left out, heads, the configuration."""
+"""Read what transformers recorded about a model that it quantized: names that it left out, heads, the configuration."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .module_walk import Modules
-from .tensors import imported_attribute
+from .tensors import Modules, imported_attribute
 
 WRAPPED = ("_orig_mod", "module", "base_layer", "original_module")
 """Names that torch.compile, DDP and peft put between the names of the model."""
@@ -29,11 +28,11 @@ class Naming:
         return any(module is head for head in self.heads)
 
     def setting(self, name: str) -> Any:
-        """A setting of the quantization configuration, which is an object or, from a file, a dict."""
+        """Return a setting of the quantization configuration, which is an object or, from a file, a dict."""
         return _value(self.config, name)
 
     def skipped(self, name: str) -> str:
-        """Why a Linear of this name was left alone."""
+        """Say why a Linear of this name is not quantized."""
         if self.quantizer is None and self.config is None:
             return "not made as a quantized layer"
         short = _plain(name).removeprefix(f"{self.prefix}.")
@@ -63,10 +62,7 @@ def _plain(name: str) -> str:
 
 
 def _matches(name: str, patterns: Any) -> bool:
-    """As transformers matches; before 5 it had no function for this, and asked for a part of the name."""
-    patterns = list(patterns)
-    if not patterns:
-        return False
+    """Match as transformers does; before 5 it had no function for this, and looked for a part of the name."""
     if converts := imported_attribute("transformers.quantizers.quantizers_utils", "should_convert_module"):
-        return not converts(name, patterns)
+        return not converts(name, list(patterns))
     return any(name == pattern or name.endswith(f".{pattern}") or f"{pattern}." in f"{name}." for pattern in patterns)

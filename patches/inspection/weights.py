@@ -1,16 +1,18 @@
-"""How one layer is quantized, and whether it has the statistics that it needs."""
+"""Read how one layer is quantized, and whether it has the statistics that it needs."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from ..quantized.four_bit import quant_states
 from ..quantized.int8 import row_scales
 from ..quantized.quantized_experts import is_quantized_experts
-from .tensors import count_devices, dtype_name, is_instance_of, offload_place
+from .tensors import count_devices, dtype_name, is_instance_of, offload_place, own_parameters
 
 BNB = "bitsandbytes.nn.modules"
+OF_INPUT = "its input's"
 
 
 @dataclass(frozen=True)
@@ -19,28 +21,26 @@ class Weight:
 
     bits: str = ""
     """``"4"`` or ``"8"``, if the class of the layer or of its weight is one of bitsandbytes."""
-    how: str = ""
-    """As in ``Layers.quantized``."""
+    quantized: str = ""
     statistics: str = ""
     compute: str = ""
     parameters: int = 0
     extra: tuple[Any, ...] = ()
-    """Tensors beside the parameters and buffers: the statistics."""
+    """The statistics: tensors beside the parameters and buffers."""
     fault: str = ""
-    """``"plain"``, ``"not quantized yet"``, ``"no state"``, ``"no scales"``, ``"scales elsewhere"``, ``"resident"`` or
-    ``"packed"``: see :data:`.problems.FAULTS`."""
-    state: Any = None
-    """The quantization state of a 4-bit weight."""
+    """An entry of :data:`.problems.FAULTS`; empty if the weight has none."""
+    dequantized_dtype: str = ""
+    """The dtype of the values that packed 4-bit weights stand for."""
 
 
 def read_weight(module: Any, hook: Any) -> Weight:
-    """``hook``: the one that takes its weights away, if there is one."""
+    """Read the weight of a layer. ``hook`` is the one that offloads it, if there is one."""
     weight = module._parameters.get("weight")
     if is_instance_of(module, BNB, "Linear4bit") or is_instance_of(weight, BNB, "Params4bit"):
         return _four_bit(module, weight, hook)
     if is_instance_of(module, BNB, "Linear8bitLt") or is_instance_of(weight, BNB, "Int8Params"):
         return _int8(module, weight, hook)
-    if experts := [p for p in module._parameters.values() if is_quantized_experts(p)]:
+    if experts := [p for p in own_parameters(module) if is_quantized_experts(p)]:
         return _experts(module, experts)
     if (state := _parametrized(module)) is not None:
         return _from_state(state, module._parameters["original"], "", hook)
@@ -52,7 +52,7 @@ def read_weight(module: Any, hook: Any) -> Weight:
 
 
 def _experts(module: Any, experts: list[Any]) -> Weight:
-    """Quantized experts, which carry their statistics with them."""
+    """Read quantized experts, which carry their statistics with them."""
     packed = experts[0].packed
     kind = packed.kind.quant_type
     how = f"{kind} experts, double" if packed.nested_code is not None else f"{kind} experts"
@@ -60,11 +60,11 @@ def _experts(module: Any, experts: list[Any]) -> Weight:
 
 
 def _elements(module: Any) -> int:
-    return sum(int(p.numel()) for p in module._parameters.values() if p is not None)
+    return sum(int(p.numel()) for p in own_parameters(module))
 
 
 def _parametrized(module: Any) -> Any:
-    """The state of a parameter that ``bitsandbytes.nn.parametrize`` quantized."""
+    """Return the state of a parameter that ``bitsandbytes.nn.parametrize`` quantized; None if there is none."""
     if "original" not in module._parameters:
         return None
     return next(filter(None, map(quant_states.get_quant_state, module.children())), None)
@@ -73,10 +73,10 @@ def _parametrized(module: Any) -> Any:
 def _four_bit(module: Any, weight: Any, hook: Any) -> Weight:
     state = quant_states.get_quant_state(weight) or quant_states.get_quant_state(module)
     given = vars(module).get("compute_dtype")
-    compute = str(given).removeprefix("torch.") if given is not None else "its input's"
+    compute = str(given).removeprefix("torch.") if given is not None else OF_INPUT
     if weight is None:
         return Weight("4", "4-bit", "missing", compute)
-    if state is not None and not _whole(weight, state):
+    if state is not None and not _is_unpacked(weight, state):
         return _from_state(state, weight, compute, hook)
     kind = str(getattr(weight, "quant_type", "4-bit"))
     if not weight.dtype.is_floating_point or quant_states.is_marked(weight):
@@ -86,55 +86,58 @@ def _four_bit(module: Any, weight: Any, hook: Any) -> Weight:
     return Weight("4", "", "", compute, int(weight.numel()), fault=fault)
 
 
-def _whole(weight: Any, state: Any) -> bool:
-    """Whether it has as many elements as ``state`` describes values: then it is not packed, whatever its class says."""
+def _is_unpacked(weight: Any, state: Any) -> bool:
+    """Tell whether it has the shape that ``state`` describes: then it is not packed, whatever its class says."""
     return bool(weight.dtype.is_floating_point and tuple(weight.shape) == tuple(state.shape or ()))
 
 
 def _from_state(state: Any, weight: Any, compute: str, hook: Any) -> Weight:
     double = getattr(state, "state2", None)
     extra = tuple(t for t in (state.absmax, getattr(double, "absmax", None)) if t is not None)
-    elements = 1
-    for length in state.shape or ():
-        elements *= int(length)
+    elements = math.prod(map(int, state.shape or ()))
     how = f"{state.quant_type}, double" if double is not None else str(state.quant_type)
-    compute = compute or str(state.dtype).removeprefix("torch.")
-    there, at = set(count_devices(extra)), str(weight.device)
-    fault, statistics = "", "present" if extra else "missing"
+    dtype = dtype_name(state)
+    there = set(count_devices(extra))
+    if weight.is_meta:
+        elsewhere = hook is not None and "meta" in there
+    else:
+        elsewhere = there != {str(weight.device)}
+    statistics, fault = "present", ""
     if not extra:
-        fault = "no state"
-    elif "meta" in there if weight.is_meta and hook is not None else there != {at} and not weight.is_meta:
-        fault, statistics = "scales elsewhere", f"on {', '.join(sorted(there))}"
+        statistics, fault = "missing", "no state"
+    elif elsewhere:
+        statistics, fault = f"on {', '.join(sorted(there))}", "scales elsewhere"
     elif quant_states.is_for_cpu_kernel(state):
-        fault, statistics = "packed", "present, packed for AVX512"
-    return Weight("4", how, statistics, compute, elements, extra, fault, state)
+        statistics, fault = "present, packed for AVX512", "packed"
+    return Weight("4", how, statistics, compute or dtype, elements, extra, fault, dtype)
 
 
 def _int8(module: Any, weight: Any, hook: Any) -> Weight:
     if weight is None:
-        return Weight("8", "int8", "missing", "its input's")
+        return Weight("8", "int8", "missing", OF_INPUT)
     state = vars(module).get("state")  # the first forward moves what the weight holds there
     held = row_scales.held_tensors(weight, state)
-    scales = next((t for t in held[::2] if t is not None), None)
+    own_scales, _, state_scales, state_packed = held
+    scales = own_scales if own_scales is not None else state_scales
     elements, extra = int(weight.numel()), _beside(weight, held)
     if str(weight.dtype) != "torch.int8":
         if not is_instance_of(weight, BNB, "Int8Params"):
             return Weight("8", "", "", dtype_name(weight), elements, fault="plain")
         if getattr(weight, "has_fp16_weights", False):
-            return Weight("8", "int8 in each call", "", "its input's", elements, extra)
-        return Weight("8", "", "", "its input's", elements, extra, fault="not quantized yet")
+            return Weight("8", "int8 in each call", "", OF_INPUT, elements, extra)
+        return Weight("8", "", "", OF_INPUT, elements, extra, fault="not quantized yet")
+    statistics, fault = "present", ""
     if hook is not None and weight.is_meta and offload_place(hook, "SCB"):
-        codes = held[3]
-        fault = "resident" if codes is not None and not codes.is_meta else ""
-        return Weight("8", "int8", "present, offloaded", "its input's", elements, extra, fault)
-    if scales is None:
-        return Weight("8", "int8", "missing", "its input's", elements, extra, fault="no scales")
-    if str(weight.device) != "meta" and scales.device != weight.device:
-        return Weight("8", "int8", f"on {scales.device}", "its input's", elements, extra, fault="scales elsewhere")
-    return Weight("8", "int8", "present", "its input's", elements, extra)
+        statistics = "present, offloaded"
+        fault = "resident" if state_packed is not None and not state_packed.is_meta else ""
+    elif scales is None:
+        statistics, fault = "missing", "no scales"
+    elif not weight.is_meta and scales.device != weight.device:
+        statistics, fault = f"on {scales.device}", "scales elsewhere"
+    return Weight("8", "int8", statistics, OF_INPUT, elements, extra, fault)
 
 
 def _beside(weight: Any, held: list[Any]) -> tuple[Any, ...]:
-    """The tensors outside of the memory of ``weight``, each once."""
+    """Return the tensors outside of the memory of ``weight``, each once."""
     found = {id(t): t for t in held if t is not None and t is not weight}
     return tuple(t for t in found.values() if t.dtype != weight.dtype or t.data_ptr() != weight.data_ptr())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -16,16 +16,14 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-_OF_4_BITS = re.compile(r"\.weight\.quant_state\.bitsandbytes__\w+$")
-_OF_INT8 = re.compile(r"(?<=\.)SCB$")
+_STATE_OF_4_BIT = re.compile(r"\.weight\.quant_state\.bitsandbytes__\w+$")
+_SCALES_OF_INT8 = re.compile(r"(?<=\.)SCB$")
 
 
 def read_headers(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> dict[str, StoredTensor] | None:
-    """Each tensor of the checkpoint by its name in the files; None if there is nothing that can be read."""
+    """Read what each tensor of a checkpoint is, by its name there; None if it has no files, or files in another format."""
     if state_dict is not None:
-        return {
-            name: StoredTensor(tensor.is_floating_point(), tuple(tensor.shape)) for name, tensor in state_dict.items()
-        }
+        return _stored_tensors(state_dict)
     if not files:
         return None
     found: dict[str, StoredTensor] = {}
@@ -33,27 +31,21 @@ def read_headers(files: Iterable[str] | None, state_dict: Mapping[str, Any] | No
         if file.endswith(".safetensors"):
             found.update(_in_safetensors(file))
         elif file.endswith((".bin", ".pt", ".pth")):
-            found.update(_in_pickle(file))
+            import torch
+
+            found.update(_stored_tensors(torch.load(file, map_location="meta", weights_only=True)))
         else:
             return None
     return found
 
 
-def tensor_names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> Iterator[str]:
-    """The names of the tensors alone; none of files in another format."""
-    if state_dict is not None:
-        yield from state_dict
-        return
-    for file in map(str, files or ()):
-        if file.endswith(".safetensors"):
-            with open_safetensors(file) as handle:
-                yield from handle.keys()
-        elif file.endswith((".bin", ".pt", ".pth")):
-            yield from _in_pickle(file)
+def tensor_names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> list[str]:
+    """Read the names of the tensors alone."""
+    return list(read_headers(files, state_dict) or ())
 
 
 def map_tensors(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None, wanted: set[str]) -> dict[str, Any]:
-    """The tensors ``wanted``, which stay in the files: they are mapped, not copied."""
+    """Map the tensors ``wanted`` into memory: they stay in the files, and are not copied."""
     if state_dict is not None:
         return {name: state_dict[name] for name in wanted}
     found: dict[str, Any] = {}
@@ -71,25 +63,26 @@ def map_tensors(files: Iterable[str] | None, state_dict: Mapping[str, Any] | Non
 
 
 def check_whole_files(files: list[str]) -> str:
-    """The first of ``files``, if all of them are whole: safetensors say how long they are, an archive ends with its index."""
+    """Return the first of ``files``, or raise an error that names a truncated one.
+
+    safetensors say how long they are, an archive ends with its index.
+    """
     for file in files:
         if file.endswith(".safetensors"):
             with open_safetensors(file):
                 pass
-        elif _is_cut_short(file):
+            continue
+        with open(file, "rb") as opened:
+            is_archive = opened.read(4) == b"PK\3\4"
+        if is_archive and not zipfile.is_zipfile(file):
             raise OSError(
                 f"{file} ({os.path.getsize(file)} bytes) is not a complete file of torch.save. Download or copy it again."
             )
     return files[0]
 
 
-def _is_cut_short(file: str) -> bool:
-    with open(file, "rb") as opened:
-        return opened.read(4) == b"PK\3\4" and not zipfile.is_zipfile(file)
-
-
 def open_safetensors(file: str) -> Any:
-    """``safe_open`` with an error that names the file."""
+    """Call ``safe_open``; an error names the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -109,36 +102,39 @@ def _in_safetensors(file: str) -> dict[str, StoredTensor]:
         }
 
 
-def _in_pickle(file: str) -> dict[str, StoredTensor]:
-    import torch
-
-    state = torch.load(file, map_location="meta", weights_only=True)
+def _stored_tensors(state: Mapping[str, Any]) -> dict[str, StoredTensor]:
     return {name: StoredTensor(tensor.is_floating_point(), tuple(tensor.shape)) for name, tensor in state.items()}
 
 
 def quantized_names(keys: Iterable[str]) -> list[str]:
-    """Names of the weights that have a quantization state among ``keys``."""
+    """Return the names of the weights that have a quantization state among ``keys``."""
     found = []
     for key in keys:
-        if _OF_4_BITS.search(key):
-            found.append(_OF_4_BITS.sub(".weight", key))
-        elif _OF_INT8.search(key):
-            found.append(_OF_INT8.sub("weight", key))
+        if _STATE_OF_4_BIT.search(key):
+            found.append(_STATE_OF_4_BIT.sub(".weight", key))
+        elif _SCALES_OF_INT8.search(key):
+            found.append(_SCALES_OF_INT8.sub("weight", key))
     return found
 
 
 def names_in_model(
     model: Any, keys: list[str], weights: Iterable[str], asked: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """The names that ``model`` has for ``weights`` of a checkpoint whose tensors are ``keys``.
+    """Return the names that ``model`` has for ``weights`` of a checkpoint whose tensors are ``keys``.
 
     ``asked`` is the ``key_mapping`` of ``from_pretrained``.
     """
-    names = _renamed_by_4 if hasattr(model, "_get_key_renaming_mapping") else _renamed_by_5
-    return names(model, keys, sorted(weights), asked)  # some renamings of transformers 5 depend on the order
+    ordered = sorted(weights)  # some renamings of transformers 5 depend on the order
+    if not hasattr(model, "_get_key_renaming_mapping"):
+        return _renamed_by_5(model, ordered, asked)
+    prefix = model.base_model_prefix
+    has, expects = any(key.startswith(prefix) for key in keys), hasattr(model, prefix)
+    whole, base = bool(prefix) and has and not expects, bool(prefix) and not has and expects
+    renamed: dict[str, str] = model._get_key_renaming_mapping(ordered, asked, whole, base)
+    return renamed
 
 
-def _renamed_by_5(model: Any, keys: list[str], weights: list[str], asked: dict[str, str] | None) -> dict[str, str]:
+def _renamed_by_5(model: Any, weights: list[str], asked: dict[str, str] | None) -> dict[str, str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -153,11 +149,3 @@ def _renamed_by_5(model: Any, keys: list[str], weights: list[str], asked: dict[s
             name = weight
         names[weight] = name
     return names
-
-
-def _renamed_by_4(model: Any, keys: list[str], weights: list[str], asked: dict[str, str] | None) -> dict[str, str]:
-    prefix = model.base_model_prefix
-    has, expects = any(key.startswith(prefix) for key in keys), hasattr(model, prefix)
-    whole, base = bool(prefix) and has and not expects, bool(prefix) and not has and expects
-    renamed: dict[str, str] = model._get_key_renaming_mapping(weights, asked, whole, base)
-    return renamed

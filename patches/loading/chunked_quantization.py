@@ -6,9 +6,8 @@ bitsandbytes 0.50) and 9 in INT8: for the largest matrix of a model, more than a
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..offload.offload_map import OffloadMap
@@ -16,21 +15,19 @@ from ..offload.offload_map import OffloadMap
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK_OF_4_BIT = 2**16
-"""Values in a piece: whole blocks of every size."""
-CHUNK_OF_INT8 = 2**18
-"""The same for INT8, which takes less memory and time for each value."""
+CHUNK_OF_4_BIT = 2**16  # values in a piece: whole blocks of every size
+CHUNK_OF_INT8 = 2**18  # INT8 takes less memory and time for each value
 
 
 def create_in_chunks(quantizer: Any, weight: Tensor) -> Callable[..., Any]:
-    """``create_quantized_param`` of transformers 4, which makes the weight that a model has of ``weight``."""
+    """Return ``create_quantized_param`` of transformers 4; it quantizes a large ``weight`` in pieces."""
     create: Callable[..., Any] = quantizer.create_quantized_param
     size = CHUNK_OF_INT8 if quantizer.quantization_config.load_in_8bit else CHUNK_OF_4_BIT
     return create if quantizer.pre_quantized or weight.numel() < 2 * size else call_in_chunks(create)
 
 
 def call_in_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, in which a large weight that is quantized on a CPU is quantized in pieces."""
+    """Wrap ``function``: a large weight that it quantizes on a CPU is quantized in pieces."""
 
     @functools.wraps(function)
     def called(*args: Any, **options: Any) -> Any:
@@ -41,34 +38,28 @@ def call_in_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def convert_in_chunks(mapping: Any, device_map: Any) -> Callable[..., Any]:
-    """``convert`` of transformers 5, which makes the weights that the model has of tensors of the checkpoint."""
+    """Return ``mapping.convert`` of transformers 5; it quantizes large weights in pieces."""
     upstream: Callable[..., Any] = mapping.convert
     if not isinstance(device_map, OffloadMap):
         return upstream
     operations = [*getattr(mapping, "operations", ()), mapping.quantization_operation]
+    operations = [operation for operation in operations if operation is not None]
 
     @functools.wraps(upstream)
     def convert(*args: Any, **options: Any) -> Any:
-        with _inside([each for each in operations if each is not None]):
+        try:  # only while an operation converts: upstream also reads the tensors, which needs no mode
+            for operation in operations:
+                operation.convert = _convert_large_in_chunks(operation)
             return upstream(*args, **options)
+        finally:
+            for operation in operations:
+                vars(operation).pop("convert", None)
 
     return convert
 
 
-@contextlib.contextmanager
-def _inside(operations: list[Any]) -> Iterator[None]:
-    """In which large weights that ``operations`` convert on a CPU are quantized in pieces; reading stays without a mode."""
-    try:
-        for operation in operations:
-            operation.convert = _of_large(operation)
-        yield
-    finally:
-        for operation in operations:
-            vars(operation).pop("convert", None)
-
-
-def _of_large(operation: Any) -> Callable[..., Any]:
-    """``operation.convert``, in the mode if a weight is large: there every operation of torch takes more time."""
+def _convert_large_in_chunks(operation: Any) -> Callable[..., Any]:
+    """Return ``operation.convert``, in the mode only if a weight is large: the mode slows every operation of torch."""
     convert: Callable[..., Any] = operation.convert
     name = type(operation).__name__
     if name.endswith("Deserialize"):  # packed already
@@ -114,42 +105,43 @@ def _mode() -> type[Any]:
 def _of_4_bits(
     quantize: Callable[..., tuple[Tensor, Tensor]], weight: Tensor, blocksize: int, quant_type: str, quant_storage: Any
 ) -> tuple[Tensor, Tensor]:
-    """``quantize_4bit``: a block is quantized by itself."""
+    """Quantize as ``quantize_4bit`` does, in pieces: a block is quantized by itself."""
     import torch
 
     flat = weight.reshape(-1)
     size = flat.numel()
     packed = flat.new_empty(((size + 1) // 2 // quant_storage.itemsize, 1), dtype=quant_storage)
     absmax = flat.new_empty(-(-size // blocksize), dtype=torch.float32)
-    rows = blocks = 0
-    for part in _parts(flat, CHUNK_OF_4_BIT):
-        codes, statistics = quantize(part, blocksize, quant_type, quant_storage)
-        packed[rows : rows + codes.shape[0]] = codes
-        absmax[blocks : blocks + statistics.shape[0]] = statistics
-        rows, blocks = rows + codes.shape[0], blocks + statistics.shape[0]
+    _fill((packed, absmax), quantize, _parts(flat, CHUNK_OF_4_BIT), blocksize, quant_type, quant_storage)
     return packed, absmax
 
 
 def _of_int8(
     quantize: Callable[..., tuple[Tensor, Tensor, Any]], weight: Tensor, threshold: float = 0.0
 ) -> tuple[Tensor, Tensor, Any]:
-    """``int8_vectorwise_quant``: a row is quantized by itself, unless columns are left out."""
+    """Quantize as ``int8_vectorwise_quant`` does, in pieces: a row is quantized by itself, unless columns are left out."""
     import torch
 
     if threshold or weight.dim() != 2:
         return quantize(weight, threshold)
     packed = weight.new_empty(weight.shape, dtype=torch.int8)
     scales = weight.new_empty(len(weight), dtype=torch.float32)
-    rows = 0
-    for part in _parts(weight, max(1, CHUNK_OF_INT8 // weight.shape[1])):
-        end = rows + part.shape[0]
-        packed[rows:end], scales[rows:end], _ = quantize(part, threshold)
-        rows = end
+    _fill((packed, scales), quantize, _parts(weight, max(1, CHUNK_OF_INT8 // weight.shape[1])), threshold)
     return packed, scales, None
 
 
+def _fill(results: tuple[Tensor, Tensor], quantize: Callable[..., Any], parts: list[Tensor], *how: Any) -> None:
+    """Quantize ``parts``, and write what each gives behind what the part before gave."""
+    starts = [0, 0]
+    for part in parts:
+        for number, piece in enumerate(quantize(part, *how)[:2]):
+            end = starts[number] + piece.shape[0]
+            results[number][starts[number] : end] = piece
+            starts[number] = end
+
+
 def _parts(tensor: Tensor, length: int) -> list[Tensor]:
-    """Pieces of ``length``, and a last one that has the rest."""
+    """Split ``tensor`` into pieces of ``length``, and a last one that has the rest."""
     size = tensor.shape[0]
     ends = [*range(length, size - length + 1, length), size]
     return [tensor[start:end] for start, end in zip([0, *ends], ends)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def offloads_something(device_map: Any) -> bool:
-    """Whether ``device_map`` sends something to the CPU or the disk beside the modules that it keeps where they compute."""
+    """Tell whether ``device_map`` sends something to the CPU or the disk beside modules that stay where they compute."""
     return isinstance(device_map, Mapping) and _any_offloaded(device_map.values())
 
 
@@ -36,7 +36,7 @@ def _any_offloaded(values: Iterable[Place]) -> bool:
 
 
 def supports_offload(quantizer: Any) -> bool:
-    """Whether ``quantizer`` makes a model whose layers can be offloaded quantized, and is not asked to leave them."""
+    """Tell whether ``quantizer`` makes a model whose layers can be offloaded quantized, and is not asked to leave them."""
     if not is_bitsandbytes(quantizer):
         return False
     config = quantizer.quantization_config
@@ -49,33 +49,33 @@ def supports_offload(quantizer: Any) -> bool:
 
 
 def is_refused(quantizer: Any, values: set[Place]) -> bool:
-    """What ``validate_environment`` asks: whether a model with such ``values`` in its device map cannot be had."""
+    """Tell ``validate_environment`` whether to refuse a model with such ``values`` in its device map."""
     return not supports_offload(quantizer) and _any_offloaded(values)
 
 
 def plan_device_map(model: Module, device_map: Any, quantizer: Any) -> Any:
-    """``device_map`` as an ``OffloadMap`` if ``model`` is to be offloaded quantized; else as it is."""
+    """Make an ``OffloadMap`` of ``device_map`` if ``model`` is to be offloaded quantized; else return it as it is."""
     if not offloads_something(device_map) or not supports_offload(quantizer):
         return device_map
-    _refuse_unknown(model, device_map)
-    _refuse_no_place(device_map)
-    given, device_map = device_map, {**device_map, **_of_shared(model, device_map)}
+    _refuse_unknown_names(model, device_map)
+    _refuse_unknown_places(device_map)
+    given, device_map = device_map, {**device_map, **_places_of_shared(model, device_map)}
     main = execution_device(device_map)
-    found = dict(_disjoint(model, "", device_map, main, inside=False))
+    found = dict(_make_disjoint(model, "", device_map, main, inside=False))
     # By where modules go, not by the given map: one with tensors of its own takes a tied weight along (Zaya).
-    found = dict(_disjoint(model, "", {**found, **_of_tied(model, found, main)}, main, inside=False))
+    found = dict(_make_disjoint(model, "", {**found, **_places_of_tied(model, found, main)}, main, inside=False))
     result = OffloadMap(found, given)
-    result.divided = split_layers.devices_of_split_layers(model, result)
+    result.devices_of_split_layers = split_layers.devices_of_split_layers(model, result)
     return result
 
 
 def skip_tied_check(upstream: Callable[..., None], device_map: Any, quantizer: Any) -> Callable[..., None]:
-    """``check_tied_parameters_on_same_device``, which stops at a map with gaps; :func:`plan_device_map` says what such a map lacks."""
+    """Return ``check_tied_parameters_on_same_device``, or nothing to do where :func:`plan_device_map` checks the map."""
     return (lambda *_: None) if offloads_something(device_map) and supports_offload(quantizer) else upstream
 
 
-def _of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
-    """One place for a module that has several names: the place of a name that the map has, or of the first name."""
+def _places_of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
+    """Choose one place for a module that has several names: the place of a name that the map has, or of the first name."""
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if _has_own(module):
@@ -88,10 +88,10 @@ def _of_shared(model: Module, device_map: Mapping[str, Place]) -> dict[str, Plac
     return found
 
 
-def _of_tied(model: Module, device_map: Mapping[str, Place], main: Place) -> dict[str, Place]:
-    """Where modules go whose weight is another's that lies elsewhere: there is one weight, which waits nowhere else.
+def _places_of_tied(model: Module, device_map: Mapping[str, Place], main: Place) -> dict[str, Place]:
+    """Choose one place for modules that share a weight: a device of theirs, first of all ``main``, or where the source waits.
 
-    If they are on several devices, all go to one of these: to ``main``, if that is one.
+    If the source is on the disk, all are.
     """
     groups: dict[str, list[str]] = {}
     for name, source in tied_names(model).items():
@@ -110,7 +110,7 @@ def _of_tied(model: Module, device_map: Mapping[str, Place], main: Place) -> dic
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """Names of weights that are another's, and that name. In transformers 4 they are one parameter by now."""
+    """Return for each tied weight the name of its source. In transformers 4 both are one parameter by now."""
     declared: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
     if declared is not None:
         return declared
@@ -119,7 +119,7 @@ def tied_names(model: Any) -> dict[str, str]:
     return {name: source for name, source in names if name != source}
 
 
-def _refuse_unknown(model: Module, device_map: Mapping[str, Place]) -> None:
+def _refuse_unknown_names(model: Module, device_map: Mapping[str, Place]) -> None:
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     known.update(name for name, _ in _tensors(model, ""))
     unknown = [name for name in device_map if name not in known]
@@ -134,7 +134,7 @@ def _refuse_unknown(model: Module, device_map: Mapping[str, Place]) -> None:
         )
 
 
-def _refuse_no_place(device_map: Mapping[str, Place]) -> None:
+def _refuse_unknown_places(device_map: Mapping[str, Place]) -> None:
     for name, place in device_map.items():
         try:
             known, cause = is_offloaded_place(place) or to_torch_device(place).type != "meta", None
@@ -147,24 +147,25 @@ def _refuse_no_place(device_map: Mapping[str, Place]) -> None:
             ) from cause
 
 
-def _disjoint(
+def _make_disjoint(
     module: Module, path: str, given: Mapping[str, Place], main: Place, inside: bool
 ) -> Iterator[tuple[str, Place]]:
-    """The places of ``module``; ``inside``: a name in ``given`` has it."""
+    """Yield places for the modules in ``module``, none inside another; ``inside``: a name in ``given`` has ``module``."""
     inside = inside or path in given
-    places = _places_in(module, path, given, main)
+    places = [_place_of_tensor(name, given, main, required) for name, required in _tensors(module, path)]
     whole = inside and len({str(place) for place in places}) == 1
     if places and path and (whole or _has_own(module)):
         yield path, _place_of(module, path, given, places)
         return
     if not path:
         for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            yield name, _resident(_find(name, given, main), main)
+            place = _place_of_tensor(name, given, main)
+            yield name, main if is_offloaded_place(place) else place  # no hook brings the model's own tensors
         if whole and not _has_own(module):
             yield "", places[0]
             return
     for name, child in module.named_children():
-        yield from _disjoint(child, _join(path, name), given, main, inside)
+        yield from _make_disjoint(child, _join(path, name), given, main, inside)
 
 
 def _has_own(module: Module) -> bool:
@@ -172,9 +173,9 @@ def _has_own(module: Module) -> bool:
 
 
 def _place_of(module: Module, path: str, given: Mapping[str, Place], places: list[Place]) -> Place:
-    """One place for a module whose own tensors accelerate's hook brings together, with all that is inside it.
+    """Choose one place for a module whose own tensors accelerate's hook brings together, with all modules inside it.
 
-    Of several, the one that takes the least memory: what a map sends to the disk may not fit elsewhere.
+    Of several places it is the one that takes the least memory: a tensor on the disk may not fit elsewhere.
     """
     own = [given[_join(path, name)] for name, _ in module.named_parameters(recurse=False) if _join(path, name) in given]
     for waiting in reversed(OFFLOADED):
@@ -183,17 +184,8 @@ def _place_of(module: Module, path: str, given: Mapping[str, Place], places: lis
     return own[0] if own else places[0]
 
 
-def _resident(place: Place, main: Place) -> Place:
-    """The model itself has no hook that would bring its own tensors."""
-    return main if is_offloaded_place(place) else place
-
-
-def _places_in(module: Module, path: str, given: Mapping[str, Place], main: Place) -> list[Place]:
-    return [_find(name, given, main, required) for name, required in _tensors(module, path)]
-
-
 def _tensors(module: Module, path: str) -> Iterator[tuple[str, bool]]:
-    """Names of all tensors in ``module``, and whether a device map must have them."""
+    """Yield the names of all tensors in ``module``, and whether a device map must have them."""
     for prefix, part in module.named_modules(prefix=path, remove_duplicate=False):
         for name in part._parameters:
             if part._parameters[name] is not None:
@@ -203,7 +195,7 @@ def _tensors(module: Module, path: str) -> Iterator[tuple[str, bool]]:
                 yield _join(prefix, name), name not in part._non_persistent_buffers_set
 
 
-def _find(name: str, given: Mapping[str, Place], main: Place, required: bool = True) -> Place:
+def _place_of_tensor(name: str, given: Mapping[str, Place], main: Place, required: bool = True) -> Place:
     found = find_enclosing(given, name)
     if found is not None:
         return given[found]
@@ -216,7 +208,7 @@ def _find(name: str, given: Mapping[str, Place], main: Place, required: bool = T
 
 
 def owner_of_tensor(model: Module, name: str) -> Module:
-    """The module that has the tensor ``name``. ``get_submodule`` takes ten times as long, which counts for each tensor."""
+    """Return the module that has the tensor ``name``; ``get_submodule`` takes ten times as long."""
     found: Any = model
     for part in name.split(".")[:-1]:
         found = found._modules[part]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def load_files(upstream: Callable[..., Any], device_map: Any) -> Callable[..., Any]:
-    """``_load_pretrained_model``, which reads the files; if that fails, what was written is removed."""
+    """Return ``_load_pretrained_model``, which reads the files; if that fails, remove the files that were written."""
     if not isinstance(device_map, OffloadMap):
         return upstream
 
@@ -47,41 +47,44 @@ def load_files(upstream: Callable[..., Any], device_map: Any) -> Callable[..., A
 
 
 def expand_device_map(upstream: Callable[..., Any], device_map: Any, names: Iterable[str]) -> Any:
-    """``expand_device_map``; a tensor that the model does not have is nowhere."""
+    """Call ``expand_device_map``; a tensor that the model does not have is nowhere."""
     if not isinstance(device_map, OffloadMap):
         return upstream(device_map, names)
     return {name: device_map.at(name) for name in names}
 
 
 def files_to_skip(upstream: Callable[..., Any], device_map: Any, files: Any) -> Any:
-    """``get_disk_only_shard_files``, which are not read: a weight on the disk has to be quantized, or has statistics."""
+    """Call ``get_disk_only_shard_files`` for files that need not be read; none, as packed weights have statistics to read."""
     return [] if isinstance(device_map, OffloadMap) else upstream(device_map, files)
 
 
 def device_map_within(device_map: Any, prefix: str) -> Any:
-    """``device_map`` by the names of the base model, whose checkpoint is loaded into a model with a head."""
+    """Return ``device_map`` by the names of the base model, whose checkpoint is loaded into a model with a head."""
     inside = {name.removeprefix(prefix): place for name, place in device_map.items()}
     if not isinstance(device_map, OffloadMap):
         return inside
     if prefix.rstrip(".") in inside:
         inside[""] = inside.pop(prefix.rstrip("."))
     view = OffloadMap(inside, device_map.given)
-    divided = {name.removeprefix(prefix): place for name, place in device_map.divided.items()}
-    vars(view).update(vars(device_map), root=prefix, divided=divided)
+    split = {name.removeprefix(prefix): place for name, place in device_map.devices_of_split_layers.items()}
+    vars(view).update(vars(device_map), root=prefix, devices_of_split_layers=split)
     return view
 
 
 def place_tensor(
     device_map: Any, model: Module, name: str, tensor: Tensor, quantizer: Any, files: Any, load: Any, *also: Any
 ) -> bool:
-    """Give ``model`` the tensor ``name``, and put it where it waits; False where transformers is to do it.
+    """Give ``model`` the tensor ``name``, and put it where it waits; return False where transformers is to do it.
 
-    ``files`` says what lies in a file of the checkpoint, ``load`` sets a parameter, and ``also`` is for the quantizer.
+    ``files`` has the tensors that lie in a file of the checkpoint, ``load`` sets a parameter, ``also`` is for the quantizer.
     """
     if not isinstance(device_map, OffloadMap):
         return False
     if not makes_parameter(quantizer, model, name):
-        _place(device_map, model, name, tensor, files, load)
+        at = device_map.at(name)
+        load(model, name, tensor.to("cpu" if at == "disk" else at))
+        if at == "disk" and name.rpartition(".")[2] in device_maps.owner_of_tensor(model, name)._parameters:
+            _leave_on_disk(device_map, model, name, tensor, files)
         return True
     weight = _weight_of(quantizer, name)
     offloaded = offload_map.offloads_module(device_map, weight)
@@ -91,41 +94,28 @@ def place_tensor(
     chunked_quantization.create_in_chunks(quantizer, tensor)(model, tensor, name, where, *also)
     made = device_maps.owner_of_tensor(model, weight)._parameters["weight"] if offloaded else None
     if made is not None and not made.is_meta and offload_v5.is_packed(made):
-        _send(device_map, model, weight, made, files if quantizer.pre_quantized else None)
+        if offload_v5.is_on_disk(device_map, weight):
+            _leave_on_disk(device_map, model, weight, made, files if quantizer.pre_quantized else None)
+        elif made.device.type != "cpu":
+            device_maps.owner_of_tensor(model, weight)._parameters["weight"] = made.to("cpu")  # type: ignore[assignment]
         malloc_trim.trim_after_quantizing(made)
     return True
 
 
 def is_placed(device_map: Any, is_safetensors: bool) -> bool:
-    """Whether a tensor on the disk needs no further step: it lies in a safetensors file, or :func:`place_tensor` wrote it."""
+    """Tell whether a tensor on the disk needs no further step: it lies in a safetensors file, or :func:`place_tensor` wrote it."""
     return is_safetensors or isinstance(device_map, OffloadMap)
 
 
-def _place(device_map: OffloadMap, model: Module, name: str, tensor: Tensor, files: Any, load: Any) -> None:
-    """A tensor that is not quantized."""
-    at = device_map.at(name)
-    load(model, name, tensor.to("cpu" if at == "disk" else at))
-    if at == "disk" and name.rpartition(".")[2] in device_maps.owner_of_tensor(model, name)._parameters:
-        _leave(device_map, model, name, tensor, files)
-
-
 def _weight_of(quantizer: Any, name: str) -> str:
-    """The weight that ``name`` is or belongs to."""
+    """Return the name of the weight that ``name`` is or belongs to."""
     if hasattr(quantizer, "get_param_name"):  # from 4.57 on
         name = quantizer.get_param_name(name)
     return f"{name.rpartition('.')[0]}.weight"
 
 
-def _send(device_map: OffloadMap, model: Module, name: str, weight: Tensor, files: Any) -> None:
-    """Packed weights, with all their statistics, to where they wait."""
-    if offload_v5.is_on_disk(device_map, name):
-        _leave(device_map, model, name, weight, files)
-    elif weight.device.type != "cpu":
-        device_maps.owner_of_tensor(model, name)._parameters["weight"] = weight.to("cpu")  # type: ignore[assignment]
-
-
-def _leave(device_map: OffloadMap, model: Module, name: str, tensor: Tensor, files: Any) -> None:
-    """On the disk: in the checkpoint where that has it, or else in a file of its own."""
+def _leave_on_disk(device_map: OffloadMap, model: Module, name: str, tensor: Tensor, files: Any) -> None:
+    """Leave ``tensor`` on the disk: in the checkpoint where that has it, or else in a file of its own."""
     if files and name in files:
         entry = {**files[name], "dtype": str(tensor.dtype).removeprefix("torch.")}
     else:

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ..offload import forward_uses, onload_bytes
+from ..offload import forward_uses
 from ..process.byte_sizes import format_bytes
 from ..process.messages import LOGGER
 
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
     from ..offload.offload_map import OffloadMap
 
-_LOADED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""What was said of each model that is alive."""
+_SUMMARIES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of each model that is alive
 
 
 def log_placement(model: Module, device_map: OffloadMap) -> None:
-    """Once for each model that is loaded."""
+    """Log where the layers of ``model`` are, once when it is loaded, and keep the line for the report."""
     layers: Counter[str] = Counter()
     held: Counter[str] = Counter()
     seen: set[int] = set()
@@ -30,20 +29,18 @@ def log_placement(model: Module, device_map: OffloadMap) -> None:
             at = device_map.at(name)
             place = str(device_map.main if at is None else at)
             layers[place] += 1
-            held[place] += sum(
-                onload_bytes.bytes_of_parameter(parameter) for parameter in own if id(parameter) not in seen
-            )
+            held[place] += sum(forward_uses.bytes_of_parameter(each) for each in own if id(each) not in seen)
             seen.update(map(id, own))
     placed = ", ".join(f"{place} ({count} layers, {format_bytes(held[place])})" for place, count in layers.items())
     used = forward_uses.count_forward_uses(model)
-    copied = format_bytes(sum(used[id(module)] * onload_bytes.bytes_per_use(module) for module in model.modules()))
-    _LOADED[model] = (
+    copied = format_bytes(sum(used[id(module)] * forward_uses.bytes_per_use(module) for module in model.modules()))
+    _SUMMARIES[model] = (
         f"{type(model).__name__} is quantized and placed on {placed}. Each forward copies {copied} from the CPU or the disk "
         f"to {device_map.main}. patches.inspect(model) shows where each part is"
     )
-    LOGGER.info("%s", _LOADED[model])
+    LOGGER.info("%s", _SUMMARIES[model])
 
 
 def report_notes() -> tuple[str, ...]:
-    """What the report of all patches says of them, the one that was loaded first before the others."""
-    return tuple(_LOADED.values())
+    """Return the line of each model for the report of all patches, in the order in which they were loaded."""
+    return tuple(_SUMMARIES.values())

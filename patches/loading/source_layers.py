@@ -1,4 +1,4 @@
-"""What transformers quantized a layer from: an ``nn.Linear``, or the ``Conv1D`` of GPT-2, which keeps its weight transposed."""
+"""The layer that transformers quantized: an ``nn.Linear``, or the ``Conv1D`` of GPT-2, which keeps its weight transposed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _is_conv1d(quantized: Any) -> bool:
 
 
 def make_source_layer(quantized: Any, bias: Any) -> Module:
-    """A layer on meta of the kind that ``quantized`` was made from; ``bias`` is None if there is none."""
+    """Make a layer on meta of the kind that ``quantized`` was made from; ``bias`` is None if it has none."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -29,5 +29,5 @@ def make_source_layer(quantized: Any, bias: Any) -> Module:
 
 
 def to_source_layout(quantized: Any, weight: Tensor) -> Tensor:
-    """``weight``, of shape (out, in), as a layer of that kind keeps it."""
+    """Return ``weight``, of shape (out, in), in the layout of that kind of layer."""
     return weight.t().contiguous() if _is_conv1d(quantized) else weight

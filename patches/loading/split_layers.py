@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def devices_of_split_layers(model: Module, device_map: OffloadMap) -> dict[str, Place]:
-    """The layers that have parts on one device, and that device; none if all computes on one."""
+    """Return the layers whose resident parts are on one of several devices, each with that device."""
     if not _over_several(device_map):
         return {}
     resident = {name: place for name, place in device_map.items() if not offload_map.is_offloaded_place(place)}
@@ -41,7 +41,7 @@ def _over_several(device_map: OffloadMap) -> bool:
 
 
 def _layers_around(model: Module, name: str) -> Iterator[str]:
-    """The modules around ``name`` that are one of a list."""
+    """Yield the modules around ``name`` that are in a ``ModuleList``."""
     import torch
 
     while name := name.rpartition(".")[0]:
@@ -50,7 +50,7 @@ def _layers_around(model: Module, name: str) -> Iterator[str]:
 
 
 def compute_on_one_device(model: Module, device_map: OffloadMap, skip_keys: Any) -> None:
-    """Have each part that waits compute where its layer does, and move there what goes into the layer."""
+    """Have each part that waits compute where its layer does, and move the inputs of the layer there."""
     if not _over_several(device_map):
         return
     computes: dict[str, set[Any]] = {}

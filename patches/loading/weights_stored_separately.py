@@ -15,12 +15,12 @@ from ..experts import quantized_sizes
 from ..process.tensor_bits import have_same_bits
 from . import checkpoint_keys, device_maps
 
+# The checkpoint that a map is being made for: files, state dict, and the ``key_mapping`` of ``from_pretrained``.
 _checkpoint: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("checkpoint")
-"""What the map that is being made is for: files, state dict, and the ``key_mapping`` of ``from_pretrained``."""
 
 
 def with_checkpoint(upstream: Callable[..., Any], files: Any, state: Any, asked: Any) -> Callable[..., Any]:
-    """``_get_device_map`` for the model that is loaded from this checkpoint."""
+    """Return ``_get_device_map`` for the model that is loaded from this checkpoint."""
 
     def _get_device_map(model: Any, device_map: Any, max_memory: Any, quantizer: Any) -> Any:
         keys = functools.partial(checkpoint_keys.tensor_names, files, state)
@@ -33,40 +33,38 @@ def with_checkpoint(upstream: Callable[..., Any], files: Any, state: Any, asked:
     return _get_device_map
 
 
-WITH_CHECKPOINT = Rewrite(
+WITH_CHECKPOINT = Rewrite.to_call(  # of each patch that counts what will be loaded
     "transformers.modeling_utils:PreTrainedModel.from_pretrained",
     find="_get_device_map",
-    replace="_patches_mapping(_get_device_map, checkpoint_files, state_dict, key_mapping)",
-    names={"_patches_mapping": with_checkpoint},
+    function=with_checkpoint,
+    arguments="_get_device_map, checkpoint_files, state_dict, key_mapping",
     when="transformers>=5",
 )
-"""The edit that says which checkpoint a map is for: of each patch that counts what will be loaded."""
 
 
 def separate_weights(model: Any) -> Iterator[str]:
-    """For each weight that is loaded beside the one it is declared as tied to: the name of that one."""
+    """Yield, for each weight that is loaded beside the one it is declared as tied to, the name of that one."""
     files, state, asked = _checkpoint.get((None, None, None))
     tied = device_maps.tied_names(model)
-    stored = _stored(model, tied, files, state, asked) if tied else {}
+    stored = _names_in_checkpoint(model, tied, files, state, asked) if tied else {}
     for source in dict.fromkeys(tied.values()):
         names = [name for name in (source, *tied) if name == source or tied[name] == source]
         keys = {stored[name] for name in names if name in stored}
         if len(keys) > 1:
             values = checkpoint_keys.map_tensors(files, state, keys).values()
-            yield from [source] * (_distinct(values) - 1)
+            yield from [source] * (_count_distinct(values) - 1)
 
 
-def _stored(model: Any, tied: Mapping[str, str], files: Any, state: Any, asked: Any) -> dict[str, str]:
-    """The tied weights that the checkpoint has, and their names there."""
+def _names_in_checkpoint(model: Any, tied: Mapping[str, str], files: Any, state: Any, asked: Any) -> dict[str, str]:
+    """Return the names that tied weights have in the checkpoint, as far as it has them."""
     known = {*tied, *tied.values()}
     ends = tuple({name.rpartition(".")[2] for name in known})
-    keys = list(checkpoint_keys.tensor_names(files, state))
+    keys = checkpoint_keys.tensor_names(files, state)
     found = checkpoint_keys.names_in_model(model, keys, [key for key in keys if key.endswith(ends)], asked)
     return {name: key for key, name in found.items() if name in known}
 
 
-def _distinct(values: Iterable[Any]) -> int:
-    """How many there are, equal ones counted once."""
+def _count_distinct(values: Iterable[Any]) -> int:
     found: list[Any] = []
     for value in values:
         if not any(have_same_bits(value, other) for other in found):

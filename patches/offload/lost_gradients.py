@@ -1,7 +1,7 @@
 """Gradients of offloaded adapters: accelerate drops them with the weights that it brought, and no step can use them.
 
 Other gradients of such a model (of its inputs, say) are computed. An optimizer that is to train the
-adapters would do nothing, without a word: its step is an error.
+adapters would silently do nothing, so its step raises an error.
 """
 
 from __future__ import annotations
@@ -18,47 +18,45 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-_before: weakref.WeakKeyDictionary[Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
-"""The parameters that layers had when they were offloaded: an optimizer that was made before holds these."""
-
-_lost: weakref.WeakSet[Module] = weakref.WeakSet()
-"""Layers alive that lost a gradient. Empty, and no optimizer is asked, until that happens."""
-
-_looking: list[Any] = []
-"""The handle of the look at optimizers, once there is one. It stays: torch is in the midst of its hooks when it looks."""
+# The parameters that layers had when they were offloaded: an optimizer that was made before holds these.
+_parameters_before: weakref.WeakKeyDictionary[Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+_layers_with_loss: weakref.WeakSet[Module] = weakref.WeakSet()
+_optimizer_hooks: list[
+    Any
+] = []  # one, from the first loss on; it stays, because torch is iterating its hooks when it runs
 
 
-def remember_gradients(layer: Module) -> None:
-    """Called when ``layer`` is about to be offloaded."""
-    _before[layer] = [weakref.ref(p) for p in layer.parameters() if not p.is_meta]
+def remember_parameters(layer: Module) -> None:
+    """Remember the parameters of ``layer``, which is about to be offloaded."""
+    _parameters_before[layer] = [weakref.ref(p) for p in layer.parameters() if not p.is_meta]
 
 
 def watch_gradients(layer: Module) -> None:
-    """Called in the forward of ``layer``, when the offloaded modules below it are there."""
+    """Watch the gradients of the offloaded modules below ``layer``, whose forward has brought them."""
     for module in layer.modules():
         if accelerate_hooks.hook_of(module, visited=True) is not None:
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.requires_grad:
-                    parameter.register_hook(partial(_note, weakref.ref(layer)))
+                    parameter.register_hook(partial(_record_loss, weakref.ref(layer)))
 
 
-def _note(layer: weakref.ref[Module], gradient: Tensor) -> None:
+def _record_loss(layer: weakref.ref[Module], gradient: Tensor) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     module = layer()
     if module is None:
         return
-    _lost.add(module)
-    if not _looking:
-        _looking.append(register_optimizer_step_pre_hook(_look))
+    _layers_with_loss.add(module)
+    if not _optimizer_hooks:
+        _optimizer_hooks.append(register_optimizer_step_pre_hook(_check_step))
 
 
-def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raise if ``optimizer`` is to step without the gradients that were lost."""
-    layers = [layer for layer in _lost if offloaded_modules.is_offloaded(layer)]
+    layers = [layer for layer in _layers_with_loss if offloaded_modules.is_offloaded(layer)]
     if not layers:
         return
-    old = {id(p) for layer in layers for known in _before.get(layer, ()) if (p := known()) is not None}
+    old = {id(p) for layer in layers for known in _parameters_before.get(layer, ()) if (p := known()) is not None}
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     if any(p.requires_grad and p.grad is None and (p.is_meta or id(p) in old) for p in parameters):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What accelerate offloads: which hook brings the weights of a module, and how to have them for longer than a forward.
+"""Modules that accelerate offloads: which hook brings the weights of a module, and how to have them for longer than a forward.
 
 ``AlignDevicesHook`` puts the weights of its module on the execution device before the module's forward, from a map
 of names to tensors (in memory, or on disk), and leaves parameters on the meta device after it. Code that reads such a
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def execution_device(module: Module) -> torch.device | None:
-    """Where the forward of ``module`` runs, if its weights are offloaded; else None."""
+    """Return where the forward of ``module`` runs, if its weights are offloaded; else None."""
     import torch
 
     hook = hook_of(module)
@@ -32,12 +32,12 @@ def execution_device(module: Module) -> torch.device | None:
 
 
 def first_execution_device(model: Module) -> torch.device | None:
-    """Where the forward of the first module in ``model`` runs that is offloaded; None if there is none."""
+    """Return where the forward of the first offloaded module in ``model`` runs; None if there is none."""
     return next(filter(None, map(execution_device, model.modules())), None)
 
 
 def is_offloaded(module: Module) -> bool:
-    """Whether something in ``module`` is offloaded now. Cheap where accelerate has no hook."""
+    """Tell whether something in ``module`` is offloaded now. Cheap where accelerate has no hook."""
     return any(hook_of(part) is not None for part in module.modules())
 
 
@@ -69,7 +69,7 @@ class Visit:
         hook.offload = False  # so that a forward of the module neither brings them again nor takes them away
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the hook moves, by its names there."""
+        """Return the tensors that the hook moves, by their names there."""
         from accelerate.utils import named_module_tensors
 
         return dict(
@@ -82,7 +82,7 @@ class Visit:
         )
 
     def unchanged(self) -> dict[str, Tensor]:
-        """The ones that the hook has brought as they are, but for a cast: not the ones that it quantized on the way."""
+        """Return the tensors that the hook has brought as they are, but for a cast, and did not quantize on the way."""
         now = self._layouts()
         return {name: tensor for name, tensor in self.tensors().items() if self._before.get(name) == now[name]}
 
@@ -90,18 +90,19 @@ class Visit:
         return {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors().items()}
 
     def keep(self) -> None:
-        """Make what the weights are now the ones that the next forward brings."""
+        """Have the next forward bring the weights as they are now."""
         for name, tensor in self.tensors().items():
             weights_maps.write_to_map(self.hook, name, tensor)
 
     def end(self) -> None:
+        """Offload the weights again."""
         self.hook.offload = True
         del self.hook._patches_visited
         self.hook.post_forward(self.module, ())
 
 
 def begin_visits(root: Module) -> list[Visit]:
-    """Bring all that is offloaded below ``root``; who calls this ends each visit, the last first."""
+    """Bring all that is offloaded below ``root``; the caller ends the visits by :func:`end_visits`."""
     found: list[Visit] = []
     try:
         for module in root.modules():
@@ -115,13 +116,14 @@ def begin_visits(root: Module) -> list[Visit]:
 
 
 def end_visits(visits: list[Visit]) -> None:
+    """End each of ``visits``, the last first."""
     while visits:
         visits.pop().end()
 
 
 @contextlib.contextmanager
 def onload(root: Module) -> Iterator[list[Visit]]:
-    """All that is offloaded below ``root`` on its execution device, to be read."""
+    """Have all that is offloaded below ``root`` on its execution device, to be read."""
     found = begin_visits(root)
     try:
         yield found
@@ -131,17 +133,20 @@ def onload(root: Module) -> Iterator[list[Visit]]:
 
 @contextlib.contextmanager
 def onload_to_change(root: Module) -> Iterator[None]:
-    """The same, to be changed: tensors that are changed meanwhile are offloaded changed."""
+    """Do the same for a change: tensors that are changed meanwhile are offloaded changed."""
     with onload(root) as found:
         before = [{name: [part.clone() for part in _parts(t)] for name, t in v.tensors().items()} for v in found]
         yield
         for visit, old in zip(found, before):
-            if any(_have_changed(old.get(name, []), _parts(tensor)) for name, tensor in visit.tensors().items()):
-                visit.keep()
+            for name, tensor in visit.tensors().items():
+                parts = _parts(tensor)
+                if len(parts) != len(old.get(name, ())) or not all(map(have_same_bits, old[name], parts)):
+                    visit.keep()
+                    break
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """What ``tensor`` holds: its values, and the row scales of an INT8 weight; of quantized experts their tensors."""
+    """Return the tensors that ``tensor`` holds: its values and the row scales of an INT8 weight, or those in quantized experts."""
     import torch
 
     if is_quantized_experts(tensor):
@@ -150,10 +155,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [t.detach().as_subclass(torch.Tensor) for t in (tensor, scales) if t is not None]
 
 
-def _have_changed(old: list[Tensor], new: list[Tensor]) -> bool:
-    return len(old) != len(new) or not all(map(have_same_bits, old, new))
-
-
 def is_trainable_offloaded(model: Module) -> bool:
-    """Whether ``model`` is offloaded in part, and nothing that is to be trained is."""
+    """Tell whether ``model`` is offloaded in part, and no trained parameter is."""
     return is_offloaded(model) and not any(p.is_meta and p.requires_grad for p in model.parameters())

@@ -1,8 +1,8 @@
 """Reading ahead from the disk: while a layer computes, the system reads the files of the next ones.
 
 Nothing is read here. ``posix_fadvise(WILLNEED)`` has the kernel fill its page cache, which it may empty at any time, so
-no memory of the process is held and no value can differ. What comes next is what came next the time before: a forward
-takes the layers in one order, a backward in another. The first pass only learns.
+no memory of the process is held and no value can differ. The tensors to come are the ones that came next the time before: a
+forward takes the layers in one order, a backward in another. The first pass only learns.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ _MEGABYTES = 64
 _MOST_NAMES = 64  # of tensors that are small
 _PIECE = 2**19  # the kernel cuts a longer request short: max_sectors_kb is 512 on many disks
 
-Use = tuple[str, bool]
-"""A tensor's name, and whether a backward reads it."""
-Region = tuple[str, int, int]
-"""A file, the first byte, the number of bytes."""
+Use = tuple[str, bool]  # a tensor's name, and whether a backward reads it
+Region = tuple[str, int, int]  # a file, the first byte, the number of bytes
 
 
 def prefetch_window() -> int:
@@ -38,7 +36,7 @@ def prefetch_window() -> int:
 
 
 class Prefetcher:
-    """In which order the tensors of an index are read, and the requested ones that are still to come."""
+    """The order in which the tensors of an index are read, and the requested ones that are still to come."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -47,8 +45,8 @@ class Prefetcher:
         self._coming: deque[tuple[Use, int]] = deque()
         self._files: dict[str, dict[str, Region]] = {}
 
-    def of(self, name: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        """``name`` is about to be read: ask for what was read after it the last time."""
+    def ask_after(self, name: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Ask for the tensors that were read after ``name`` the last time; ``name`` is about to be read."""
         if not self._window:
             return
         import torch
@@ -64,7 +62,7 @@ class Prefetcher:
         self._extend(now, entries)
 
     def _extend(self, now: Use, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        """Ask for what comes after what was asked for already, until the window is full."""
+        """Ask for more of the tensors to come, until the window is full."""
         held = sum(count for _, count in self._coming)
         one = self._coming[-1][0] if self._coming else now
         while held < self._window and len(self._coming) < _MOST_NAMES:
@@ -77,7 +75,7 @@ class Prefetcher:
             held, one = held + count, following
 
     def _region(self, entry: Mapping[str, Any]) -> Region:
-        """Where the tensor of ``entry`` lies; of one that consists of several, all of its file. Nothing if that is unknown."""
+        """Return where the tensor of ``entry`` lies: of one that consists of several all of its file, of an unknown one nothing."""
         file, name = entry.get("safetensors_file", ""), entry.get("weight_name", "")
         if file not in self._files:  # the header of a checkpoint names all of its tensors
             self._files[file] = tensor_regions(file)
@@ -86,7 +84,7 @@ class Prefetcher:
 
 
 def tensor_regions(file: str) -> dict[str, Region]:
-    """Where each tensor of a safetensors ``file`` lies, and under "" all of them; nothing if it cannot be read."""
+    """Return where each tensor of a safetensors ``file`` lies, and under "" all of them; nothing if it cannot be read."""
     found = {"": (file, 0, 0)}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(file, "rb") as opened:
@@ -113,7 +111,7 @@ def _ask(file: str, first: int, count: int) -> None:
 
 
 def _is_cached(opened: int, at: int) -> bool:
-    """Whether the byte is in the page cache: then all of it is, most likely, and asking would look up each page."""
+    """Tell whether the byte is in the page cache: then all is, most likely, and asking would look up each page."""
     try:
         return os.preadv(opened, [bytearray(1)], at, os.RWF_NOWAIT) == 1
     except (AttributeError, OSError):  # not Linux; not cached, or a file system that does not tell

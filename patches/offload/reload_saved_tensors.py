@@ -38,7 +38,7 @@ def enter_saved_tensor_hooks(visits: Iterable[Visit]) -> Any:
 
 
 def _has_hooks() -> bool:
-    """Whether saved-tensor hooks are on already in this thread."""
+    """Tell whether saved-tensor hooks are on already in this thread."""
     import torch
 
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -108,7 +108,7 @@ class _OffloadedExperts:
         return self._shown(self.hook.weights_map[self.name], self.chosen).to(self.device)
 
     def _read_one(self, number: int) -> Any:
-        """The expert ``number`` alone, where the map of the hook can read it so: from the disk."""
+        """Read the expert ``number`` alone, if the map of the hook can do so: from the disk."""
         weights = self.hook.weights_map
         kept = getattr(getattr(weights, "dataset", weights), "state_dict", None)
         read = getattr(kept, "read_expert", None)
@@ -120,7 +120,7 @@ class _OffloadedExperts:
 
 
 def _place(tensor: Any) -> int:
-    """The same number for all views of one weight; of experts their packed weights are what a view shares."""
+    """Return a number that all views of one weight have in common; views of experts share packed weights."""
     return id(tensor.packed) if is_quantized_experts(tensor) else int(tensor.untyped_storage().data_ptr())
 
 

@@ -18,12 +18,11 @@ from . import weights_maps
 from .weight_files import Folder, Index
 
 _PART = ".part"
-_WEIGHTS = ".safetensors"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
-def _read(model: Any, directory: str) -> set[str]:
-    """Names of the files in ``directory`` that ``model`` reads."""
+def _files_read(model: Any, directory: str) -> set[str]:
+    """Return the names of the files in ``directory`` that ``model`` reads."""
     files = {
         entry.get("safetensors_file") for loader in weights_maps.find_loaders(model) for entry in loader.index.values()
     }
@@ -31,21 +30,20 @@ def _read(model: Any, directory: str) -> set[str]:
     return {os.path.basename(file) for file in files if file and os.path.realpath(os.path.dirname(file)) == there}
 
 
-def _kept(model: Any, directory: str) -> set[str]:
-    """Names of the files in ``directory`` that stay until all is written: the checkpoint, if ``model`` reads any of it."""
-    read = _read(model, directory)
-    return read and {name for name in os.listdir(directory) if name.endswith(_WEIGHTS)}
+def _files_kept(model: Any, directory: str) -> set[str]:
+    """Return the names of the files that stay until all is written: the whole checkpoint, if ``model`` reads any of it."""
+    return _files_read(model, directory) and {name for name in os.listdir(directory) if name.endswith(".safetensors")}
 
 
 def removable_files(names: list[str], model: Any, directory: str) -> list[str]:
-    """The ``names``, which lie in ``directory``, that may be removed before ``model`` is written."""
-    kept = _kept(model, directory)
+    """Return the files ``names`` in ``directory`` that may be removed before ``model`` is written."""
+    kept = _files_kept(model, directory)
     return [name for name in names if name not in kept]
 
 
 def save_config(model: Any, directory: str) -> None:
-    """``model.config.save_pretrained``; beside the old one, which belongs to the files that are there, until these are replaced."""
-    if not _read(model, directory):
+    """Save the configuration of ``model``, beside the old one until the weights that this belongs to are replaced."""
+    if not _files_read(model, directory):
         model.config.save_pretrained(directory)
         return
     with tempfile.TemporaryDirectory(dir=directory) as new:
@@ -56,16 +54,16 @@ def save_config(model: Any, directory: str) -> None:
 
 
 def save_beside(save_file: Callable[..., None], model: Any) -> Callable[..., None]:
-    """``safetensors.torch.save_file``: beside a file that has to stay, in its place otherwise."""
+    """Return ``safetensors.torch.save_file``; it writes beside a file that has to stay, in its place otherwise."""
 
     def save(tensors: Any, file: str, **options: Any) -> None:
         directory, name = os.path.split(file)
-        save_file(tensors, file + (_PART if name in _kept(model, directory) else ""), **options)
+        save_file(tensors, file + (_PART if name in _files_kept(model, directory) else ""), **options)
 
     return save
 
 
-class Shards:
+class ShardsInPlace:
     """The items of a dict of file names; when all are written, and only then, the new files take the old ones' names."""
 
     def __init__(self, shards: Iterable[tuple[str, Any]], model: Any, directory: str) -> None:
@@ -79,8 +77,9 @@ class Shards:
         try:
             yield from self.items
             new = {name for name, _ in self.items}
-            old = {name for name in _kept(self.model, self.directory) if name in new or self._is_left(name, new)}
-            read = old & _read(self.model, self.directory)
+            kept = _files_kept(self.model, self.directory)
+            old = {name for name in kept if name in new or self._is_left(name, new)}
+            read = old & _files_read(self.model, self.directory)
             if read:
                 self._keep(read)
             for part in filter(os.path.exists, parts):
@@ -93,7 +92,7 @@ class Shards:
                     os.remove(part)
 
     def _is_left(self, name: str, new: set[str]) -> bool:
-        """Whether it is a shard of the checkpoint that is replaced: transformers removes these."""
+        """Tell whether ``name`` is a shard of the checkpoint that is replaced: transformers removes these."""
         stem = re.split(r"-\d{5}-of-|\.safetensors", next(iter(new), ""))[0]
         return _SHARD.fullmatch(name) is not None and name.startswith(stem)
 

@@ -13,13 +13,12 @@ from pathlib import Path
 
 FOLDER_PREFIX = "quantized-"
 _LOCK = "in-use"
-_mine: set[str] = set()
-"""Folders of this process: some file systems grant a process its own lock again."""
+_folders_of_this_process: set[str] = set()  # some file systems grant a process its own lock again
 
 
 def lock_folder(folder: str) -> int | None:
     """Lock ``folder`` for as long as this process, or one forked from it, is there; None where nothing can be locked."""
-    _mine.add(os.path.realpath(folder))
+    _folders_of_this_process.add(os.path.realpath(folder))
     try:
         import fcntl
 
@@ -39,7 +38,7 @@ def lock_folder(folder: str) -> int | None:
 
 def unlock_folder(folder: str, lock: int | None) -> None:
     """Forget ``folder``, which is removed."""
-    _mine.discard(os.path.realpath(folder))
+    _folders_of_this_process.discard(os.path.realpath(folder))
     if lock is not None:
         os.close(lock)
 
@@ -47,7 +46,7 @@ def unlock_folder(folder: str, lock: int | None) -> None:
 def remove_stale_folders(inside: str) -> None:
     """Remove the folders in ``inside`` whose processes are gone."""
     for folder in Path(inside).glob(f"{FOLDER_PREFIX}*"):
-        if os.path.realpath(folder) not in _mine and _is_abandoned(folder / _LOCK):
+        if os.path.realpath(folder) not in _folders_of_this_process and _is_abandoned(folder / _LOCK):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -63,5 +62,5 @@ def _is_abandoned(file: Path) -> bool:
 
 
 def _where(folder: str | Path) -> bytes:
-    """What all processes have in common that see each other's locks in ``folder``: a kernel since its start, a mount."""
+    """Return a mark of the running kernel and the mount, which processes share that see each other's locks in ``folder``."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes() + str(os.stat(folder).st_dev).encode()

@@ -22,8 +22,7 @@ from . import prefetch, stale_offload_folders
 if TYPE_CHECKING:
     from torch import Tensor
 
-Entry = dict[str, Any]
-"""What an index of accelerate says of a tensor: a safetensors file, a name in it, a dtype."""
+Entry = dict[str, Any]  # of an index of accelerate: a safetensors file, the name of a tensor in it, a dtype
 
 
 class Folder:
@@ -53,12 +52,12 @@ class Folder:
         return self  # a copy of a model reads the same files
 
     def write(self, name: str, tensor: Tensor) -> Entry:
-        """Write ``tensor``, and say how accelerate finds it."""
+        """Write ``tensor``, and return the entry by which accelerate finds it."""
         file = self.write_parts(name, tensor, {name: tensor})
         return {"safetensors_file": file, "weight_name": name, "dtype": str(tensor.dtype).removeprefix("torch.")}
 
     def write_parts(self, name: str, whole: Tensor, parts: Mapping[str, Tensor], file: str | None = None) -> str:
-        """Write the ``parts`` that the parameter ``name`` consists of, to ``file`` or to its own; the path."""
+        """Write the ``parts`` of the parameter ``name`` to ``file``, or to a file of its own, and return the path."""
         from safetensors.torch import save_file
 
         file = os.path.join(self.path, f"{file or name}.safetensors")
@@ -69,7 +68,7 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self, name: str, tensor: Tensor) -> Iterator[None]:
-        """Say what could not be written, and where, if that fails in here."""
+        """Have an error of writing ``tensor`` meanwhile name it and the folder."""
         from safetensors import SafetensorError
 
         try:
@@ -91,11 +90,11 @@ class Folder:
 class Index(dict[str, Entry]):
     """An index of accelerate that keeps the folder that it leads to, and knows its files again."""
 
-    def __init__(self, entries: Mapping[str, Entry], folder: Folder | None, ahead: int) -> None:
+    def __init__(self, entries: Mapping[str, Entry], folder: Folder | None, window: int) -> None:
         super().__init__(entries)
         self.folder = folder
         self._known: dict[str, tuple[int, int]] = {}
-        self._ahead = prefetch.Prefetcher(ahead)
+        self._prefetcher = prefetch.Prefetcher(window)
         self.know()
 
     def know(self) -> None:
@@ -109,7 +108,7 @@ class Index(dict[str, Entry]):
         file = entry.get("safetensors_file")
         if file is not None:
             self._check(name, file)
-            self._ahead.of(name, self)
+            self._prefetcher.ask_after(name, self)
         return entry
 
     def _is_ours(self, file: str) -> bool:
@@ -140,7 +139,7 @@ class Index(dict[str, Entry]):
 
 
 def _stamp(file: str, ours: bool) -> tuple[int, int]:
-    """Size and time of change. Some network file systems set the time of a new file once more after it was written."""
+    """Return size and time of change; some network file systems set the time of a new file of ours once more."""
     found = os.stat(file)
     return found.st_size, 0 if ours else found.st_mtime_ns
 

@@ -1,4 +1,4 @@
-"""Writing to the maps that accelerate's offload hooks bring weights from.
+"""The maps that accelerate's offload hooks bring weights from: which weights are one in them, and writing to them.
 
 Such a map is a dict of tensors, or an ``OffloadedWeightsLoader`` with a dict for tensors in memory and an index for
 tensors on disk, and often one of them with a prefix before each name. The files on disk may be the checkpoint that the
@@ -29,7 +29,7 @@ _counter = itertools.count()
 
 
 def find_loaders(model: Module) -> list[Any]:
-    """The maps of the hooks in ``model`` that have an index of tensors on the disk, each once."""
+    """Return the maps of the hooks in ``model`` that have an index of tensors on the disk, each once."""
     found = {}
     for module in model.modules():
         for hook in accelerate_hooks.hooks_on(module):
@@ -41,10 +41,8 @@ def find_loaders(model: Module) -> list[Any]:
 
 
 def map_and_key(hook: Any, name: str) -> Hashable:
-    """Where ``hook`` brings ``name`` from: the same for tied weights alone. None if nothing tells."""
-    weights, key = hook.weights_map, name
-    if hasattr(weights, "prefix"):
-        weights, key = weights.dataset, weights.prefix + name
+    """Return where ``hook`` brings ``name`` from, which only tied weights have in common; None if nothing tells."""
+    weights, key = _without_prefix(hook.weights_map, name)
     kept = getattr(weights, "state_dict", weights)
     if isinstance(kept, dict) and key in kept:
         tensor = dict.__getitem__(kept, key)  # as it is kept: a dict of ours reads experts from the disk
@@ -52,6 +50,34 @@ def map_and_key(hook: Any, name: str) -> Hashable:
     entry = getattr(weights, "index", {}).get(key, {})
     file = entry.get("safetensors_file")
     return file and (file, entry.get("weight_name", key))
+
+
+def _without_prefix(weights: Any, name: str) -> tuple[Any, str]:
+    """Return the map inside ``weights``, if that puts a prefix before each name, and the ``name`` there."""
+    return (weights.dataset, weights.prefix + name) if hasattr(weights, "prefix") else (weights, name)
+
+
+def restore_ties(model: Module) -> dict[str, str]:
+    """Give modules whose parameters on meta are brought from the same place the same parameter.
+
+    accelerate gives a module a new parameter on meta after its forward. Of two modules that share one, each gets its own,
+    and then only the place that both are brought from tells that these are one weight. Return for each name its source.
+    """
+    first: dict[Hashable, tuple[str, Any]] = {}
+    tied = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        hook = accelerate_hooks.hook_of(module)
+        for name, parameter in module._parameters.items() if hook is not None else ():
+            place = map_and_key(hook, name) if parameter is not None and parameter.is_meta else None
+            if parameter is None or place is None:
+                continue
+            full = f"{path}.{name}" if path else name
+            source, module._parameters[name] = first.setdefault(
+                (place, type(parameter), parameter.dtype, parameter.shape), (full, parameter)
+            )
+            if source != full:
+                tied[full] = source
+    return tied
 
 
 def write_to_map(hook: Any, name: str, tensor: Tensor) -> None:
@@ -70,22 +96,20 @@ def write_to_map(hook: Any, name: str, tensor: Tensor) -> None:
 
 
 def _put(hook: Any, name: str, tensor: Tensor) -> None:
-    weights, key = hook.weights_map, name
-    if hasattr(weights, "prefix"):
-        weights, key = weights.dataset, weights.prefix + name
+    weights, key = _without_prefix(hook.weights_map, name)
     if isinstance(weights, MutableMapping):
-        _in_memory(weights, key, tensor)
+        _put_in_memory(weights, key, tensor)
     elif key in getattr(weights, "state_dict", ()):
-        _in_memory(weights.state_dict, key, tensor)
+        _put_in_memory(weights.state_dict, key, tensor)
     elif key in getattr(weights, "index", ()):
-        names = _same_place(weights, key)
+        names = _names_of_tensor(weights, key)
         _refuse_tied(weights, key, names)
-        weights.index.update(dict.fromkeys(names, _on_disk(weights, key, tensor)))
+        weights.index.update(dict.fromkeys(names, _write_to_disk(weights, key, tensor)))
     else:  # a map of someone else's: its entries for other tensors stay
         hook.weights_map = {**{n: hook.weights_map[n] for n in hook.weights_map}, name: tensor}
 
 
-def _in_memory(kept: MutableMapping[str, Tensor], key: str, tensor: Tensor) -> None:
+def _put_in_memory(kept: MutableMapping[str, Tensor], key: str, tensor: Tensor) -> None:
     """Make ``tensor`` what ``kept`` holds for ``key``, and for the weights that are tied to it.
 
     ``cpu_offload`` of a model that is on an accelerator copies tied weights apart. Then nothing but their values tells
@@ -112,28 +136,23 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
 def _has_same_values(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
+    if is_quantized_experts(one) and is_quantized_experts(other):
+        here, there = one.packed.tensors(), other.packed.tensors()  # type: ignore[attr-defined]
+        return here.keys() == there.keys() and all(have_same_bits(here[name], there[name]) for name in here)
     if is_quantized_experts(one) or is_quantized_experts(other):
-        return is_quantized_experts(one) and is_quantized_experts(other) and _is_same_experts(one, other)
-    return have_same_bits(_values(one)[:1], _values(other)[:1]) and have_same_bits(
-        one, other
-    )  # the first ones tell most apart in a moment
-
-
-def _is_same_experts(one: Any, other: Any) -> bool:
-    parts = one.packed.tensors(), other.packed.tensors()
-    return parts[0].keys() == parts[1].keys() and all(
-        have_same_bits(parts[0][name], parts[1][name]) for name in parts[0]
-    )
+        return False
+    same_start = have_same_bits(_values(one)[:1], _values(other)[:1])  # which tells most apart in a moment
+    return same_start and have_same_bits(one, other)
 
 
 def _values(tensor: Any) -> Tensor:
-    """Where the values of ``tensor`` lie; quantized experts have no memory of their own."""
+    """Return the tensor in whose memory the values of ``tensor`` lie; quantized experts have none of their own."""
     found: Tensor = (tensor.packed.parts[0].codes if is_quantized_experts(tensor) else tensor).detach()
     return found if found.ndim else found[None]
 
 
-def _same_place(loader: Any, key: str) -> list[str]:
-    """The names that the index of ``loader`` leads to the tensor of ``key``: tied weights of a checkpoint."""
+def _names_of_tensor(loader: Any, key: str) -> list[str]:
+    """Return all names that the index of ``loader`` leads to the tensor of ``key``: tied weights of a checkpoint."""
     entry = loader.index[key]
     if "safetensors_file" not in entry or "weight_name" not in entry:
         return [key]
@@ -141,7 +160,7 @@ def _same_place(loader: Any, key: str) -> list[str]:
 
 
 def _refuse_tied(loader: Any, key: str, known: list[str]) -> None:
-    """Raise if ``key`` was tied to a weight that accelerate wrote to a file of its own: nothing else tells that."""
+    """Raise if ``key`` was tied to a weight that accelerate wrote to another file: only their equal values tell that."""
     import torch
 
     entry, start = loader.index[key], _first_bytes(loader, key)
@@ -152,7 +171,7 @@ def _refuse_tied(loader: Any, key: str, known: list[str]) -> None:
 
 
 def _first_bytes(loader: Any, key: str) -> bytes | None:
-    """How the file that accelerate wrote for ``key`` begins: enough to see in a moment that two weights differ."""
+    """Read the beginning of the file that accelerate wrote for ``key``: it tells most weights apart in a moment."""
     try:
         with open(os.path.join(loader.save_folder or "", f"{key}.dat"), "rb") as file:
             return file.read(256)
@@ -168,8 +187,8 @@ def _tied(key: str, other: str, place: str) -> ValueError:
     )
 
 
-def _on_disk(loader: Any, key: str, tensor: Tensor) -> dict[str, Any]:
-    """The entry of an index that leads to ``tensor``, in a new file."""
+def _write_to_disk(loader: Any, key: str, tensor: Tensor) -> dict[str, Any]:
+    """Write ``tensor`` to a new file, and return the entry of an index that leads there."""
     from safetensors.torch import save_file
 
     folder = getattr(loader, "_patches_folder", None)

@@ -1,4 +1,4 @@
-"""The whole stacks that the plugin was run on: which of them is nearest to the installed one, and which packages are too old.
+"""Compare the installed packages with the whole stacks that the plugin was run on: the nearest, and packages that are too old.
 
 ``table.json`` is made from ``tests/stacks/stacks.toml`` and from what ``make stacks`` has found.
 """
@@ -9,16 +9,16 @@ import functools
 import json
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from packaging.version import Version
 
 from ..engine import gate, requirement
 
 Stacks = Mapping[str, Mapping[str, list[str]]]
-"""For each name the releases of each package; more than one of torch where the stack was run with more."""
+"""The releases of each package, by the name of the stack; more than one of torch where it was run with more."""
 WEIGHTS = {"torch": 3.0, "transformers": 3.0, "peft": 2.0, "bitsandbytes": 2.0, "accelerate": 1.0, "trl": 0.5}
-"""How much it counts that a package is of another release."""
+"""The weight of another release of each package in the distance between stacks."""
 
 
 class Nearest(NamedTuple):
@@ -40,39 +40,35 @@ def _table() -> Mapping[str, Any]:
 
 
 def known_stacks() -> Stacks:
-    """The stacks that were run."""
-    run: Stacks = _table()["run"]
-    return run
+    """Return the stacks that were run."""
+    return cast(Stacks, _table()["run"])
 
 
 def oldest_releases() -> Mapping[str, str]:
-    """The oldest release of each package that the plugin needs, where it is installed."""
-    oldest: Mapping[str, str] = _table()["oldest"]
-    return oldest
+    """Return the oldest release of each package beside which the plugin changes anything."""
+    return cast(Mapping[str, str], _table()["oldest"])
 
 
 def nearest_stack() -> Nearest | None:
-    """The stack of the table that shares most releases with the installed one; None without torch, or if a version cannot be read."""
+    """Find the stack that shares most releases with the installed one; None without torch or with an odd version."""
     here = {name: version for name in WEIGHTS if (version := gate.installed(name))}
     if "torch" not in here or not all(requirement.read(version) for version in here.values()):
         return None
-    name = min(known_stacks(), key=lambda name: _distance(here, known_stacks()[name]))
-    stack = known_stacks()[name]
-    pairs = {package: (_public(here[package]), _closest(here[package], stack[package])) for package in here
-             if package in stack}  # fmt: skip
+    name, stack = min(known_stacks().items(), key=lambda each: _distance(here, each[1]))
+    pairs = {
+        package: (version.partition("+")[0], _closest(version, stack[package]))
+        for package, version in here.items()
+        if package in stack
+    }
     return Nearest(name, {package: pair for package, pair in pairs.items() if Version(pair[0]) != Version(pair[1])})
 
 
 def report_notes() -> tuple[str, ...]:
-    """What the report says of the installed stack."""
-    if old := gate.in_one_look(gate.too_old):
+    """Say in the report which stack is nearest, or which packages are too old."""
+    if old := gate.too_old(oldest_releases()):
         return (f"{old}; nothing is changed",)
-    found = gate.in_one_look(nearest_stack)
+    found = nearest_stack()
     return () if found is None else (str(found),)
-
-
-def _public(version: str) -> str:
-    return version.partition("+")[0]
 
 
 def _closest(version: str, releases: list[str]) -> str:
@@ -81,14 +77,14 @@ def _closest(version: str, releases: list[str]) -> str:
 
 def _distance(here: Mapping[str, str], stack: Mapping[str, list[str]]) -> float:
     return sum(
-        WEIGHTS[name] * min(_apart(version, release) for release in stack[name])
+        WEIGHTS[name] * _apart(version, _closest(version, stack[name]))
         for name, version in here.items()
         if name in stack
     )
 
 
 def _apart(one: str, other: str) -> float:
-    """0 for one release, up to 1 for two of one series, and more for each series between them."""
+    """Return 0 for one release, 0.5 for two of one series, and more for each series between them."""
     a, b = Version(one), Version(other)
     if a.public == b.public:
         return 0

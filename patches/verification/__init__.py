@@ -15,9 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .. import registry
 from ..engine import gate, needs, table
+from ..engine.ids import patch_id_of
 from ..engine.patch import CannotShow, Finding, Part
 from ..engine.report import Status
+from ..registry import REGISTRY
 from .processes import ask_processes
 from .worker import Answer
 
@@ -25,11 +28,14 @@ PHASES = ("unpatched", "patched", "all", "reverted")
 _PRESENT = ("unpatched", "reverted")
 VERDICTS = ("ok", "skipped", "cannot show", "wrong")
 """In the order in which a table shows them: what needs attention comes last."""
+PREPARE = f"{registry.__name__}:REGISTRY.prepare"
+"""Called in the process that the others are copies of: works out what patches change, which else each of them does."""
 
 _CANNOT = "cannot show: "
 _NOT_THERE = "its reproducer does not run there"
 _MEDDLESOME = {"unsloth"}
 """Packages that patch others when they are imported: only in the processes of their own patches."""
+_WORDS = {True: "present", False: "absent", None: "ERROR"}
 
 
 @dataclass(frozen=True)
@@ -49,32 +55,32 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The id, and the part if there are several."""
+        """The id, with the part if there are several."""
         return f"{self.id}: {self.part}" if self.part else self.id
 
     @property
     def loud(self) -> bool:
-        """It needs attention."""
+        """Whether it needs attention."""
         return self.verdict == "wrong"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`patches.verify` found: one row for each reproducer. ``str()`` is a table."""
+    """The findings of :func:`patches.verify`: one row for each reproducer. ``str()`` is a table."""
 
     rows: tuple[Row, ...]
 
     @property
     def ok(self) -> bool:
         """Whether no row is wrong; the exit code of ``python -m patches verify`` says the same."""
-        return not any(row.verdict == "wrong" for row in self.rows)
+        return not any(row.loud for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """``ok``, and ``rows`` as dictionaries with the fields of :class:`Row`."""
+        """Return ``ok``, and ``rows`` as dictionaries with the fields of :class:`Row`."""
         return {"ok": self.ok, "rows": [asdict(row) for row in self.rows]}
 
     def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON, as ``python -m patches verify --json`` prints it."""
+        """Return :meth:`to_dict` as JSON, as ``python -m patches verify --json`` prints it."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
@@ -96,20 +102,38 @@ class Verification:
 
 
 def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:
-    """:func:`patches.verify`: each phase of each reproducer in its own fresh process."""
-    from ..registry import REGISTRY
+    """Run the reproducers of the named patches, or of all, in fresh processes.
 
+    Each runs without its patch, with it alone, with all patches together, and after revert. The call works anywhere: in
+    a script without a main guard, a notebook, a thread. The processes end with the call, also if an exception or
+    Ctrl-C ends it.
+
+    Parameters
+    ----------
+    ids:
+        Ids of patches, such as ``"peft-dora-cache"``; all if there is none.
+    jobs:
+        How many processes at a time; by default as many as there are processors, at most four.
+    progress:
+        Show a progress bar on standard error, if tqdm is installed.
+
+    Raises
+    ------
+    KeyError
+        An id is unknown.
+    ValueError
+        ``jobs`` is less than one.
+    NoInterpreter
+        This program is frozen: there is no Python to start.
+    """
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be 1 or more, not {jobs}")
-    chosen = [REGISTRY.patches[result.id] for result in REGISTRY.report(*ids)]
-    parts = {(patch.id, part.name): part for patch in chosen for part in patch.parts}
-    verdicts = {key: gate.check(part) for key, part in parts.items()}
+    parts = {(patch.id, part.name): part for patch in REGISTRY.ids.choose(ids) for part in patch.parts}
+    verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
     tasks = [(*key, phase) for key in parts for phase in _phases(verdicts[key].status)]
     findings: dict[tuple[str, str], dict[str, Answer]] = {key: {} for key in parts}
     preload = _preload([(part, verdicts[key]) for key, part in parts.items()])
-    answers = ask_processes(
-        f"{__name__}:run_reproducer", tasks, preload, f"{__name__}:prepare_process", jobs or min(4, _processors())
-    )
+    answers = ask_processes(f"{__name__}:run_reproducer", tasks, preload, PREPARE, jobs or min(4, _processors()))
     with contextlib.closing(answers), _bar(len(tasks), progress) as advance:
         for index, finding in answers:
             patch_id, name, phase = tasks[index]
@@ -119,26 +143,17 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
 
 
 def _preload(chosen: Sequence[tuple[Part, gate.Verdict]]) -> list[str]:
-    """What more than one process needs: the packages, and the modules that are edited where there is a defect."""
+    """Name what several processes import: the packages, and the modules that are edited where there is a defect."""
     packages = {name for _, verdict in chosen for name in verdict.versions} - _MEDDLESOME
-    fitting = (patch for patch, verdict in chosen if verdict.status is Status.AVAILABLE)
-    edited = {
-        name for patch in fitting for name in needs.modules(patch) if needs.packages(patch).isdisjoint(_MEDDLESOME)
-    }
+    edited: set[str] = set()
+    for part, verdict in chosen:
+        if verdict.status is Status.AVAILABLE and needs.packages(part).isdisjoint(_MEDDLESOME):
+            edited |= needs.modules(part)
     return ["torch", *sorted(map(gate.module_name, packages)), *sorted(edited)]
-
-
-def prepare_process() -> None:
-    """For the process that the others are copies of: work out what patches change, which else each of them does."""
-    from ..registry import REGISTRY
-
-    REGISTRY.prepare()
 
 
 def run_reproducer(patch_id: str, name: str, phase: str) -> Answer:
     """Run the reproducer of the part ``name`` of a patch in this process, which must be a fresh one; return its answer."""
-    from ..registry import REGISTRY
-
     part = next(part for part in REGISTRY.patches[patch_id].parts if part.name == name)
     if phase != "unpatched":
         REGISTRY.import_targets(part)
@@ -162,7 +177,7 @@ def _processors() -> int:
 
 @contextlib.contextmanager
 def _bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
-    """What to call after each of ``total`` steps."""
+    """Give a function to call after each of ``total`` steps."""
     if progress and total and sys.stderr is not None:
         with contextlib.suppress(ImportError):
             from tqdm import tqdm  # type: ignore[import-untyped]
@@ -183,33 +198,28 @@ def _phases(status: Status) -> Sequence[str]:
 
 
 def _judged(part: Part, verdict: gate.Verdict, found: dict[str, Answer]) -> Row:
-    def row(verdict: str, reason: str, found: dict[str, Answer]) -> Row:
-        return Row(part.key.partition(": ")[0], verdict, reason, found, part.name)
-
     found = {phase: found[phase] for phase in PHASES if phase in found}
-    said = [present for present, _ in found.values()]
+    word, reason = _judgement(part, verdict, found)
+    if found and found["unpatched"][1].startswith(_CANNOT):
+        found = {}
+    return Row(patch_id_of(part.key), word, reason, found, part.name)
+
+
+def _judgement(part: Part, verdict: gate.Verdict, found: dict[str, Answer]) -> tuple[str, str]:
+    """Return the verdict of a row and its reason."""
     if not found:
-        return row("skipped", verdict.reason, found)
-    if found["unpatched"][1].startswith(_CANNOT):
-        return row("cannot show", found["unpatched"][1].removeprefix(_CANNOT), {})
+        return "skipped", verdict.reason
+    present, figure = found["unpatched"]
+    if figure.startswith(_CANNOT):
+        return "cannot show", figure.removeprefix(_CANNOT)
     if verdict.status is Status.UNTESTED:
-        return row("skipped", verdict.reason, found)
-    if verdict.status is Status.NOT_AFFECTED and said == [None]:  # an older release may lack a function that it calls
-        return row("cannot show", f"{verdict.reason}; {_NOT_THERE}: {found['unpatched'][1]}", found)
-    if verdict.status is Status.NOT_AFFECTED and said == [True] and gate.satisfied(part.requires[0]):
-        return row(
-            "skipped",
-            f"{verdict.reason}; this release has the defect, and the patch does not repair it here",
-            found,
-        )
-    expected = _expected(found)
-    if said == list(expected):
-        return row("ok", "" if verdict.status is Status.AVAILABLE else verdict.reason, found)
-    wrong = [f"{phase}: {found[phase][1]}" for phase, e in zip(found, expected) if found[phase][0] is not e]
-    return row("wrong", "; ".join(wrong), found)
-
-
-_WORDS = {True: "present", False: "absent", None: "ERROR"}
+        return "skipped", verdict.reason
+    if verdict.status is Status.NOT_AFFECTED and present is None:  # an older release may lack a function that it calls
+        return "cannot show", f"{verdict.reason}; {_NOT_THERE}: {figure}"
+    if verdict.status is Status.NOT_AFFECTED and present and gate.satisfied(part.requires[0]):
+        return "skipped", f"{verdict.reason}; this release has the defect, and the patch does not repair it here"
+    wrong = [f"{phase}: {found[phase][1]}" for phase, must in _expected(found) if found[phase][0] is not must]
+    return ("wrong", "; ".join(wrong)) if wrong else ("ok", verdict.reason)
 
 
 def _cell(finding: Answer | None) -> str:
@@ -220,15 +230,18 @@ def _cell(finding: Answer | None) -> str:
 
 
 def _details(row: Row) -> list[str]:
-    """For a wrong row every phase with the expected answer, for others the reason or the figures."""
-    if row.verdict == "wrong":
-        said = zip(row.findings.items(), _expected(row.findings))
-        return [f"{p}: {'' if f[0] is must else f'must be {_WORDS[must]}, is '}{_cell(f)}" for (p, f), must in said]
+    """List every phase of a wrong row with the expected answer, of others the reason or the figures."""
+    if row.loud:
+        lines = []
+        for phase, must in _expected(row.findings):
+            finding = row.findings[phase]
+            lines.append(f"{phase}: {'' if finding[0] is must else f'must be {_WORDS[must]}, is '}{_cell(finding)}")
+        return lines
     if row.reason:
         return [row.reason]
     return [f"{phase}: {row.findings[phase][1]}" for phase in PHASES[:2] if row.findings.get(phase, (0, ""))[1]]
 
 
-def _expected(phases: Collection[str]) -> tuple[bool, ...]:
-    """Whether the defect must be there in each phase; in the first alone, of a release without it, it must not."""
-    return tuple(phase in _PRESENT for phase in phases) if len(phases) > 1 else (False,)
+def _expected(phases: Collection[str]) -> list[tuple[str, bool]]:
+    """Say for each phase whether the defect must be there. In the first alone, of a release without it, it must not."""
+    return [(phase, phase in _PRESENT and len(phases) > 1) for phase in phases]

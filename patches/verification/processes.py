@@ -15,39 +15,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Protocol
 
-from .worker import Answer, Asked, Crew, read_answer
+from .worker import Answer, Crew, Task, read_answer
 
 TIMEOUT = 300.0
 """Seconds that one question may take; on a busy machine the first of them pays for the imports."""
 
 BOOT = """\
 import sys
-sys.path[:] = {path}
+sys.path[:] = {path!a}
 import importlib.util
-if {file} and {package} not in sys.modules:  # by its file: another package of this name may come first
-    spec = importlib.util.spec_from_file_location({package}, {file}, submodule_search_locations=[{home}])
-    sys.modules[{package}] = module = importlib.util.module_from_spec(spec)
+if {file!a} and {package!a} not in sys.modules:  # by its file: another package of this name may come first
+    spec = importlib.util.spec_from_file_location({package!a}, {file!a}, submodule_search_locations=[{home!a}])
+    sys.modules[{package!a}] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-importlib.import_module({worker}).{call}
+importlib.import_module({worker!a}).{call}
 """
 
 
 class NoInterpreter(RuntimeError):
     """There is no Python interpreter to start."""
-
-
-class Workers(Protocol):
-    """Whatever makes answers appear in the folder."""
-
-    def tend(self) -> bool:
-        """Do the pending work; False when no more answers will come."""
-
-    def close(self) -> None:
-        """End all processes at once."""
 
 
 def ask_processes(
@@ -56,11 +45,24 @@ def ask_processes(
     preload: Sequence[str],
     prepare: str,
     jobs: int,
-    timeout: float | None = None,
+    timeout: float = TIMEOUT,
 ) -> Generator[tuple[int, Answer], None, None]:
-    """Call ``function`` (``module:name``) with each of ``questions``; yield their indices and answers as they come.
+    """Call ``function`` with each of ``questions``; yield their indices and answers as they come.
 
-    To close the iterator, which an exception in it does as well, ends all processes.
+    Closing the iterator, which an exception in it does as well, ends all processes.
+
+    Parameters
+    ----------
+    function:
+        ``module:name``; called with the strings of a question, it returns the answer.
+    preload:
+        Modules that the fork server imports once for all.
+    prepare:
+        ``module:name``, called in the fork server once, after these imports; empty for none.
+    jobs:
+        How many processes run at a time.
+    timeout:
+        Seconds that one question may take, and that the preloading may take.
 
     Raises
     ------
@@ -71,30 +73,30 @@ def ask_processes(
         return
     if getattr(sys, "frozen", False) or not sys.executable:
         raise NoInterpreter("reproducers run in processes of their own, and this program has no Python interpreter")
-    timeout = TIMEOUT if timeout is None else timeout
     left = set(range(len(questions)))
     with tempfile.TemporaryDirectory(prefix="bnb-patches-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        Asked(function, questions, preload, prepare, jobs, timeout).write(folder)
+        Task(function, questions, preload, prepare, jobs, timeout).write(folder)
         if _can_fork():
-            yield from _gather(folder, left, _ForkServer(folder))
-        yield from _gather(folder, left, Crew(folder, left, lambda i: _start_one(folder, i), jobs, timeout))
+            with contextlib.closing(_start_server(folder)) as server:
+                yield from _gather(folder, left, lambda: _is_running(server.pid))
+        with contextlib.closing(Crew(folder, left, lambda index: _start_one(folder, index), jobs, timeout)) as crew:
+            yield from _gather(folder, left, crew.tend)
 
 
-def _gather(folder: Path, left: set[int], workers: Workers) -> Generator[tuple[int, Answer], None, None]:
-    """Yield the answers to the questions ``left``, which loses them, until ``workers`` give no more."""
-    with contextlib.closing(workers):
-        while left:
-            goes_on = workers.tend()  # before the look into the folder, else the last answers were missed
-            names = set(os.listdir(folder))
-            found = [index for index in sorted(left) if f"{index}.json" in names]
-            for index in found:
-                left.discard(index)
-                yield index, read_answer(folder, index)
-            if not goes_on and not found:
-                return
-            if not found:
-                time.sleep(0.05)
+def _gather(folder: Path, left: set[int], tend: Callable[[], bool]) -> Generator[tuple[int, Answer], None, None]:
+    """Yield answers as they appear in ``folder``, and remove them from ``left``, until ``tend`` says that no more come."""
+    while left:
+        goes_on = tend()  # before the look into the folder, else the last answers were missed
+        names = set(os.listdir(folder))
+        found = [index for index in sorted(left) if f"{index}.json" in names]
+        for index in found:
+            left.discard(index)
+            yield index, read_answer(folder, index)
+        if not goes_on and not found:
+            return
+        if not found:
+            time.sleep(0.05)
 
 
 class _Interpreter(subprocess.Popen[bytes]):
@@ -111,7 +113,8 @@ class _Interpreter(subprocess.Popen[bytes]):
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """Kill it with all that it has started, if it still runs, and wait for it."""
         if self.returncode is None:  # else its number may be another's by now
             with contextlib.suppress(OSError):
                 self.kill() if sys.platform == "win32" else os.killpg(self.pid, signal.SIGKILL)
@@ -120,36 +123,32 @@ class _Interpreter(subprocess.Popen[bytes]):
         self.stdin.close()
 
 
-class _ForkServer:
-    def __init__(self, folder: Path) -> None:
-        self._process = _Interpreter(f"serve_questions({ascii(str(folder))})")
-
-    def tend(self) -> bool:
-        """Whether it runs. It is not reaped: the group keeps its number, and can be killed, while it has children."""
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-
-    def close(self) -> None:
-        self._process.end()
-
-
 def _can_fork() -> bool:
     return sys.platform not in ("darwin", "win32")
+
+
+def _start_server(folder: Path) -> _Interpreter:
+    return _Interpreter(f"serve_questions({ascii(str(folder))})")
 
 
 def _start_one(folder: Path, index: int) -> _Interpreter:
     return _Interpreter(f"answer_one({ascii(str(folder))}, {index})")
 
 
+def _is_running(pid: int) -> bool:
+    """Tell whether it runs. It is not reaped: the group keeps its number, and can be killed, while it has children."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
 def _boot(call: str) -> str:
-    """Source that finds our package under the name that it has here, and what this process finds."""
-    worker = __name__.rpartition(".")[0] + ".worker"
-    package = worker.rpartition(".verification.")[0]
+    """Return source that calls our worker: it finds our package under its present name, and all else that is found here."""
+    package = __name__.removesuffix(".verification.processes")
     file = getattr(sys.modules[package], "__file__", None) or ""
-    known = {
-        "path": [entry for entry in sys.path if isinstance(entry, str)],
-        "package": package,
-        "file": file if os.path.isfile(file) and "." not in package else "",  # else it is found by its name
-        "home": os.path.dirname(file),
-        "worker": worker,
-    }
-    return BOOT.format(**{name: ascii(value) for name, value in known.items()}, call=call)
+    return BOOT.format(
+        path=[entry for entry in sys.path if isinstance(entry, str)],
+        package=package,
+        file=file if os.path.isfile(file) and "." not in package else "",  # else it is found by its name
+        home=os.path.dirname(file),
+        worker=f"{package}.verification.worker",
+        call=call,
+    )

@@ -1,4 +1,4 @@
-"""What runs in the processes that :mod:`.processes` starts, and what looks after them.
+"""Run in the processes that :mod:`.processes` starts, and look after them.
 
 A question is a call of one function of a module, its answer ``(present, figure)``; both travel as files in a
 folder that the asking process has made, so nothing that a library prints or closes can come between. A process that
@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import select
 import shutil
 import signal
@@ -20,38 +21,32 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 Answer = tuple[bool | None, str]
-"""Whether the defect is there (None: no answer) and the figure, or why there is no answer."""
+"""True if the defect is there (None: no answer), and the figure, or why there is no answer."""
 
 TICK = 0.01
 """Seconds between two looks at the processes that run."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Everything that a worker must know."""
+class Task(NamedTuple):
+    """The arguments of :func:`.processes.ask_processes`, as every worker reads them from the folder."""
 
     function: str
-    """``module:name``; called with one of ``questions``, it returns an answer."""
     questions: Sequence[Sequence[str]]
     preload: Sequence[str]
-    """Modules that the fork server imports, once for all."""
     prepare: str
-    """``module:name``, called there once, after them; empty for none."""
     jobs: int
     timeout: float
-    """Seconds that one question may take, and that the preloading may take."""
 
     def write(self, folder: Path) -> None:
-        (folder / "asked").write_text(json.dumps(asdict(self)))
+        (folder / "task").write_text(json.dumps(self))
 
     @classmethod
-    def read(cls, folder: Path) -> Asked:
-        return cls(**json.loads((folder / "asked").read_text()))
+    def read(cls, folder: Path) -> Task:
+        return cls(*json.loads((folder / "task").read_text()))
 
 
 def write_answer(folder: Path, index: int, answer: Answer) -> None:
@@ -70,9 +65,9 @@ class Child(Protocol):
     """A process that was started to answer one question."""
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return its exit code, negative for a signal; None while it runs."""
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill it if it still runs, and wait for it."""
 
 
@@ -87,18 +82,15 @@ class Crew:
         self._running: dict[int, tuple[Child, float]] = {}
 
     def tend(self) -> bool:
-        """Look after the children once: start, answer for each that died or takes too long. False at the end."""
+        """Look after the children once: start, answer for each that died or takes too long. Return False at the end."""
         for index, (child, deadline) in list(self._running.items()):
             code = child.poll()  # before the look at the file, which comes first
             if not (self._folder / f"{index}.json").exists():
                 if code is None and time.monotonic() < deadline:
                     continue
-                write_answer(
-                    self._folder,
-                    index,
-                    (None, f"no answer in {self._timeout:.0f} s" if code is None else describe_exit(code)),
-                )
-            child.end()
+                why = f"no answer in {self._timeout:.0f} s" if code is None else describe_exit(code)
+                write_answer(self._folder, index, (None, why))
+            child.close()
             del self._running[index]
         while self._waiting and len(self._running) < self._jobs:
             index = self._waiting.pop(0)
@@ -108,11 +100,11 @@ class Crew:
     def close(self) -> None:
         """End all that run."""
         for child, _ in self._running.values():
-            child.end()
+            child.close()
 
 
 def describe_exit(code: int) -> str:
-    """In words, how a process ended that gave no answer."""
+    """Say in words how a process ended that gave no answer."""
     if code >= 0:
         return f"the process ended with exit code {code if code < 256 else hex(code)}"
     with contextlib.suppress(ValueError):
@@ -127,19 +119,19 @@ def answer_one(folder: str, index: int) -> None:
     """Answer one question in this interpreter, and end it."""
     asker = _Asker(Path(folder))
     threading.Thread(target=asker.wait_for_its_end, daemon=True).start()
-    _answer(asker.folder, Asked.read(asker.folder), index)
+    _answer(asker.folder, Task.read(asker.folder), index)
 
 
 def serve_questions(folder: str) -> None:
     """Import once, then fork a process for each question. Where a fork is not possible, end without an answer."""
     asker = _Asker(Path(folder))
-    asked = Asked.read(asker.folder)
-    if not _preload(asked, asker):
+    task = Task.read(asker.folder)
+    if not _preload(task, asker):
         return
-    indices = range(len(asked.questions))
-    crew = Crew(asker.folder, indices, lambda index: _Forked(asker.folder, asked, index), asked.jobs, asked.timeout)
+    indices = range(len(task.questions))
+    crew = Crew(asker.folder, indices, lambda index: _Forked(asker.folder, task, index), task.jobs, task.timeout)
     while crew.tend():
-        if asker.gone(TICK):
+        if asker.has_ended(TICK):
             asker.follow()
 
 
@@ -156,17 +148,17 @@ class _Asker:
         sys.stdin = open(os.devnull, encoding="utf-8")
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8", errors="replace")
 
-    def gone(self, wait: float) -> bool:
-        """Whether it ends in the next ``wait`` seconds, or has ended. Not on Windows."""
+    def has_ended(self, wait: float) -> bool:
+        """Wait at most ``wait`` seconds for its end; tell whether it has ended. Not on Windows."""
         return bool(select.select([self._pipe], [], [], wait)[0])
 
     def wait_for_its_end(self) -> None:
-        """For a thread."""
+        """Follow the asker when it ends; runs in a thread."""
         os.read(self._pipe, 1)
         self.follow()
 
     def follow(self) -> None:
-        """End as well, with all that we have started."""
+        """End this process too, with all that it has started."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if sys.platform != "win32":
             os.killpg(0, signal.SIGKILL)
@@ -176,11 +168,11 @@ class _Asker:
 class _Forked:
     """A copy of this process that answers one question."""
 
-    def __init__(self, folder: Path, asked: Asked, index: int) -> None:
+    def __init__(self, folder: Path, task: Task, index: int) -> None:
         self._code: int | None = None
         self._pid = os.fork()
         if not self._pid:
-            _answer(folder, asked, index)
+            _answer(folder, task, index)
 
     def poll(self) -> int | None:
         if self._code is None:
@@ -188,20 +180,20 @@ class _Forked:
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self.poll() is None:
             os.kill(self._pid, signal.SIGKILL)
             self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
 
-def _preload(asked: Asked, asker: _Asker) -> bool:
-    """Import what the children have in common; whether they may be forked then."""
+def _preload(task: Task, asker: _Asker) -> bool:
+    """Import the modules that the children have in common; tell whether they may be forked then."""
     done = threading.Event()
 
     def watch() -> None:
-        late = time.monotonic() + asked.timeout
+        late = time.monotonic() + task.timeout
         while not done.wait(0.1):
-            if asker.gone(0):
+            if asker.has_ended(0):
                 asker.follow()
             if time.monotonic() > late:
                 os._exit(1)
@@ -209,14 +201,14 @@ def _preload(asked: Asked, asker: _Asker) -> bool:
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        for name in (*asked.preload, asked.function.partition(":")[0]):
+        for name in (*task.preload, task.function.partition(":")[0]):
             with contextlib.suppress(Exception):  # then each child that needs it says so
                 importlib.import_module(name)
             if _has_accelerator():
                 return False
-        if asked.prepare:
+        if task.prepare:
             with contextlib.suppress(Exception):  # as above
-                _named(asked.prepare)()
+                pkgutil.resolve_name(task.prepare)()
         gc.freeze()  # else each child walks over all of it again and again, and gets pages of its own by that
         return True
     finally:
@@ -232,24 +224,19 @@ def _has_accelerator() -> bool:
     return bool(torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available())
 
 
-def _answer(folder: Path, asked: Asked, index: int) -> None:
+def _answer(folder: Path, task: Task, index: int) -> None:
     """Never returns: nothing of the process that was forked may go on."""
     code = 1
     try:
-        write_answer(folder, index, _called(asked.function, asked.questions[index]))
+        write_answer(folder, index, _called(task.function, task.questions[index]))
         code = 0
     finally:
         os._exit(code)
 
 
-def _named(function: str) -> Any:
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _called(function: str, question: Sequence[str]) -> Answer:
     try:
-        answer: Answer = _named(function)(*question)
+        answer: Answer = pkgutil.resolve_name(function)(*question)
         return answer
     except BaseException as error:  # SystemExit as well: a reproducer that leaves has not answered
         at = traceback.extract_tb(error.__traceback__)[-1]

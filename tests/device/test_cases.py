@@ -21,7 +21,7 @@ MODELS = (
     "models", "adapters", "settled", "experts", "loading", "loading_maps", "loading_memory", "loading_models", "bytes",
 )  # fmt: skip
 SUITE = (
-    "accelerate", "bitsandbytes/both/test_bias_written_in_forward.py",
+    "accelerate", "bitsandbytes/layers/test_bias_written_in_forward.py",
     *(f"bitsandbytes/four_bit/test_params4bit_{name}.py" for name in ("chunk", "copies", "meta", "pickle")),
     *(f"bitsandbytes/four_bit/test_linear4bit_{name}.py" for name in ("load_state_dict", "meta_moves")),
     *(f"bitsandbytes/int8/test_{name}.py" for name in ("backward_live_state", "copies", "plain_weight")),

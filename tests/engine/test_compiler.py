@@ -50,11 +50,16 @@ def test_what_was_kept_is_what_the_source_gives_to_the_last_column(toy, path, no
 
 def test_whether_a_text_stands_in_a_function_is_kept_too(toy, path, no_source):
     keeping = KeepingCompiler(path)
-    assert keeping.holds(toy.plain, "y * 2") and not keeping.holds(toy.plain, "y * 9")
+    assert keeping.holds(toy.plain, toy.plain.__code__, "y * 2") and not keeping.holds(
+        toy.plain, toy.plain.__code__, "y * 9"
+    )
     keeping.keep()
     no_source()
     again = KeepingCompiler(path)
-    assert again.holds(toy.plain, "y * 2") is True and again.holds(toy.plain, "y * 9") is False
+    assert (
+        again.holds(toy.plain, toy.plain.__code__, "y * 2") is True
+        and again.holds(toy.plain, toy.plain.__code__, "y * 9") is False
+    )
 
 
 def test_another_edit_another_function_or_another_count_is_made_from_the_source(toy, path):

@@ -72,7 +72,7 @@ def test_what_was_made_from_other_files_is_kept_until_they_change(toy, path, wri
 
 
 def test_it_does_not_grow_without_end(toy, path, monkeypatch):
-    monkeypatch.setattr(compiler, "_MOST", 2)
+    monkeypatch.setattr(compiler, "_MAX_ENTRIES", 2)
     for factor in range(3, 8):
         kept(path, toy.plain, Rewrite("toy:plain", "y * 2", f"y * {factor}"))
     assert [key[3][0][1] for key in KeepingCompiler(path)._read()] == ["y * 6", "y * 7"], "the newest"

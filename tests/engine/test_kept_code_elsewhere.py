@@ -71,7 +71,7 @@ def test_a_second_process_reads_no_source(forked, tmp_path):
         import patches, accelerate.hooks, accelerate.utils.modeling
         from patches.engine import locate
         done = patches.apply().with_status(patches.Status.APPLIED)
-        print(len(done), len(locate._known))
+        print(len(done), len(locate._sources))
         print([change.diff.count(chr(10)) for result in done for change in result.changes])
         patches.revert()
     """

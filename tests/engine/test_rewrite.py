@@ -28,6 +28,19 @@ def test_expression_statement_and_removed_statement(toy, registry):
     assert toy.plain(5) == 6
 
 
+def test_to_a_call_of_a_function_by_its_own_name(toy, registry):
+    def tenfold(x, k):
+        return 10 * x + k
+
+    edit = Rewrite.to_call("toy:plain", "x + k", tenfold, "x, k", when="packaging")
+    assert edit == Rewrite(
+        "toy:plain", "x + k", "_patches_tenfold(x, k)", names={"_patches_tenfold": tenfold}, when="packaging"
+    )
+    before = toy.plain(1)
+    registry((Rewrite.to_call("toy:plain", "x + k", tenfold, "x, k"),)).apply(strict=True)
+    assert toy.plain(1) != before
+
+
 def test_super_mangling_static_class_property_wrapped_and_closure(toy, registry):
     alias, bound = toy.wrapped, toy.Derived().use
     r = registry(

@@ -25,17 +25,12 @@ class _Fork:
                 os._exit(0)
         os.close(ours)
 
-    def end(self) -> None:
+    def close(self) -> None:
         os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self._lifeline)
 
 
-class _Server(processes._ForkServer):
-    def __init__(self, folder: Path) -> None:
-        self._process = _Fork(folder)  # type: ignore[assignment]
-
-
 def begin() -> None:
     """From now on ``verify`` does so in this process."""
-    processes._ForkServer = _Server  # type: ignore[misc]
+    processes._start_server = _Fork  # type: ignore[assignment]

@@ -22,7 +22,6 @@ from patches import REGISTRY
 from patches.engine import gate, needs
 from patches.engine.compiler import Compiler
 from patches.engine.edits import Rewrite
-from patches.engine.report import Status
 from patches.engine.slots import CodeSlot, slots_of
 
 USED = ("bitsandbytes", "accelerate", "transformers", "peft")
@@ -55,7 +54,7 @@ def here() -> tuple[str, ...]:
     for patch in REGISTRY.patches.values():
         if patch.package in USED:
             REGISTRY.import_targets(patch)
-        if gate.check(patch).status is Status.AVAILABLE and not needs.missing(patch):
+        if gate.is_for(patch) and not needs.missing(patch):
             found.append(patch.id)
     return tuple(found)
 

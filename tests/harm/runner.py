@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import patches
+from patches.engine.ids import patch_id_of
 
 from .catalogue import HANDOVER, Case
 from .checks import Check
@@ -78,7 +79,7 @@ def plugin(ids: frozenset[str]) -> Iterator[None]:
 
 def _active() -> frozenset[str]:
     active = patches.REGISTRY._store.read().active
-    return frozenset(key.partition(": ")[0] for key in active)  # a report takes longer than most programs
+    return frozenset(patch_id_of(key) for key in active)  # a report takes longer than most programs
 
 
 @contextlib.contextmanager

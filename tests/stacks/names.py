@@ -43,10 +43,9 @@ def _rewritten() -> Iterator[tuple[str, ast.AST]]:
     from patches import REGISTRY
     from patches.engine import gate
     from patches.engine.edits import Rewrite
-    from patches.engine.report import Status
 
     for patch in REGISTRY.patches.values():
-        if gate.check(patch).status is Status.AVAILABLE:
+        if gate.is_for(patch):
             for edit in patch.edits:
                 if isinstance(edit, Rewrite) and (not edit.when or gate.satisfied(edit.when)):
                     yield patch.id, ast.parse(textwrap.dedent(edit.replace))
@@ -115,7 +114,7 @@ def _is_out_of_range(path: Path) -> bool:
 
     module = "patches." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     mine = [patch for patch in REGISTRY.patches.values() if patch.module.removeprefix("bnb_") == module]
-    return bool(mine) and all(gate.check(patch).status is Status.NOT_AFFECTED for patch in mine)
+    return bool(mine) and all(gate.check(p).status is Status.NOT_AFFECTED for patch in mine for p in patch.parts)
 
 
 if __name__ == "__main__":

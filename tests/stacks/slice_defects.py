@@ -73,9 +73,7 @@ def said() -> dict[tuple[str, str, str], worker.Answer]:
     available = [key for key, part in CHOSEN.items() if gate.check(part).status is Status.AVAILABLE]
     tasks = [FITS, *((*key, "unpatched") for key in CHOSEN), *((*key, "all") for key in available)]
     preload = ["torch", *map(gate.module_name, (*OF_A_STACK, "bitsandbytes"))]
-    answers = processes.ask_processes(
-        f"{__name__}:answer", tasks, preload, f"{verification.__name__}:prepare_process", jobs=2
-    )
+    answers = processes.ask_processes(f"{__name__}:answer", tasks, preload, verification.PREPARE, jobs=2)
     return {tasks[index]: each for index, each in answers}
 
 

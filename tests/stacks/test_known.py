@@ -64,7 +64,7 @@ def test_without_torch_or_with_odd_versions_it_says_nothing(installed):
 def test_what_is_too_old_is_named_with_what_is_needed(installed, package):
     oldest = dict(stacks.oldest_releases())
     installed(**oldest)
-    assert gate.too_old() == ""
+    assert gate.too_old(oldest) == ""
     installed(**{**oldest, package: "0.1"})
     assert stacks.report_notes() == (
         f"{package} 0.1 is too old: {oldest[package]} or later is needed; nothing is changed",
@@ -78,8 +78,7 @@ def test_nothing_is_changed_beside_a_stack_that_is_too_old():
 import logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s")
 import bnb_patches
-from bnb_patches.engine import gate
-gate.floors["torch"] = "99.0"  # as if this torch were older than any that was run
+bnb_patches.REGISTRY.floors = {"torch": "99.0"}  # as if this torch were older than any that was run
 import bitsandbytes
 try:
     import transformers, peft

@@ -19,16 +19,15 @@ PAGES, FRAGMENTS = DOCS / "patches", DOCS / "generated"
 
 def files(found: Sequence[reports.Report] = ()) -> dict[Path, str]:
     """Every file that the build writes, with its text."""
-    known = symptoms.read_symptoms()
     measured = figures.read()
     pages = {
-        PAGES / f"{patch.id}.md": page.page(patch, known, measured, reports.seen(patch.id, found))
+        PAGES / f"{patch.id}.md": page.page(patch, measured, reports.seen(patch.id, found))
         for patch in REGISTRY.patches.values()
     }
     return {
         **pages,
-        **{PAGES / f"{name}.md": text for name, text in page.groups(REGISTRY.patches, known).items()},
-        PAGES / "index.md": page.index(REGISTRY.patches, known),
+        **{PAGES / f"{name}.md": text for name, text in page.groups(REGISTRY.patches).items()},
+        PAGES / "index.md": page.index(REGISTRY.patches),
         FRAGMENTS / "symptoms.md": symptoms.fragment(),
         FRAGMENTS / "commands.md": commands.fragment(),
         FRAGMENTS / "stacks.md": stacks.fragment(),

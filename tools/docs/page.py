@@ -10,12 +10,12 @@ from packaging.version import Version
 from patches import Patch
 from patches.command_line import explain
 from patches.engine import needs
+from patches.symptoms import GROUPS, WORDS, group_patches
 
 from . import figures, prose
 from .figures import Figure
 from .reports import Seen
 from .stacks import shown_on
-from .symptoms import Symptoms
 from .words import link, releases
 
 NO_DIFF = (
@@ -32,7 +32,7 @@ REPRODUCER = (
 )
 
 
-def page(patch: Patch, symptoms: Symptoms, measured: Mapping[str, Figure], changes: Iterable[Seen]) -> str:
+def page(patch: Patch, measured: Mapping[str, Figure], changes: Iterable[Seen]) -> str:
     """A page in Markdown, under the headings of ``python -m patches explain``."""
     why, repair, cost = (
         [prose.markdown(p, patch) for p in explain.paragraphs(text)] for text in (patch.why, patch.repair, patch.cost)
@@ -40,7 +40,7 @@ def page(patch: Patch, symptoms: Symptoms, measured: Mapping[str, Figure], chang
     first = prose.title(patch)
     upstream = ", ".join(map(link, patch.links))
     parts = (
-        [*_says(patch, symptoms), *_measured(patch, measured)],
+        [*_says(patch), *_measured(patch, measured)],
         [first, *why, f"Upstream: {upstream}. File: `{prose.file(patch)}`."],
         [*repair, *_changed(patch, list(changes))],
         cost or [f"{explain.NO_COST} [](../speed.md)."],
@@ -57,36 +57,36 @@ def _programs(patch: Patch) -> list[str]:
     return [_block("python", inspect.getsource(function)) for function in functions]
 
 
-def index(patches: Mapping[str, Patch], symptoms: Symptoms) -> str:
+def index(patches: Mapping[str, Patch]) -> str:
     """The groups, each a page of its own, which Sphinx puts into the navigation."""
-    grouped = symptoms.grouped(patches)
+    grouped = group_patches(patches.values())
     lines = [
         "# The patches\n",
         INTRODUCTION.format(count=sum(p.effect == "repairs" for p in patches.values())),
         "\n| when | patches |",
         "|---|---|",
     ]
-    lines += [f"| [{symptoms.groups[key]}](group-{key}.md) | {len(ids)} |" for key, ids in grouped.items()]
+    lines += [f"| [{GROUPS[key]}](group-{key}.md) | {len(group)} |" for key, group in grouped.items()]
     lines += ["\n```{toctree}\n:hidden:\n", *(f"group-{key}" for key in grouped), "```"]
     return "\n".join(lines) + "\n"
 
 
-def groups(patches: Mapping[str, Patch], symptoms: Symptoms) -> dict[str, str]:
+def groups(patches: Mapping[str, Patch]) -> dict[str, str]:
     """The page of each group by its name: a table of its patches."""
     pages = {}
-    for key, ids in symptoms.grouped(patches).items():
+    for key, group in group_patches(patches.values()).items():
         also = sorted(i for i, patch in patches.items() if key in patch.groups[1:])
-        lines = [f"# {symptoms.groups[key]}\n", "| patch | without it |", "|---|---|"]
-        lines += [_row(patches[patch_id]) for patch_id in ids]
+        lines = [f"# {GROUPS[key]}\n", "| patch | without it |", "|---|---|", *map(_row, group)]
         if also:
             lines += ["\nListed elsewhere, and met here too: " + ", ".join(f"[{i}]({i}.md)" for i in also) + "."]
+        ids = [patch.id for patch in group]
         pages[f"group-{key}"] = "\n".join([*lines, "\n```{toctree}\n:hidden:\n", *ids, "```"]) + "\n"
     return pages
 
 
 def _row(patch: Patch) -> str:
     upstream = ", ".join(map(link, patch.links))
-    effect = {"repairs": "", "warns": " *(warns)*", "feature": " *(for quantize_experts)*"}[patch.effect]
+    effect = f" *({explain.EFFECTS[patch.effect].label})*" if patch.effect in explain.EFFECTS else ""
     return f"| [{patch.id}]({patch.id}.md){effect}<br>{releases(patch)} | {_escaped(patch.summary)}<br>Upstream: {upstream} |"
 
 
@@ -106,14 +106,10 @@ def _shown(patch: Patch) -> list[tuple[str, str]]:
     return [("shown and repaired on", f"torch {', '.join(found)}")] if found else []
 
 
-def _says(patch: Patch, symptoms: Symptoms) -> Iterator[str]:
-    said = symptoms.said(patch.id)
-    yield from (_block("text", text) for text in said)
-    if patch.silent:
-        yield "In other cases there is no message." if said else "There is no message."
-    if patch.effect in explain.EFFECTS:
-        yield explain.EFFECTS[patch.effect]
-    if words := [each for found in symptoms.words if patch.id in found.patches for each in (found.text, *found.also)]:
+def _says(patch: Patch) -> Iterator[str]:
+    yield from (_block("text", message.text) for message in patch.messages)
+    yield from explain.remarks(patch)
+    if words := [each for text, also in WORDS.items() if text in patch.words for each in (text, *also)]:
         yield f"People search for: {', '.join(dict.fromkeys(words))}."
 
 

@@ -7,19 +7,32 @@ import json
 from collections.abc import Iterable, Iterator
 
 from patches import REGISTRY, Patch
-from patches.symptoms import Symptoms, read_symptoms
-
-__all__ = ["Symptoms", "fragment", "read_symptoms"]
+from patches.engine.patch import Message
+from patches.symptoms import GROUPS, WORDS, common_parts
 
 
 def fragment() -> str:
     """The messages as a table that a script can search, then the symptoms by group; for ``docs/which.md``."""
-    known = read_symptoms()
-    lines = ["## By message\n", _search(), "", *_table(known), ""]
-    for key, title in known.groups.items():
+    lines = ["## By message\n", _search(), "", *_table(), ""]
+    for key, title in GROUPS.items():
         rows = [_row(patch) for _, patch in sorted(REGISTRY.patches.items()) if key in patch.groups]
         lines += [f"## {title}\n", "| what goes wrong | patch |", "|---|---|", *rows, ""]
     return "\n".join(lines)
+
+
+def messages() -> list[tuple[Message, list[str]]]:
+    """Every message once, with the ids of the patches that it may mean."""
+    found: dict[str, tuple[Message, list[str]]] = {}
+    for patch in REGISTRY.patches.values():
+        for message in patch.messages:
+            _, ids = found.get(message.text, (message, []))
+            found[message.text] = message, [*ids, patch.id]
+    return sorted(found.values(), key=lambda each: each[0].text.strip("'`").lower())
+
+
+def words() -> dict[str, list[str]]:
+    """The words that people search for, each with the ids of the patches that it may mean."""
+    return {text: [patch.id for patch in REGISTRY.patches.values() if text in patch.words] for text in WORDS}
 
 
 def _row(patch: Patch) -> str:
@@ -36,13 +49,13 @@ def _search() -> str:
     )
 
 
-def _table(known: Symptoms) -> Iterator[str]:
+def _table() -> Iterator[str]:
     """One row a message, and one for words that people search for; what the script looks for is in ``data``."""
     yield '```{raw} html\n<table class="docutils which"><thead><tr><th>message</th><th>patch</th></tr></thead><tbody>'
-    for words in known.words:
-        yield _line("any", (words.text, *words.also), html.escape(words.text), words.patches)
-    for message in known.messages:
-        yield _line("parts", message.parts, f"<code>{html.escape(message.text)}</code>", message.patches)
+    for text, ids in words().items():
+        yield _line("any", (text, *WORDS[text]), html.escape(text), ids)
+    for message, ids in messages():
+        yield _line("parts", common_parts(message), f"<code>{html.escape(message.text)}</code>", ids)
     yield "</tbody></table>\n```"
 
 

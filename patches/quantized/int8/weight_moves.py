@@ -133,11 +133,11 @@ KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
         "_patches_agree(self)\nsuper()._save_to_state_dict(destination, prefix, keep_vars)",
         names={"_patches_agree": plain_weights.check_plain_weight},
     ),
-    Rewrite(
+    Rewrite.to_call(
         "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
         "getattr(self.state, scb_name)",
-        "_patches_scale_to_save(self)",
-        names={"_patches_scale_to_save": plain_weights.scale_to_save},
+        plain_weights.scale_to_save,
+        "self",
     ),
     SetAttribute("bitsandbytes.nn.modules:Linear8bitLt.__setstate__", make=scale_ownership.make_setstate),
     Rewrite(

@@ -98,8 +98,8 @@ PATCH = Patch(
                 Rewrite(
                     "accelerate.utils.modeling:set_module_tensor_to_device",
                     find="old_value = getattr(module, tensor_name)",
-                    replace="old_value = _patches_to_move(module, tensor_name)",
-                    names={"_patches_to_move": dequantized_in_place.parameter_to_move},
+                    replace="old_value = _patches_parameter_to_move(module, tensor_name)",
+                    names={"_patches_parameter_to_move": dequantized_in_place.parameter_to_move},
                 ),
             ),
             defect_offloading,
@@ -113,11 +113,11 @@ PATCH = Patch(
                     "bitsandbytes.nn.modules:Int8Params.to",
                     find=f"device, dtype, non_blocking, {rest} = torch._C._nn._parse_to(*args, **kwargs)",
                     replace=f"""
-                if (plain := _patches_plain(self)) is not None:
-                    return plain.to(*args, **kwargs)
-                device, dtype, non_blocking, {rest} = torch._C._nn._parse_to(*args, **kwargs)
-            """,
-                    names={"_patches_plain": dequantized_in_place.to_plain_parameter},
+                        if (plain := _patches_to_plain_parameter(self)) is not None:
+                            return plain.to(*args, **kwargs)
+                        device, dtype, non_blocking, {rest} = torch._C._nn._parse_to(*args, **kwargs)
+                    """,
+                    names={"_patches_to_plain_parameter": dequantized_in_place.to_plain_parameter},
                     when=when,
                 )
                 for rest, when in (("convert_to_format", "bitsandbytes<0.49"), ("_", "bitsandbytes>=0.49"))

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def _needs_accelerator(value: Tensor) -> bool:
-    """Whether ``value`` is still to be quantized and there is an accelerator to do it."""
+    """Tell whether ``value`` is still to be quantized and there is an accelerator to do it."""
     import torch
 
     return value.dtype != torch.int8 and torch.accelerator.is_available()
 
 
 def defect() -> Finding:
-    """``dispatch_model`` with one layer on the CPU and one on disk."""
+    """Dispatch a model with one layer on the CPU and one on the disk, and run it."""
     import tempfile
 
     import bitsandbytes as bnb

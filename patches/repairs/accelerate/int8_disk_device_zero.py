@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def _device() -> int | torch.device:
-    """The first accelerator, as accelerate names it, or the CPU if there is none."""
+def first_device() -> int | torch.device:
+    """Return the first accelerator, as accelerate names it, or the CPU if there is none."""
     import torch
 
     return 0 if torch.accelerator.is_available() else torch.device("cpu")
 
 
 def defect() -> Finding:
-    """Load two layers, the second to disk, and see what is there."""
+    """Load two layers, the second to the disk, and compare it with the original."""
     import tempfile
 
     import torch
@@ -41,8 +41,8 @@ def defect() -> Finding:
             )
         except RuntimeError as error:
             return Finding(True, f"while loading: {error}")
-        codes, scales = (OffloadedWeightsLoader(save_folder=folder)[f"1.{name}"] for name in ("weight", "SCB"))
-    off = (codes * scales[:, None] / 127 - saved[1].weight.detach()).abs().max() / scales.max()
+        packed, scales = (OffloadedWeightsLoader(save_folder=folder)[f"1.{name}"] for name in ("weight", "SCB"))
+    off = (packed * scales[:, None] / 127 - saved[1].weight.detach()).abs().max() / scales.max()
     return Finding(
         not off < 0.01, f"the weight on the disk differs from the original by {float(off):.1e} of its largest value"
     )
@@ -78,8 +78,8 @@ PATCH = Patch(
         Rewrite(
             _TARGET,
             find="set_module_tensor_to_device(model, param_name, 0, dtype=new_dtype, value=param)",
-            replace=("set_module_tensor_to_device(model, param_name, _patches_device(), dtype=new_dtype, value=param)"),
-            names={"_patches_device": _device},
+            replace="set_module_tensor_to_device(model, param_name, _patches_first_device(), dtype=new_dtype, value=param)",
+            names={"_patches_first_device": first_device},
         ),
         Rewrite(
             _TARGET,

@@ -6,7 +6,7 @@ from ...engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:
-    """One forward of a model under ``cpu_offload``."""
+    """Run a model under ``cpu_offload`` once, and count the bytes of its weights that stay on the device."""
     import bitsandbytes as bnb
     import torch
     from accelerate import cpu_offload
@@ -17,13 +17,10 @@ def defect() -> Finding:
     cpu_offload(model, execution_device=torch.device("cpu"))
     with torch.no_grad():
         model(torch.randn(2, 64))
-    codes = [layer.state.CB for layer in layers]
-    resident = sum(c.nbytes for c in codes if c is not None and c.device.type != "meta")
+    packed = [layer.state.CB for layer in layers]
+    resident = sum(weight.nbytes for weight in packed if weight is not None and weight.device.type != "meta")
     return Finding(resident > 0, f"{resident} of {4 * 64 * 64} bytes of offloaded weights stay on the device")
 
-
-_TARGET = "accelerate.hooks:AlignDevicesHook.post_forward"
-_CLEARED = "module.state.CxB = None"
 
 PATCH = Patch(
     id="accelerate-int8-offload-resident-weights",
@@ -50,9 +47,12 @@ PATCH = Patch(
     """,
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
-    edits=(
-        Rewrite(_TARGET, _CLEARED, "module.state.CB = module.state.CxB = None", when="bitsandbytes!=0.47.0"),
-        Rewrite(_TARGET, _CLEARED, "module.state.CB = module.weight.data", when="bitsandbytes==0.47.0"),
+    edits=tuple(
+        Rewrite("accelerate.hooks:AlignDevicesHook.post_forward", "module.state.CxB = None", replace, when=when)
+        for replace, when in (
+            ("module.state.CB = module.state.CxB = None", "bitsandbytes!=0.47.0"),
+            ("module.state.CB = module.weight.data", "bitsandbytes==0.47.0"),
+        )
     ),
     defect=defect,
 )

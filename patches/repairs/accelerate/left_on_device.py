@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def _run(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``module._old_forward(*args, **kwargs)``; what was brought for it goes when it raises."""
+def run_and_offload(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``module._old_forward(*args, **kwargs)``; if it raises, offload the weights that were brought for it."""
     offloading = [hook for hook in accelerate_hooks.hooks_on(module) if getattr(hook, "offload", False) is True]
     forward: Any = module._old_forward
     try:
@@ -24,7 +24,7 @@ def _run(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def defect() -> Finding:
-    """A checkpointed step through two offloaded layers: the parameters that are still on the device after it."""
+    """Take a checkpointed step through two offloaded layers, and count the bytes that are still on the device."""
     import torch
     from accelerate import cpu_offload
     from torch.utils.checkpoint import checkpoint
@@ -62,12 +62,12 @@ PATCH = Patch(
     requires=("accelerate>=0.26",),
     tested_up_to="1.15.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "accelerate.hooks:add_hook_to_module",
             find="module._old_forward(*args, **kwargs)",
-            replace="_patches_run(module, args, kwargs)",
+            function=run_and_offload,
+            arguments="module, args, kwargs",
             count=2,
-            names={"_patches_run": _run},
         ),
     ),
     defect=defect,

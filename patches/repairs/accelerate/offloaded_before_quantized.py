@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def _moved(module: Module, name: str, old: Tensor, device: int | str | torch.device, **how: Any) -> Tensor:
-    """``old.to(device)``, or the parameter ``name`` of ``module`` on meta and not quantized."""
+def move_unquantized(module: Module, name: str, old: Tensor, device: int | str | torch.device, **how: Any) -> Tensor:
+    """Return ``old.to(device)``, or the parameter ``name`` of ``module`` on meta and not quantized."""
     import torch
 
     to_meta = torch.device(device).type == "meta"
@@ -29,8 +29,7 @@ def _moved(module: Module, name: str, old: Tensor, device: int | str | torch.dev
 
 
 def _kept_weights(module: Module, name: str, old: Any) -> Tensor | None:
-    """The weights that the hook of ``module`` keeps for a parameter that was quantized since; None for packed
-    weights."""
+    """Return the floating-point weights that the hook of ``module`` keeps for a parameter that was quantized since."""
     state = quant_states.get_quant_state(old)
     if state is None or quant_states.get_quant_state(module) is not None:
         return None
@@ -42,7 +41,7 @@ def _kept_weights(module: Module, name: str, old: Any) -> Tensor | None:
 
 
 def defect() -> Finding:
-    """``cpu_offload`` of a layer that was just made, and two forwards."""
+    """Offload a layer that was just made, and run it twice."""
     import torch
     from accelerate import cpu_offload
     from bitsandbytes.nn import Linear4bit
@@ -58,9 +57,6 @@ def defect() -> Finding:
         return Finding(True, f"second forward: {str(raised).split(';')[0][:80]}")
     return Finding(not error == 0, f"second forward differs from the first by {error:.1e}")
 
-
-_TARGET = "accelerate.utils.modeling:set_module_tensor_to_device"
-_NAMES = {"_patches_moved": _moved}
 
 PATCH = Patch(
     id="accelerate-offloaded-before-quantized",
@@ -87,21 +83,15 @@ PATCH = Patch(
     """,
     requires=("accelerate>=0.34", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
-    edits=(
-        Rewrite(
-            _TARGET,
-            find="old_value.to(device, non_blocking=non_blocking)",
-            replace="_patches_moved(module, tensor_name, old_value, device, non_blocking=non_blocking)",
-            names=_NAMES,
-            when="accelerate>=1.9",
-        ),
-        Rewrite(
-            _TARGET,
-            find="old_value.to(device)",
-            replace="_patches_moved(module, tensor_name, old_value, device)",
-            names=_NAMES,
-            when="accelerate<1.9",
-        ),
+    edits=tuple(
+        Rewrite.to_call(
+            "accelerate.utils.modeling:set_module_tensor_to_device",
+            find=f"old_value.to({how})",
+            function=move_unquantized,
+            arguments=f"module, tensor_name, old_value, {how}",
+            when=when,
+        )
+        for how, when in (("device, non_blocking=non_blocking", "accelerate>=1.9"), ("device", "accelerate<1.9"))
     ),
     defect=defect,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Message, Part, Patch, Rewrite
 from ...offload import offloaded_modules
@@ -14,42 +14,46 @@ if TYPE_CHECKING:
 
 
 def stays(accelerator: Accelerator, model: Module) -> bool:
-    """Whether the hooks of ``model`` bring the weights that are not on its device."""
+    """Tell whether the hooks of ``model`` bring the weights that are not on its device."""
     return accelerator.distributed_type.value == "NO" and offloaded_modules.is_trainable_offloaded(model)
+
+
+def move_unless_offloaded(model: Module, device: torch.device) -> Module:
+    """Move ``model`` to ``device``, unless hooks bring the weights that are not there."""
+    return model if offloaded_modules.is_trainable_offloaded(model) else model.to(device)
+
+
+def _make_offloaded() -> Any:
+    """Make two linear layers, of which one is in CPU memory and not trained."""
+    import torch
+    from accelerate import cpu_offload
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    cpu_offload(model[1].requires_grad_(False), execution_device=torch.device("cpu"))
+    return model
 
 
 def defect_prepare() -> Finding:
     """Train one of two linear layers; the other is in CPU memory."""
     import torch
-    from accelerate import Accelerator, cpu_offload
+    from accelerate import Accelerator
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    cpu_offload(model[1].requires_grad_(False), execution_device=torch.device("cpu"))
     try:
-        model = Accelerator(cpu=True).prepare_model(model)
+        model = Accelerator(cpu=True).prepare_model(_make_offloaded())
     except NotImplementedError as error:
         return Finding(True, f"NotImplementedError: {error}")
     return Finding(bool(model(torch.ones(1, 4)).isnan().any()), "prepared")
-
-
-def moved(model: Module, device: torch.device) -> Module:
-    """``model`` on ``device``, or as it is if hooks bring the weights that are not there."""
-    return model if offloaded_modules.is_trainable_offloaded(model) else model.to(device)
 
 
 def defect_trainer() -> Finding:
     """Make a Trainer for two linear layers; one of them is in CPU memory."""
     import tempfile
 
-    import torch
-    from accelerate import cpu_offload
     from transformers import Trainer, TrainingArguments
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    cpu_offload(model[1].requires_grad_(False), execution_device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            Trainer(model, TrainingArguments(folder, use_cpu=True, report_to=[]), train_dataset=[])
+            Trainer(_make_offloaded(), TrainingArguments(folder, use_cpu=True, report_to=[]), train_dataset=[])
         except NotImplementedError as error:
             return Finding(True, f"NotImplementedError: {error}")
     return Finding(False, "the Trainer is made")
@@ -103,11 +107,11 @@ PATCH = Patch(
             ("transformers>=4.53", "accelerate>=1.1"),
             "5.24.0",
             (
-                Rewrite(
+                Rewrite.to_call(
                     "transformers.trainer:Trainer._move_model_to_device",
                     find="model.to(device)",
-                    replace="_patches_moved(model, device)",
-                    names={"_patches_moved": moved},
+                    function=move_unless_offloaded,
+                    arguments="model, device",
                 ),
             ),
             defect_trainer,

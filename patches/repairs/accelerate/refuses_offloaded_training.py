@@ -7,34 +7,34 @@ from typing import TYPE_CHECKING, Any
 from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...offload import offloaded_modules
+from ..reproducers import tiny_models
+from ..reproducers.quantized_models import load_quantized
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 def devices_of(model: Any, accelerator: Accelerator) -> set[Any]:
-    """The devices in the map of ``model`` that matter to ``accelerator``."""
+    """Return the devices in the map of ``model`` that matter to ``accelerator``."""
     devices = set(model.hf_device_map.values())
     alone = accelerator.distributed_type.value == "NO"
     return devices - {"cpu", "disk"} if alone and offloaded_modules.is_trainable_offloaded(model) else devices
 
 
 def defect() -> Finding:
-    """LoRA on a tiny INT8 Llama that has its head on disk."""
+    """Prepare LoRA on a tiny INT8 Llama that has its head on the disk."""
     import tempfile
 
     import torch
     from accelerate import Accelerator, dispatch_model
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import BitsAndBytesConfig
 
     if not satisfied("accelerate>=1.1"):
         raise CannotShow("accelerate before 1.1 refuses such models in other code, which the patch does not change")
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size)).save_pretrained(base)
-        options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": "cpu"}}
-        model = AutoModelForCausalLM.from_pretrained(base, **options)
+    int8 = BitsAndBytesConfig(load_in_8bit=True)
+    model = load_quantized(tiny_models.make_llama(), int8, device_map={"": "cpu"})
+    with tempfile.TemporaryDirectory() as folder:
         device_map = {"model": "cpu", "lm_head": "disk"}
         dispatch_model(model, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
@@ -72,11 +72,11 @@ PATCH = Patch(
     requires=("accelerate>=1.1", "bitsandbytes>=0.46.1", "transformers>=4.53", "peft>=0.14"),
     tested_up_to="1.15.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "accelerate.accelerator:Accelerator.prepare_model",
             find="set(model.hf_device_map.values())",
-            replace="_patches_devices_of(model, self)",
-            names={"_patches_devices_of": devices_of},
+            function=devices_of,
+            arguments="model, self",
         ),
     ),
     defect=defect,

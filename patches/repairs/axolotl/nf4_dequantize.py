@@ -39,15 +39,12 @@ def defect_unsloth() -> Finding:
     return show_dequantize_graphs(fast_dequantize)
 
 
-FIND = "if quant_state is None:\n    return W"
+_RETURN_PLAIN = "if quant_state is None:\n    return W"
+_RETURN_TRACED = "if (traced := _patches_traced(W, quant_state, out)) is not None:\n    return traced"
 
 
-REPLACE = """
-    if quant_state is None:
-        return W
-    if (traced := _patches_traced(W, quant_state, out)) is not None:
-        return traced
-"""
+def _trace(function: str, find: str, replace: str, when: str = "") -> Rewrite:
+    return Rewrite(function, find, replace, names={"_patches_traced": dequantize_if_traced}, when=when)
 
 
 PATCH = Patch(
@@ -61,25 +58,19 @@ PATCH = Patch(
         "https://github.com/unslothai/unsloth",
     ),
     why="""
-        axolotl's LoRA kernels break the compiled graph wherever they dequantize an NF4 weight.
-        ``axolotl.kernels.quantize.dequantize`` calls C functions of bitsandbytes through ctypes, with raw pointers.
-        Dynamo can trace neither: each pointer breaks the graph, and ``get_ptr`` is compiled again for every shape.
-        ``kernels.lora`` and ``kernels.dora`` import the function under the same name. Affects double-quantized
-        weights on axolotl up to 0.17; 0.18 has an operator for this.
+        ``axolotl.kernels.quantize.dequantize`` and ``unsloth.kernels.utils.fast_dequantize`` call C functions of
+        bitsandbytes through ctypes, with raw pointers. Dynamo can trace neither: each pointer breaks the graph, and
+        ``get_ptr`` is compiled again for every shape. unsloth also keeps streams in lists by device, so every call of
+        ``matmul_lora`` breaks the graph.
 
-        unsloth's LoRA kernels break the compiled graph wherever they dequantize an NF4 weight.
-        ``unsloth.kernels.utils.fast_dequantize`` calls C functions of bitsandbytes through ctypes, with raw
-        pointers and with streams in lists by device. Dynamo can trace none of this, so every call of
-        ``matmul_lora`` breaks the graph. 2026.10.1 has kernels that it can trace.
+        axolotl's ``kernels.lora`` and ``kernels.dora`` import the function under the same name. Affects double-quantized
+        weights on axolotl up to 0.17; 0.18 has an operator for this. unsloth 2026.10.1 has kernels that Dynamo can
+        trace.
     """,
     repair="""
         While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantize_4bit``, which Dynamo can
-        trace and which runs the same kernels: one graph, and bit-equal results. Quantization states in the old list
-        format, and eager calls, take the old path.
-
-        While compiling, the repair dequantizes with ``bitsandbytes.functional.dequantize_4bit``, which Dynamo can
-        trace and which runs the same kernels. Other weights (float8, NVFP4), quantization states in the old list
-        format, and eager calls take the old path.
+        trace and which runs the same kernels: one graph, and bit-equal results. Other weights (float8, NVFP4),
+        quantization states in the old list format, and eager calls take the old path.
     """,
     former_ids=("unsloth-nf4-dequantize",),
     parts=(
@@ -88,15 +79,10 @@ PATCH = Patch(
             ("axolotl>=0.16,<0.18", "bitsandbytes>=0.46.1", "torch>=2.6"),
             "0.17.0",
             (
-                Rewrite(
+                _trace(
                     "axolotl.kernels.quantize:dequantize",
-                    find="target_device = W.device",
-                    replace="""
-                if (traced := _patches_traced(W, quant_state, out)) is not None:
-                    return traced
-                target_device = W.device
-            """,
-                    names={"_patches_traced": dequantize_if_traced},
+                    "target_device = W.device",
+                    f"{_RETURN_TRACED}\ntarget_device = W.device",
                 ),
             ),
             defect_axolotl,
@@ -105,21 +91,13 @@ PATCH = Patch(
             "unsloth",
             ("unsloth>=2026.9,<2026.10.1", "bitsandbytes>=0.46.1", "torch>=2.6"),
             "2026.9.14",
-            (
-                Rewrite(
-                    "unsloth.kernels.utils:fast_dequantize",
-                    find=FIND,
-                    replace=REPLACE,
-                    names={"_patches_traced": dequantize_if_traced},
-                    when="unsloth<2026.9.13",
-                ),
-                Rewrite(  # what `fast_dequantize` calls there, once it has looked for formats of unsloth's own
-                    "unsloth.kernels.utils:_fast_dequantize_bnb",
-                    find=FIND,
-                    replace=REPLACE,
-                    names={"_patches_traced": dequantize_if_traced},
-                    when="unsloth>=2026.9.13",
-                ),
+            tuple(
+                _trace(f"unsloth.kernels.utils:{name}", _RETURN_PLAIN, f"{_RETURN_PLAIN}\n{_RETURN_TRACED}", when)
+                for name, when in (
+                    ("fast_dequantize", "unsloth<2026.9.13"),
+                    # `fast_dequantize` calls it there, once it has looked for formats of unsloth's own
+                    ("_fast_dequantize_bnb", "unsloth>=2026.9.13"),
+                )
             ),
             defect_unsloth,
         ),

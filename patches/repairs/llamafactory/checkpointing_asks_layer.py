@@ -29,7 +29,7 @@ def defect() -> Finding:
 
 
 def bound_call(layer: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, which is ``super().__call__`` of a checkpointed ``layer``, as one whose ``__self__`` Dynamo knows."""
+    """Return ``call``, the ``super().__call__`` of a checkpointed ``layer``, as a method whose ``__self__`` Dynamo knows."""
     import torch
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -44,7 +44,7 @@ def bound_call(layer: torch.nn.Module, call: Callable[..., Any]) -> Callable[...
 
 
 def requiring_grad(args: tuple[Any, ...], hidden: torch.Tensor) -> tuple[Any, ...]:
-    """``args`` of which ``hidden`` requires grad: in place in eager, as a new tensor while compiling."""
+    """Return ``args`` with ``hidden`` requiring grad: in place in eager, as a new tensor while compiling."""
     if not tracing.for_this_process():
         hidden.requires_grad_(True)
         return args

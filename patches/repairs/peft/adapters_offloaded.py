@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def children(module: Module, offload: bool) -> Iterator[tuple[str, Any]]:
-    """``module.named_children()``; a layer of peft that is offloaded is to bring them itself."""
+    """Return ``module.named_children()``; let an offloaded layer of peft bring them itself."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if offload and tuners is not None and isinstance(module, tuners.BaseTunerLayer):
         hold_base_weights.hold_base_weights(module)
-        lost_gradients.remember_gradients(module)
+        lost_gradients.remember_parameters(module)
         if _watch not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_watch)
     return module.named_children()
 
 
 def _watch(layer: Module, args: Any) -> None:
-    """Called when the weights below ``layer`` are there: a gradient of one that is offloaded will be lost."""
+    """Watch for gradients of offloaded weights below ``layer``, which are there now: such a gradient will be lost."""
     import torch
 
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -81,11 +81,8 @@ PATCH = Patch(
     requires=("peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
-            "accelerate.hooks:attach_align_device_hook",
-            find="module.named_children()",
-            replace="_patches_children(module, offload)",
-            names={"_patches_children": children},
+        Rewrite.to_call(
+            "accelerate.hooks:attach_align_device_hook", "module.named_children()", children, "module, offload"
         ),
     ),
     defect=defect,

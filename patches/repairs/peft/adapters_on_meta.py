@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def with_weights(context: AbstractContextManager[None], model: Module, parent: Module, name: str) -> Iterator[None]:
-    """``context``, and inside it the weights of the module ``name`` of ``parent``, which gets an adapter there."""
+    """Bring the weights of the module ``name`` of ``parent``, which gets an adapter inside of ``context``."""
     target = getattr(parent, name)
     if not offloaded_modules.is_offloaded(target):
         offloaded_modules.refuse_if_brought_by_another(target, model)
@@ -32,20 +32,20 @@ def with_weights(context: AbstractContextManager[None], model: Module, parent: M
 
 
 def home(base_layer: Module, weight: torch.Tensor) -> torch.device:
-    """The device where ``weight`` is when ``base_layer`` runs."""
+    """Return the device where ``weight`` is when ``base_layer`` runs."""
     there = offloaded_modules.execution_device(base_layer) if weight.is_meta else None
     return weight.device if there is None else there
 
 
 def values(module: Any) -> torch.Tensor:
-    """The weight of ``module``, or the tensor that it is brought from."""
+    """Return the weight of ``module``, or the tensor that it is brought from."""
     hook = accelerate_hooks.hook_of(module)
     weight: torch.Tensor = module.weight if hook is None else hook.weights_map["weight"]
     return weight
 
 
 def defect_layers() -> Finding:
-    """LoRA on a linear layer that accelerate keeps in CPU memory."""
+    """Add LoRA to a linear layer that accelerate keeps in CPU memory."""
     import torch
     from accelerate import cpu_offload
     from peft import LoraConfig, get_peft_model
@@ -60,19 +60,6 @@ def defect_layers() -> Finding:
     return Finding(bool(lost), f"{len(lost)} of 2 adapter weights on meta")
 
 
-_TUNERS = "peft.tuners.tuners_utils"
-
-
-_ENTER: dict[str, Any] = {
-    "find": "ctx()",
-    "replace": "_patches_with_weights(ctx(), model, parent, target_name)",
-    "names": {"_patches_with_weights": with_weights},
-}
-
-
-_HOME: dict[str, Any] = {"find": "weight.device", "names": {"_patches_home": home}}
-
-
 def device_of(model: Any) -> torch.device | str | None:
     """Return the device that ``model`` tells, or the device of its forward if its first parameter is offloaded."""
     device: torch.device | str | None = model.device
@@ -81,7 +68,7 @@ def device_of(model: Any) -> torch.device | str | None:
 
 
 def defect_prompts() -> Finding:
-    """Prompt tuning of a tiny Llama in CPU memory."""
+    """Add a prompt encoder to a tiny Llama in CPU memory."""
     import torch
     from accelerate import cpu_offload
     from peft import PromptTuningConfig, get_peft_model
@@ -94,6 +81,16 @@ def defect_prompts() -> Finding:
     where = model.prompt_encoder["default"].embedding.weight.device
     return Finding(where.type == "meta", f"the prompt is on {where}")
 
+
+_TUNERS = "peft.tuners.tuners_utils"
+
+
+_BRING: dict[str, Any] = {
+    "find": "ctx()",
+    "replace": "_patches_with_weights(ctx(), model, parent, target_name)",
+    "names": {"_patches_with_weights": with_weights},
+}
+_DEVICE: dict[str, Any] = {"find": "weight.device", "names": {"_patches_home": home}}
 
 PATCH = Patch(
     id="peft-adapters-on-meta",
@@ -117,20 +114,19 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py",
     ),
     why="""
-        Adapters that are added to an offloaded model are created on the meta device and lose their values. peft
-        puts a new adapter on the device of the base weight. In a model that was loaded with a device map and does
-        not fit, offloaded weights are on meta between two forwards. So after ``get_peft_model`` the adapters of
-        these layers have lost their initial values. The first backward raises ``Function MmBackward0 returned an
+        peft puts a new adapter on the device of the base weight. In a model that was loaded with a device map and
+        does not fit, offloaded weights are on meta between two forwards. So after ``get_peft_model`` the adapters
+        of these layers have lost their initial values. The first backward raises ``Function MmBackward0 returned an
         invalid gradient at index 1 - expected device meta but got cpu``. A forward, ``generate`` and
         ``merge_and_unload`` silently ignore the adapter. Affects every kind of adapter, on plain and quantized
         layers, in every release. Adapters that are computed from the base weight (DoRA, PiSSA, OLoRA) cannot be
         created at all.
 
-        Prompt and prefix tuning of an offloaded model put their encoder on the meta device. ``PeftModel`` moves a
-        new prompt encoder to the device of the model, which transformers reads from the first parameter, usually
-        the embedding. If the embedding is offloaded (``cpu_offload``, ``disk_offload``, a device map with "cpu"),
-        that is meta between two forwards. The trainable values are lost, and the first forward raises ``Tensor on
-        device cpu is not on the expected device meta!``. All releases.
+        Prompt and prefix tuning lose their encoder in the same way. ``PeftModel`` moves a new prompt encoder to the
+        device of the model, which transformers reads from the first parameter, usually the embedding. If the
+        embedding is offloaded (``cpu_offload``, ``disk_offload``, a device map with "cpu"), that is meta between
+        two forwards. The trainable values are lost, and the first forward raises ``Tensor on device cpu is not on
+        the expected device meta!``. All releases.
     """,
     repair="""
         The repair brings the base layer to its execution device while an adapter is added to it. peft then finds
@@ -152,37 +148,37 @@ PATCH = Patch(
             ("peft>=0.14", "accelerate>=0.26.1"),
             "0.21.2",
             (
-                Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, when="peft<0.17"),
-                Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, count=2, when="peft>=0.17,<0.19"),
-                Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_ENTER, count=3, when="peft>=0.19"),
-                Rewrite(f"{_TUNERS}:BaseTuner._inject_parameters", **_ENTER, when="peft>=0.17"),
+                Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_BRING, when="peft<0.17"),
+                Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_BRING, count=2, when="peft>=0.17,<0.19"),
+                Rewrite(f"{_TUNERS}:BaseTuner.inject_adapter", **_BRING, count=3, when="peft>=0.19"),
+                Rewrite(f"{_TUNERS}:BaseTuner._inject_parameters", **_BRING, when="peft>=0.17"),
                 Rewrite(
                     f"{_TUNERS}:BaseTunerLayer._move_adapter_to_device_of_base_layer",
                     replace="_patches_home(self.get_base_layer(), weight)",
-                    **_HOME,
+                    **_DEVICE,
                     when="peft<0.19",
                 ),
                 Rewrite(
                     f"{_TUNERS}:BaseTunerLayer._get_base_layer_device_and_dtype",
                     replace="_patches_home(base_layer, weight)",
-                    **_HOME,
+                    **_DEVICE,
                     when="peft>=0.19",
                 ),
-                # Two kinds look at base weights before or after they are put on.
-                Rewrite(
+                # UniLoRA and FRoD read base weights before their layers are made, or after.
+                Rewrite.to_call(
                     "peft.tuners.unilora.layer:UniLoraLayer.update_scaling",
-                    find="base_layer.weight.device",
-                    replace="_patches_home(base_layer, base_layer.weight)",
-                    names={"_patches_home": home},
+                    "base_layer.weight.device",
+                    home,
+                    "base_layer, base_layer.weight",
                     when="peft>=0.20",
                 ),
-                Rewrite(
+                Rewrite.to_call(
                     "peft.tuners.frod.model:FrodModel._init_frod_projections",
-                    find="module.weight",
-                    replace="_patches_values(module)",
-                    count=2,
-                    names={"_patches_values": values},
+                    "module.weight",
+                    values,
+                    "module",
                     when="peft>=0.20",
+                    count=2,
                 ),
             ),
             defect_layers,
@@ -191,14 +187,7 @@ PATCH = Patch(
             "prompts",
             ("peft>=0.14", "accelerate>=0.26.1", "transformers>=4.53"),
             "0.21.2",
-            (
-                Rewrite(
-                    "peft.peft_model:PeftModel._setup_prompt_encoder",
-                    find="self.device",
-                    replace="_patches_device_of(self)",
-                    names={"_patches_device_of": device_of},
-                ),
-            ),
+            (Rewrite.to_call("peft.peft_model:PeftModel._setup_prompt_encoder", "self.device", device_of, "self"),),
             defect_prompts,
         ),
     ),

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 from ...engine import Finding, Patch, Rewrite
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
+from ..reproducers.adapted_layer import quantized_layer
 
 if TYPE_CHECKING:
     import torch
 
 
-_IN_FLOAT32 = ("peft.tuners.adalora.bnb", "peft.tuners.hira.bnb", "peft.tuners.frod")
-"""Layers that cast their input to float32, or compute with a weight in float32, whatever dtype their adapter has."""
+# cast their input to float32, or compute with a weight in float32, whatever dtype their adapter has
+_COMPUTE_IN_FLOAT32 = ("peft.tuners.adalora.bnb", "peft.tuners.hira.bnb", "peft.tuners.frod")
 
 
 def _cast(model: Any, adapter: str) -> None:
@@ -32,7 +33,7 @@ def _cast(model: Any, adapter: str) -> None:
         dtype = _dtype_of(base)
         if dtype is None:
             dtype = of_model = of_model or _first_dtype(model, layers)
-        if dtype is None or (dtype != torch.float32 and type(layer).__module__.startswith(_IN_FLOAT32)):
+        if dtype is None or (dtype != torch.float32 and type(layer).__module__.startswith(_COMPUTE_IN_FLOAT32)):
             continue
         for container in layer.modules():
             if not isinstance(container, (nn.ModuleDict, nn.ParameterDict, BufferDict)) or adapter not in container:
@@ -66,13 +67,12 @@ def _first_dtype(model: Any, layers: list[Any]) -> torch.dtype | None:
 
 
 def defect() -> Finding:
-    """An adapter on an INT8 layer of a bfloat16 model that is to have the dtype of the model."""
-    import bitsandbytes as bnb
+    """Put an adapter on an INT8 layer of a bfloat16 model, and ask for the dtype of the model."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    layer = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
-    base = torch.nn.Sequential(torch.nn.LayerNorm(64, dtype=torch.bfloat16), layer).to("cpu")
+    norm = torch.nn.LayerNorm(64, dtype=torch.bfloat16)
+    base = torch.nn.Sequential(norm, quantized_layer(int8=True, bias=False))
     model = get_peft_model(base, LoraConfig(target_modules=["1"]), autocast_adapter_dtype=False)
     found = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     return Finding("float32" in found, f"adapter of a bfloat16 model with INT8 layers: {', '.join(sorted(found))}")

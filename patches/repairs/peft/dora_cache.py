@@ -16,7 +16,7 @@ def defect() -> Finding:
     layer = model.base_model.model[0]
 
     def norm(x: torch.Tensor) -> torch.Tensor:
-        """What a DoRA layer computes first of all, and all that touches its cache."""
+        """Compute the first thing that a DoRA layer computes, and the only one that touches its cache."""
         dora, A, B = (layer.lora_magnitude_vector["default"], layer.lora_A["default"], layer.lora_B["default"])
         size: torch.Tensor = dora.get_lora_weight(lora_A=A, lora_B=B, adapter_name="default").sum()
         return x * size

@@ -8,6 +8,7 @@ from ...engine import Finding, Message, Patch, Rewrite
 from ...quantized.four_bit import quant_states
 from ...quantized.int8 import row_scales
 from ...quantized.weights import dense_weight
+from ..reproducers.adapted_layer import quantized_layer
 from ..reproducers.graphs import show_graphs
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_torchao(weight: torch.Tensor) -> bool:
-    """Whether torchao made ``weight``: peft's test, with an answer for parameters that Dynamo can follow."""
+    """Tell whether torchao made ``weight``: peft's test, with an answer for parameters that Dynamo can follow."""
     import torch
 
     if torch.compiler.is_compiling() and type(weight) is torch.nn.Parameter:
@@ -24,7 +25,7 @@ def is_torchao(weight: torch.Tensor) -> bool:
 
 
 def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
-    """While compiling: the weight of ``module``, dequantized if bitsandbytes quantized it; else None."""
+    """Return the weight of ``module`` while compiling, dequantized if bitsandbytes quantized it; None in eager."""
     import torch
 
     if not torch.compiler.is_compiling():
@@ -41,14 +42,11 @@ def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def defect() -> Finding:
-    import bitsandbytes as bnb
     import torch
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    base = bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
-    model = torch.nn.Sequential(base)
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=["0"], use_dora=True)).train()
+    base = torch.nn.Sequential(quantized_layer(int8=False, bias=False))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["0"], use_dora=True)).train()
     return show_graphs(model, torch.randn(2, 64))
 
 
@@ -78,12 +76,7 @@ PATCH = Patch(
     requires=("peft>=0.15", "bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
-            TARGET,
-            find='type(module.weight).__module__.startswith("torchao.")',
-            replace="_patches_is_torchao(module.weight)",
-            names={"_patches_is_torchao": is_torchao},
-        ),
+        Rewrite.to_call(TARGET, 'type(module.weight).__module__.startswith("torchao.")', is_torchao, "module.weight"),
         Rewrite(
             TARGET,
             find="cls_name = weight.__class__.__name__",

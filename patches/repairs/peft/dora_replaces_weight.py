@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...engine import Finding, Message, Patch, Rewrite
 from ...quantized.int8 import row_scales
+from ..reproducers.adapted_layer import quantized_model, relative_error
 
 
 def defect() -> Finding:
-    """An INT8 layer with its adapter switched off, after two forwards with it, against the layer before."""
-    import bitsandbytes as bnb
-    import torch
+    """Compare an INT8 layer before DoRA with the same layer after two forwards with DoRA, when it is switched off."""
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    base: Any = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)).to("cpu")
-    base.is_loaded_in_8bit = True
-    x = torch.randn(4, 64)
+    base, x = quantized_model(int8=True, bias=False)
     expected = base(x)
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["0"], use_dora=True))
     try:
         model(x), model(x)
-    except AttributeError as error:
-        return Finding(True, f"second forward of a DoRA layer in INT8: {error}")
+    except AttributeError as raised:
+        return Finding(True, f"second forward of a DoRA layer in INT8: {raised}")
     with model.disable_adapter():
-        off = float((model(x) - expected).norm() / expected.norm())
-    return Finding(off > 1e-2, f"relative error of the output of the base layer {off:.1e}")
+        error = relative_error(model(x), expected)
+    return Finding(error > 1e-2, f"relative error of the output of the base layer {error:.1e}")
 
 
 PATCH = Patch(
@@ -61,9 +55,9 @@ PATCH = Patch(
                 if module.weight.device != device:
                     module.weight = module.weight.to(device)
                 else:
-                    _patches_codes_of_data(module.weight)
+                    _patches_take_packed_weight(module.weight)
             """,
-            names={"_patches_codes_of_data": row_scales.take_packed_weight_of_data},
+            names={"_patches_take_packed_weight": row_scales.take_packed_weight_of_data},
         ),
     ),
     defect=defect,

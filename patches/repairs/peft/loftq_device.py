@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def _kinds(four_bits: type) -> tuple[type, ...]:
-    """The LoRA layers of peft around layers of bitsandbytes."""
+    """Return the LoRA layers of peft around layers of bitsandbytes."""
     from peft.tuners.lora import Linear8bitLt
 
     return four_bits, Linear8bitLt
 
 
 def _compute_device(weight: Tensor) -> Any:
-    """Where ``init_lora_weights="loftq"`` computes: on an accelerator as before, else where ``weight`` is."""
+    """Return the device for ``init_lora_weights="loftq"``: an accelerator as before, else the device of ``weight``."""
     import torch
 
     accelerator = "xpu" if torch.xpu.is_available() else "cuda"
@@ -29,7 +29,7 @@ def _compute_device(weight: Tensor) -> Any:
 
 
 def _initial(init: Callable[..., Any], layer: Any, weight: Tensor, num_bits: int, reduced_rank: int) -> Any:
-    """``lora_A`` and ``lora_B`` for ``layer``, whose base stood for ``weight`` before it was quantized."""
+    """Return ``lora_A`` and ``lora_B`` for ``layer``, whose base layer had ``weight`` before it was quantized."""
     import torch
     from peft.utils.loftq_utils import _low_rank_decomposition
 
@@ -42,7 +42,7 @@ def _initial(init: Callable[..., Any], layer: Any, weight: Tensor, num_bits: int
 
 
 def defect() -> Finding:
-    """Start LoRA by what the quantization of a layer on the CPU took away."""
+    """Start LoRA with the quantization error of a layer on the CPU."""
     import tempfile
 
     import bitsandbytes as bnb
@@ -66,7 +66,9 @@ def defect() -> Finding:
         except (AssertionError, RuntimeError) as error:
             return Finding(True, f"replace_lora_weights_loftq of a layer on the CPU: {error}")
     after = float((model(x) - expected).norm())
-    return Finding(after >= before, f"the error of quantization shrinks to {after / before:.2f} of what it was")
+    return Finding(
+        after >= before, f"the error of quantization after it, divided by the one before: {after / before:.2f}"
+    )
 
 
 _TARGET = "peft.utils.loftq_utils:{}"
@@ -113,11 +115,11 @@ PATCH = Patch(
             "isinstance(module, _patches_kinds(Linear4bit))",
             names={"_patches_kinds": _kinds},
         ),
-        Rewrite(
+        Rewrite.to_call(
             _TARGET.format("replace_lora_weights_loftq"),
             "_loftq_init_new(module.weight, tensor, num_bits=4, reduced_rank=reduced_rank)",
-            "_patches_initial(_loftq_init_new, module, tensor, num_bits=4, reduced_rank=reduced_rank)",
-            names={"_patches_initial": _initial},
+            _initial,
+            "_loftq_init_new, module, tensor, num_bits=4, reduced_rank=reduced_rank",
         ),
         Rewrite(
             "peft.utils.integrations:dequantize_bnb_weight",

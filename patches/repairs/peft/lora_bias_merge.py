@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...engine import CannotShow, Finding, Message, Patch, Rewrite
-from ...engine.gate import satisfied
+from ...engine import Finding, Message, Patch, Rewrite
+from ..reproducers.adapted_layer import show_merge_error
 
 
 def _bias_is_bad(layer: Any, adapter: str, safe_merge: bool) -> bool:
-    """False. Raises where the bias of ``adapter`` cannot be merged into ``layer``, whose weight is unchanged."""
+    """Return False, or raise an error if the bias of ``adapter`` cannot be merged into ``layer``, still unchanged."""
     import torch
 
     if not layer.lora_bias[adapter]:
@@ -29,24 +29,10 @@ def _bias_is_bad(layer: Any, adapter: str, safe_merge: bool) -> bool:
 
 def defect() -> Finding:
     """Merge an adapter with a bias and twice its weight, and ask the model the same again."""
-    import warnings
+    from peft import LoraConfig
 
-    import bitsandbytes as bnb
-    import peft
-    import torch
-
-    if satisfied("peft<0.15") and not torch.cuda.is_available():
-        raise CannotShow("peft 0.14 dequantizes on CUDA only")
-    torch.manual_seed(0)
-    base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)).to("cpu")
-    base.is_loaded_in_8bit = True  # type: ignore[assignment]  # as from_pretrained says it
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"], lora_bias=True, init_lora_weights=False)
-    model, x = peft.get_peft_model(base, config), torch.randn(4, 64)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft: merging rounds
-        expected = model(x)
-        error = ((model.merge_and_unload()(x) - expected).norm() / expected.norm()).item()
-    return Finding(error > 0.1, f"relative error of the merged model {error:.3f}")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["0"], lora_bias=True, init_lora_weights=False)
+    return show_merge_error(lora)
 
 
 _BIAS = "self.lora_B[active_adapter].bias"
@@ -54,10 +40,8 @@ _WEIGHT_IS_BAD = "safe_merge and not torch.isfinite(w_data).all()"
 
 
 def _scaled(method: str, count: int = 1, when: str = "") -> Rewrite:
-    return Rewrite(
-        f"peft.tuners.lora.{method}", find=_BIAS, replace=f"({_BIAS} * self.scaling[active_adapter])", count=count,
-        when=when,
-    )  # fmt: skip
+    replace = f"({_BIAS} * self.scaling[active_adapter])"
+    return Rewrite(f"peft.tuners.lora.{method}", find=_BIAS, replace=replace, count=count, when=when)
 
 
 def _edits() -> Iterator[Rewrite]:

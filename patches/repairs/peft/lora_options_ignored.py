@@ -10,7 +10,6 @@ from ...engine import Finding, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...process import call_stack
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
-from ...quantized.weights import dense_weight
 
 
 def _variant(tuner: Any, config: Any) -> Any:
@@ -24,17 +23,28 @@ def _variant(tuner: Any, config: Any) -> Any:
     return Linear.resolve_lora_variant(asked, config=config)
 
 
+_INITIALIZE_UNQUANTIZED = (
+    "Make the adapter on the model loaded without quantization_config, save it with "
+    "save_pretrained(folder, path_initial_model_for_weight_conversion=...), and load that onto the quantized model"
+)
+_INITIALIZE_LOFTQ_LATER = (
+    "Leave the option out, and call peft.replace_lora_weights_loftq(model) after get_peft_model; or make the adapter on the "
+    "model loaded without quantization_config, and save it with init_lora_weights=True in its configuration"
+)
+
+
 def _unless_kasa(layer: Any) -> Any:
-    return base_weight.refuse_if_packed(layer, "LoraConfig(kasa_config=...)", base_weight.UNQUANTIZED)
+    remedy = "Load the model without quantization_config, or leave the option out"
+    return base_weight.refuse_if_packed(layer, "LoraConfig(kasa_config=...)", remedy)
 
 
 def _unless_initialized(layer: Any, method: str) -> Any:
-    remedy = base_weight.AFTERWARDS if method == "loftq" else base_weight.CONVERTED
+    remedy = _INITIALIZE_LOFTQ_LATER if method == "loftq" else _INITIALIZE_UNQUANTIZED
     return base_weight.refuse_if_packed(layer, f"LoraConfig(init_lora_weights={method!r})", remedy)
 
 
 def defect() -> Finding:
-    """An orthogonal initialization on a 4-bit layer, since peft 0.19 one that is stored in bfloat16; PiSSA before 0.16."""
+    """Put LoRA with orthogonal factors on a 4-bit layer, since peft 0.19 one that is stored in bfloat16; PiSSA before 0.16."""
     import bitsandbytes as bnb
     import torch
     from peft import LoraConfig, get_peft_model
@@ -63,7 +73,7 @@ def _dtype_of_base(function: str, when: str, count: int = 1) -> Rewrite:
 
 
 def _refuse(function: str, statement: str, method: str, when: str = "") -> Rewrite:
-    """The edit of an initialization that replaces the base weight. ``{}`` stands in ``statement`` for its base layer."""
+    """Return the edit of an initialization that replaces the base weight. ``{}`` stands in ``statement`` for its base layer."""
     layer = "base_layer" if function == "lora_ga_init" else "self.get_base_layer()"
     return Rewrite(
         f"{_LAYER}.{function}",
@@ -122,11 +132,11 @@ PATCH = Patch(
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             f"{_LAYER}.update_layer",
-            find="self.resolve_lora_variant(config=config)",
-            replace="_patches_variant(self, config)",
-            names={"_patches_variant": _variant},
+            "self.resolve_lora_variant(config=config)",
+            _variant,
+            "self, config",
             when="peft>=0.19",
         ),
         Rewrite(
@@ -154,21 +164,15 @@ PATCH = Patch(
             names={"_patches_unless_initialized": _unless_initialized},
             when="peft>=0.19",
         ),
-        Rewrite(
-            f"{_LAYER}.mica_init",
-            find="self.get_base_layer().weight",
-            replace="_patches_dense_weight(self.get_base_layer())",
-            names={"_patches_dense_weight": dense_weight.dequantize_weight},
-            when="peft>=0.20",
-        ),
+        base_weight.read_dense("lora.layer:LoraLayer.mica_init", "self.get_base_layer().weight", "peft>=0.20"),
         _dtype_of_base("BdLoraLinearVariant.init", "peft>=0.19", count=2),
         _dtype_of_base("BdLoraLinearVariant._get_bdlora_delta_weight", "peft>=0.19"),
         _dtype_of_base("VeloraLinearVariant.init", "peft>=0.20"),
-        Rewrite(
+        Rewrite.to_call(
             f"{_VARIANTS}:KasaLinearVariant._truncate_base_weight",
-            find="module.get_base_layer()",
-            replace="_patches_unless_kasa(module.get_base_layer())",
-            names={"_patches_unless_kasa": _unless_kasa},
+            "module.get_base_layer()",
+            _unless_kasa,
+            "module.get_base_layer()",
             when="peft>=0.21",
         ),
         *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer

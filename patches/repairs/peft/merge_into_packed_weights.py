@@ -8,22 +8,21 @@ from ...engine import Finding, Patch
 from ...engine.gate import satisfied
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
+from ..reproducers.adapted_layer import quantized_layer
 
 
 def defect() -> Finding:
-    """A model before and after C3A, or before peft 0.16 Bone, was merged into its INT8 layer."""
-    import bitsandbytes as bnb
+    """Merge C3A, or before peft 0.16 Bone, into an INT8 layer, and ask the model the same again."""
     import peft
     import torch
 
-    torch.manual_seed(0)
-    base = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
+    base = torch.nn.Sequential(quantized_layer(int8=True))
     config: Any
     if satisfied("peft>=0.16"):
         tuner, config = "C3A", peft.C3AConfig(block_size=16, target_modules=["0"], init_weights="gaussian")
     else:
         tuner, config = "Bone", peft.BoneConfig(r=16, target_modules=["0"], init_weights=False)
-    model = peft.get_peft_model(torch.nn.Sequential(base), config)
+    model = peft.get_peft_model(base, config)
     x = torch.randn(4, 64)
     with torch.no_grad():
         expected = model(x)
@@ -37,7 +36,13 @@ def defect() -> Finding:
     return Finding(lost > 0.5, f"{tuner} merged into INT8: {lost:.0%} of what it adds is lost")
 
 
-_PLAIN = {
+# layers without code for packed weights that write into the weight of any layer; VeRA since 0.20 and OFT since 0.21 ask
+_WRITES_INTO_ANY_WEIGHT = {
+    "c3a.layer:C3ALinear": "peft>=0.16",
+    "miss.layer:MissLinear": "peft>=0.17,<0.20",
+    "bone.layer:BoneLinear": "peft<0.19",
+    "fourierft.layer:FourierFTLinear": "",
+    "waveft.layer:WaveFTLinear": "peft>=0.18",
     "lora.layer:Linear": "",
     "adalora.layer:SVDLinear": "",
     "ia3.layer:Linear": "",
@@ -52,7 +57,6 @@ _PLAIN = {
     "unilora.layer:Linear": "peft>=0.20",
     "supertuning.layer:Linear": "peft>=0.21",
 }
-"""Layers for unquantized weights that write into the weight of any layer. VeRA since 0.20 and OFT since 0.21 ask for its kind."""
 
 
 PATCH = Patch(
@@ -82,18 +86,13 @@ PATCH = Patch(
     """,
     repair="""
         With the repair, ``merge`` raises an error before anything is changed. It names the tuner and the layer and
-        says what to do, as for HRA, PEANuT and DEFT (``codes_as_weights.py``). Merging into unquantized layers
+        says what to do, as for HRA, PEANuT and DEFT (``packed_weights_as_values.py``). Merging into unquantized layers
         works as before.
     """,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(
-        dense_weight.refuse_merge("c3a.layer:C3ALinear.merge", "peft>=0.16"),
-        dense_weight.refuse_merge("miss.layer:MissLinear.merge", "peft>=0.17,<0.20"),
-        dense_weight.refuse_merge("bone.layer:BoneLinear.merge", "peft<0.19"),
-        dense_weight.refuse_merge("fourierft.layer:FourierFTLinear.merge"),
-        dense_weight.refuse_merge("waveft.layer:WaveFTLinear.merge", "peft>=0.18"),
-        *(dense_weight.refuse_merge(f"{layer}.merge", when) for layer, when in _PLAIN.items()),
+        *(dense_weight.refuse_merge(f"{layer}.merge", when) for layer, when in _WRITES_INTO_ANY_WEIGHT.items()),
         dense_weight.refuse_no_merge("merge"),
         dense_weight.refuse_no_merge("unmerge"),
         *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def brought(layer: Module) -> AbstractContextManager[None]:
-    """The offloaded modules below ``layer`` on their device, if ``layer`` is one that peft may merge."""
+    """Bring the offloaded modules below ``layer`` to their device, and offload what changes, if peft may merge ``layer``."""
     merges = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
     return offloaded_modules.onload_to_change(layer) if merges else nullcontext()
 
 
-def taken_out(layer: Any) -> None:
-    """``layer.unmerge()`` of where the weights of ``layer`` are brought from."""
+def unmerge(layer: Any) -> None:
+    """Call ``layer.unmerge()`` while the weights of ``layer`` are there, and offload what changes."""
     with brought(layer):
         layer.unmerge()
 
@@ -43,12 +43,12 @@ def defect() -> Finding:
     return Finding(error > 1e-3, f"relative error of the merged model {error:.1e}")
 
 
-_OUT: dict[str, Any] = {
+_UNMERGE: dict[str, Any] = {
     "find": "module.unmerge()",
-    "replace": "_patches_taken_out(module)",
-    "names": {"_patches_taken_out": taken_out},
+    "replace": "_patches_unmerge(module)",
+    "names": {"_patches_unmerge": unmerge},
 }
-_OWN = (  # before 0.18 each kind had a set_adapter of its own
+_WITH_SET_ADAPTER = (  # before peft 0.18
     ("lora.model:LoraModel", ""),
     ("lycoris_utils:LycorisTuner", ""),
     ("ia3.model:IA3Model", ""),
@@ -118,9 +118,12 @@ PATCH = Patch(
             """,
             names={"_patches_offloaded": offloaded_modules.is_offloaded, "_patches_brought": brought},
         ),
-        Rewrite("peft.tuners.tuners_utils:set_adapter", **_OUT, when="peft>=0.18"),
-        Rewrite("peft.tuners.mixed.model:MixedModel.set_adapter", **_OUT),
-        *(Rewrite(f"peft.tuners.{kind}.set_adapter", **_OUT, when=f"peft<0.18{since}") for kind, since in _OWN),
+        Rewrite("peft.tuners.tuners_utils:set_adapter", **_UNMERGE, when="peft>=0.18"),
+        Rewrite("peft.tuners.mixed.model:MixedModel.set_adapter", **_UNMERGE),
+        *(
+            Rewrite(f"peft.tuners.{tuner}.set_adapter", **_UNMERGE, when=f"peft<0.18{since}")
+            for tuner, since in _WITH_SET_ADAPTER
+        ),
     ),
     defect=defect,
 )

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-
-from ...adapters import merge_edits
+from ...adapters.merge_snapshot import IN_BNB, make_merge_edits
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
+from ..reproducers.adapted_layer import show_merge_error
 
 
 def defect() -> Finding:
     """Add OFT to an INT8 model, and merge it."""
-    import bitsandbytes as bnb
-    import peft
-    import torch
+    from peft import OFTConfig
 
     if satisfied("peft>=0.21"):
         raise CannotShow("from peft 0.21 on OFT merges in other code, without this defect")
-    torch.manual_seed(0)
-    base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)).to("cpu")
-    vars(base)["is_loaded_in_8bit"] = True  # as from_pretrained says it
-    x = torch.randn(4, 64)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft: merging rounds
-        config = peft.OFTConfig(r=0, oft_block_size=16, target_modules=["0"], init_weights=False)
-        try:
-            model = peft.get_peft_model(base, config)
-        except TypeError as error:
-            return Finding(True, f"OFT on a quantized model: {error}")
-        expected = model(x)
-        model.merge_adapter()
-        off = float((model(x) - expected).norm() / expected.norm())
-    return Finding(off > 0.1, f"merged into INT8: relative error of the output {off:.2f}")
+    return show_merge_error(OFTConfig(r=0, oft_block_size=16, target_modules=["0"], init_weights=False))
 
 
 def _product(method: str) -> Rewrite:
@@ -83,7 +66,7 @@ PATCH = Patch(
         _product("Linear4bit.unmerge"),
         _config(8, "Linear8bitLt", "eightbit_kwargs"),
         _config(4, "Linear4bit", "fourbit_kwargs"),
-        *merge_edits.make_merge_edits("oft.bnb", *merge_edits.IN_BNB, when="peft>=0.20"),
+        *make_merge_edits("oft.bnb", *IN_BNB, when="peft>=0.20"),
         *KEEP_PACKED_WEIGHT_BEFORE_048,  # a merge moves the layer
     ),
     defect=defect,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def trainable_copy(module: Module) -> Module:
-    """A deep copy of ``module`` that stays on its device, if ``module`` or a part of it is offloaded."""
+    """Return a deep copy of ``module`` that stays on its device, if ``module`` or a part of it is offloaded."""
     if not any(accelerate_hooks.hook_of(part, visited=True) for part in module.modules()):
         return copy.deepcopy(module)
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -96,23 +96,21 @@ PATCH = Patch(
         "https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/trainable_tokens/layer.py",
     ),
     why="""
-        ``modules_to_save`` on an offloaded module silently trains nothing, because the copy to be trained is
-        offloaded too. peft deep-copies a module that is to be trained whole (``modules_to_save``, and the targets
-        of ``LNTuningConfig``), together with accelerate's hook, while its weights are on meta. So the copy is
-        brought anew for every forward and dropped after it. Its parameters are other objects each time: their
-        gradients are lost, and the optimizer holds one that stays on meta. There is no message. After training, the
-        module has the values that were loaded, and ``save_pretrained`` fails on meta tensors. The copied hook also
-        copies its map, which holds the offloaded weights of the *whole* model. If a module has two hooks
+        peft deep-copies a module that is to be trained whole (``modules_to_save``, and the targets of
+        ``LNTuningConfig``), together with accelerate's hook, while its weights are on meta. So the copy is brought
+        anew for every forward and dropped after it. Its parameters are other objects each time: their gradients are
+        lost, and the optimizer holds one that stays on meta. There is no message. After training, the module has
+        the values that were loaded, and ``save_pretrained`` fails on meta tensors. The copied hook also copies its
+        map, which holds the offloaded weights of the *whole* model. If a module has two hooks
         (``cpu_offload(layer)``), copying fails, because accelerate's ``SequentialHook`` cannot be copied. All
         releases of peft.
 
-        ``trainable_token_indices`` on an offloaded embedding has no initial values, and fails in the first forward.
-        The layer that trains single tokens copies their rows from the base weight when it is made, and each forward
-        puts the trained rows into a copy of the whole weight. If the embedding is offloaded, the base weight is on
-        meta both times: ``get_peft_model`` makes a parameter on meta, and the first forward raises ``Cannot copy
-        out of meta tensor; no data!``. ``peft-adapters-on-meta`` repairs ``TrainableTokensConfig``; ``LoraConfig``
-        and similar configurations wrap the embedding in another way, which this patch repairs. peft >= 0.15, which
-        added it.
+        The layer that trains single tokens (``trainable_token_indices``) copies their rows from the base weight
+        when it is made, and each forward puts the trained rows into a copy of the whole weight. If the embedding is
+        offloaded, the base weight is on meta both times: ``get_peft_model`` makes a parameter on meta, and the
+        first forward raises ``Cannot copy out of meta tensor; no data!``. ``peft-adapters-on-meta`` repairs
+        ``TrainableTokensConfig``; ``LoraConfig`` and similar configurations wrap the embedding in another way,
+        which this patch repairs. peft >= 0.15, which added it.
     """,
     repair="""
         The repair copies the values while the module has them, and keeps the copy on the execution device with a
@@ -131,17 +129,14 @@ PATCH = Patch(
             ("peft>=0.14", "accelerate>=0.26.1"),
             "0.21.2",
             (
-                Rewrite(
+                Rewrite.to_call(
                     "peft.utils.other:ModulesToSaveWrapper.update",
-                    find="copy.deepcopy(self.original_module)",
-                    replace="_patches_trainable_copy(self.original_module)",
-                    names={"_patches_trainable_copy": trainable_copy},
+                    "copy.deepcopy(self.original_module)",
+                    trainable_copy,
+                    "self.original_module",
                 ),
-                Rewrite(
-                    "peft.tuners.ln_tuning.layer:LNTuningLayer.update_layer",
-                    find="deepcopy(layer)",
-                    replace="_patches_trainable_copy(layer)",
-                    names={"_patches_trainable_copy": trainable_copy},
+                Rewrite.to_call(
+                    "peft.tuners.ln_tuning.layer:LNTuningLayer.update_layer", "deepcopy(layer)", trainable_copy, "layer"
                 ),
             ),
             defect_modules_to_save,

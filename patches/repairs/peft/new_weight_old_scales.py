@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from ...engine import Finding, Part, Patch, Rewrite
 from ...quantized.int8 import row_scales
-from ..reproducers import tiny_models
+from ..reproducers.adapted_layer import quantized_layer, relative_error
+from ..reproducers.tiny_models import load_llama_int8
 
 
 def defect_peft() -> Finding:
     """Run a layer, give it a new quantized weight, and merge an adapter that adds nothing."""
-    import bitsandbytes as bnb
     import torch
+    from bitsandbytes.nn import Int8Params
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False)).to("cpu")
+    model = torch.nn.Sequential(quantized_layer(int8=True, outputs=32, bias=False))
     x, new = torch.randn(4, 64), torch.randn(32, 64) * torch.logspace(-1, 1, 32)[:, None]
     model(x)
-    model[0].weight = bnb.nn.Int8Params(new, requires_grad=False, has_fp16_weights=False).to("cpu")
+    model[0].weight = Int8Params(new, requires_grad=False, has_fp16_weights=False).to("cpu")
     model.is_loaded_in_8bit = True  # type: ignore[assignment]
     with torch.no_grad():
         merged = get_peft_model(model, LoraConfig(r=2, target_modules=["0"])).merge_and_unload()
-        error = ((merged(x) - x @ new.T).norm() / (x @ new.T).norm()).item()
+        error = relative_error(merged(x), x @ new.T)
     return Finding(error > 0.1, f"an adapter that adds nothing, merged: output off by {error:.1e} of its norm")
 
 
@@ -31,21 +31,30 @@ def defect_dequantize() -> Finding:
 
     import torch
     from bitsandbytes.nn import Int8Params
-    from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-    how = BitsAndBytesConfig(load_in_8bit=True)
     with tempfile.TemporaryDirectory() as folder:
-        tiny_models.save_llama(folder)
-        model = LlamaForCausalLM.from_pretrained(
-            folder, quantization_config=how, device_map="cpu", **tiny_models.in_dtype(torch.float32)
-        )
+        model = load_llama_int8(folder)
     model(torch.arange(8)[None])
     layer = model.model.layers[0].mlp.up_proj
     new = torch.randn(layer.weight.shape) * torch.logspace(-1, 1, len(layer.weight))[:, None]
     layer.weight = Int8Params(new, requires_grad=False, has_fp16_weights=False).to("cpu")
-    found = model.dequantize().model.layers[0].mlp.up_proj.weight.float()
-    error = ((found - new).norm() / new.norm()).item()
+    error = relative_error(model.dequantize().model.layers[0].mlp.up_proj.weight.float(), new)
     return Finding(error > 0.1, f"the dequantized weight is off by {error:.1e} of its norm")
+
+
+_OF_PEFT = "peft.utils.integrations:dequantize_bnb_weight"
+
+
+def _current_scales(function: str, moved: str = "", when: str = "") -> Rewrite:
+    """Return the edit of a function that dequantizes an INT8 ``weight`` by the scales of ``state``, ``moved`` or not."""
+    dequantize = f"bnb.functional.int8_vectorwise_dequant(weight.data, {{}}{moved})"
+    return Rewrite(
+        function,
+        find=dequantize.format("state.SCB"),
+        replace=dequantize.format("_patches_current_scales(weight, state)"),
+        names={"_patches_current_scales": row_scales.current_scales},
+        when=when,
+    )
 
 
 PATCH = Patch(
@@ -58,24 +67,13 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py",
     ),
     why="""
-        Merging and DoRA read a new INT8 weight with the row scales of the old one. From its first forward on, a
-        ``Linear8bitLt`` computes with ``layer.state``. A weight that is assigned later (``layer.weight =
-        Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own packed weights and
-        row scales, which the next forward takes. Before that forward, ``dequantize_bnb_weight`` of peft multiplies
-        the new packed weights by the old scales in ``layer.state.SCB``, and a merged model silently computes wrong
-        numbers. All releases.
-
-        ``dequantize()`` reads a new INT8 weight with the row scales of the old one. From its first forward on, a
-        ``Linear8bitLt`` computes with ``layer.state``. A weight that is assigned later (``layer.weight =
-        Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own packed weights and
-        row scales, which the next forward takes. Before that forward, ``dequantize_bnb_weight`` of transformers
-        multiplies the new packed weights by the old scales in ``layer.state.SCB``, and the dequantized layer
-        silently computes wrong numbers. All releases.
+        From its first forward on, a ``Linear8bitLt`` computes with ``layer.state``. A weight that is assigned later
+        (``layer.weight = Int8Params(...).to("cpu")``, or floats followed by ``model.to(device)``) brings its own
+        packed weights and row scales, which the next forward takes. Before that forward, merging and DoRA of peft
+        and ``dequantize()`` of transformers multiply the new packed weights by the old scales in
+        ``layer.state.SCB``. A merged model or a dequantized layer silently computes wrong numbers. All releases.
     """,
     repair="""
-        The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing
-        changes.
-
         The repair reads the scales of the new weight. Before the first forward, and after the next one, nothing
         changes.
     """,
@@ -85,15 +83,9 @@ PATCH = Patch(
             "peft",
             ("peft>=0.15", "bitsandbytes>=0.46.1"),
             "0.21.2",
-            tuple(
-                Rewrite(
-                    "peft.utils.integrations:dequantize_bnb_weight",
-                    find=f"bnb.functional.int8_vectorwise_dequant(weight.data, state.SCB{moved})",
-                    replace=f"bnb.functional.int8_vectorwise_dequant(weight.data, _patches_current_scales(weight, state){moved})",
-                    names={"_patches_current_scales": row_scales.current_scales},
-                    when=when,
-                )
-                for moved, when in (("", "peft<0.20"), (".to(weight.data.device)", "peft>=0.20"))
+            (
+                _current_scales(_OF_PEFT, when="peft<0.20"),
+                _current_scales(_OF_PEFT, ".to(weight.data.device)", when="peft>=0.20"),
             ),
             defect_peft,
         ),
@@ -101,14 +93,7 @@ PATCH = Patch(
             "dequantize",
             ("transformers>=4.53", "bitsandbytes>=0.46.1"),
             "5.24.0",
-            (
-                Rewrite(
-                    "transformers.integrations.bitsandbytes:dequantize_bnb_weight",
-                    find="bnb.functional.int8_vectorwise_dequant(weight.data, state.SCB)",
-                    replace="bnb.functional.int8_vectorwise_dequant(weight.data, _patches_current_scales(weight, state))",
-                    names={"_patches_current_scales": row_scales.current_scales},
-                ),
-            ),
+            (_current_scales("transformers.integrations.bitsandbytes:dequantize_bnb_weight"),),
             defect_dequantize,
         ),
     ),

@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
+from ...adapters.base_weight import read_dense
 from ...engine import Finding, Patch, Rewrite
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
+from ..reproducers.adapted_layer import show_untrained_error
 
 
 def defect() -> Finding:
-    """HRA before its first step, which changes no output."""
-    import bitsandbytes as bnb
-    import torch
-    from peft import HRAConfig, get_peft_model
+    """Compare the outputs of an INT8 layer with and without HRA before its first step, which changes nothing."""
+    from peft import HRAConfig
 
-    torch.manual_seed(0)
-    base = bnb.nn.Linear8bitLt(64, 48, has_fp16_weights=False).to("cpu")
-    x = torch.randn(4, 64)
-    expected = base(x).detach()
-    model = get_peft_model(torch.nn.Sequential(base), HRAConfig(r=4, target_modules=["0"]))
-    try:
-        error = ((model(x) - expected).norm() / expected.norm()).item()
-    except RuntimeError as raised:
-        return Finding(True, f"HRA on an INT8 layer: {raised}")
-    return Finding(error > 0.05, f"HRA before its first step: relative error of the output {error:.3f}")
+    return show_untrained_error(HRAConfig(r=4, target_modules=["0"]), int8=True)
 
 
-_TUNERS = "peft.tuners"
-_WEIGHT = "self.get_base_layer().weight"
-_DENSE = "_patches_dense_weight(self.get_base_layer())"
-_NAMES = {"_patches_dense_weight": dense_weight.dequantize_weight}
-_NOT_PARAMETER = "if isinstance(weight, torch.Tensor):"
-_NOT_QUANTIZED = 'if cls_name not in ("Params4bit", "Int8Params"):'
-
-
-def _bat(forward: str, when: str) -> Rewrite:
-    return Rewrite(
-        f"{_TUNERS}.{forward}",
-        "self.base_layer.weight.data.clone()",
-        "_patches_dense_weight(self.base_layer, x.dtype).data.clone()",
-        names=_NAMES,
-        when=when,
-    )
+_BASE = "self.get_base_layer().weight"
+_HRA_FORWARD = "hra.layer:HRALinear.forward"
 
 
 PATCH = Patch(
@@ -99,54 +76,41 @@ PATCH = Patch(
     tested_up_to="0.21.2",
     edits=(
         Rewrite(
-            f"{_TUNERS}.hra.layer:HRALinear.forward",
-            f"orig_weight = {_WEIGHT}.data",
-            f"orig_weight = {_DENSE}.data",
-            names=_NAMES,
+            f"peft.tuners.{_HRA_FORWARD}",
+            f"orig_weight = {_BASE}.data",
+            "orig_weight = _patches_dense_weight(self.get_base_layer()).data",
+            names={"_patches_dense_weight": dense_weight.dequantize_weight},
             when="peft>=0.16",
         ),
-        Rewrite(
-            f"{_TUNERS}.hra.layer:HRALinear.forward",
-            f"{_WEIGHT}.data.dtype",
-            "orig_weight.dtype",
-            when="peft>=0.16",
-        ),
-        dense_weight.dequantize_in_forward("hra.layer:HRALinear.forward", "peft<0.16"),
-        _bat("bone.layer:BoneLinear.forward", "peft<0.19"),
-        _bat("miss.layer:MissLinear.forward", "peft>=0.17,<0.20"),
+        Rewrite(f"peft.tuners.{_HRA_FORWARD}", f"{_BASE}.data.dtype", "orig_weight.dtype", when="peft>=0.16"),
+        dense_weight.dequantize_in_forward(_HRA_FORWARD, "peft<0.16"),
         dense_weight.refuse_merge("hra.layer:HRALinear.merge"),
-        Rewrite(f"{_TUNERS}.peanut.layer:Linear.get_delta_weight", _WEIGHT, _DENSE, names=_NAMES, when="peft>=0.19"),
+        read_dense("bone.layer:BoneLinear.forward", "self.base_layer.weight", "peft<0.19", dtype="x.dtype"),
+        read_dense("miss.layer:MissLinear.forward", "self.base_layer.weight", "peft>=0.17,<0.20", dtype="x.dtype"),
+        read_dense("peanut.layer:Linear.get_delta_weight", _BASE, "peft>=0.19"),
         dense_weight.refuse_merge("peanut.layer:Linear.merge", "peft>=0.19"),
-        Rewrite(
-            f"{_TUNERS}.deft.layer:DeftLayer.reset_deft_parameters", _WEIGHT, _DENSE, names=_NAMES, when="peft>=0.20"
-        ),
+        read_dense("deft.layer:DeftLayer.reset_deft_parameters", _BASE, "peft>=0.20"),
         dense_weight.refuse_merge("deft.layer:DeftLinear.merge", "peft>=0.20"),
-        Rewrite(
-            f"{_TUNERS}.hira.layer:Linear.forward",
-            _WEIGHT,
-            "_patches_dense_weight(self.get_base_layer(), _prod_AB.dtype)",
-            names=_NAMES,
-            when="peft>=0.20",
-        ),
+        read_dense("hira.layer:Linear.forward", _BASE, "peft>=0.20", dtype="_prod_AB.dtype"),
         dense_weight.refuse_merge("hira.layer:Linear.merge", "peft>=0.20,<0.21"),
         dense_weight.refuse_merge("hira.layer:HiraLayer._merge", "peft>=0.21", "weight = {}.weight"),
         *(
             Rewrite(
                 "peft.utils.integrations:dequantize_module_weight",
-                f"{asked}\n    return weight",
-                f"{asked}\n    return _patches_weight_or_dense(module, weight)",
+                f"{test}\n    return weight",
+                f"{test}\n    return _patches_weight_or_dense(module, weight)",
                 names={"_patches_weight_or_dense": dense_weight.weight_or_dense},
             )
-            for asked in (_NOT_PARAMETER, _NOT_QUANTIZED)
+            for test in ("if isinstance(weight, torch.Tensor):", 'if cls_name not in ("Params4bit", "Int8Params"):')
         ),
-        Rewrite(
-            f"{_TUNERS}.shira.layer:Linear.forward",
+        Rewrite.to_call(
+            "peft.tuners.shira.layer:Linear.forward",
             "self.get_base_weight()",
-            "_patches_base_weight(self, x)",
-            names={"_patches_base_weight": dense_weight.base_weight_for_input},
+            dense_weight.base_weight_for_input,
+            "self, x",
             when="peft>=0.20",
         ),
         *KEEP_PACKED_WEIGHT_BEFORE_048,  # get_peft_model moves the layer
-    ),  # fmt: skip
+    ),
     defect=defect,
 )

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...adapters import base_weight
+from ...adapters.base_weight import read_dense, refuse_if_packed
 from ...engine import Finding, Message, Patch, Rewrite
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ...quantized.weights import dense_weight
+from ..reproducers.adapted_layer import show_untrained_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def _stood_for(module: Any, weight: Tensor) -> Tensor:
-    """The dequantized weight of ``module``; ``weight``, what FRoD takes for it, if that is not quantized."""
+    """Return the dequantized weight of ``module``, or ``weight``, which FRoD takes for it, if that is not quantized."""
     dense = dense_weight.dequantize_weight(module)
     return weight if dense is module.weight else dense
 
 
 def _unpacked(layer: Any) -> Any:
-    """``layer``, or, if its weight is packed, an ``nn.Linear`` with the dequantized weight."""
+    """Return ``layer``, or if its weight is packed, an ``nn.Linear`` with the dequantized weight."""
     if not dense_weight.describe_packing(layer):
         return layer
     from torch import nn
@@ -32,52 +33,23 @@ def _unpacked(layer: Any) -> Any:
 
 def _unless_trained(layer: Any) -> Any:
     remedy = "Name the norms of the model in target_modules"
-    return base_weight.refuse_if_packed(
-        layer, "LNTuningConfig(target_modules=...)", remedy, "trains the weight of its layer"
-    )
+    return refuse_if_packed(layer, "LNTuningConfig(target_modules=...)", remedy, "trains the weight of its layer")
 
 
 def defect() -> Finding:
-    """LoHa on a 4-bit layer, which starts as the identity."""
-    import bitsandbytes as bnb
-    import torch
-    from peft import LoHaConfig, get_peft_model
+    """Compare the outputs of a 4-bit layer with and without LoHa before its first step, which changes nothing."""
+    from peft import LoHaConfig
 
-    torch.manual_seed(0)
-    base = bnb.nn.Linear4bit(64, 48, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
-    x = torch.randn(4, 64)
-    expected = base(x).detach()
-    model = get_peft_model(torch.nn.Sequential(base), LoHaConfig(r=4, target_modules=["0"]))
-    try:
-        error = ((model(x) - expected).norm() / expected.norm()).item()
-    except RuntimeError as raised:
-        return Finding(True, f"LoHa on a 4-bit layer: {raised}")
-    return Finding(error > 0.05, f"LoHa before its first step: relative error of the output {error:.3f}")
+    return show_untrained_error(LoHaConfig(r=4, target_modules=["0"]), int8=False)
 
 
-_NAMES = {"_patches_dense_weight": dense_weight.dequantize_weight, "_patches_shape_of": dense_weight.dense_shape}
 _BASE = "self.get_base_layer().weight"
 _SHIRA = "peft>=0.17,<0.20"
-_OSF = "peft>=0.18,<0.19"
-
-
-def _dense(function: str, when: str, weight: str = "base_layer.weight", count: int = 1) -> Rewrite:
-    replace = f"_patches_dense_weight({weight.removesuffix('.weight')})"
-    return Rewrite(f"peft.tuners.{function}", weight, replace, count=count, names=_NAMES, when=when)
-
-
-def _dtype(function: str, when: str, layer: str) -> Rewrite:
-    return Rewrite(
-        f"peft.tuners.{function}",
-        f"{layer}.weight.dtype",
-        f"_patches_dtype_of({layer})",
-        names={"_patches_dtype_of": dense_weight.dense_dtype},
-        when=when,
-    )
+_TOKENS = "trainable_tokens.layer:TrainableTokensLayer"
 
 
 def _mask(method: str, layer: str) -> Rewrite:
-    """SHiRA gives its layer to the mask function, which may be the user's."""
+    """Return the edit that gives an unpacked ``layer`` to the mask function of SHiRA, which may be the user's."""
     return Rewrite(
         f"peft.tuners.shira.model:ShiraModel.{method}",
         f"shira_config.mask_fn({layer}, shira_config.r, **kwargs)",
@@ -87,9 +59,15 @@ def _mask(method: str, layer: str) -> Rewrite:
     )
 
 
-def _shape(function: str, when: str = "", layer: str = "base_layer") -> Rewrite:
-    replace = f"_patches_shape_of({layer})"
-    return Rewrite(f"peft.tuners.{function}", f"{layer}.weight.shape", replace, names=_NAMES, when=when)
+def _for_input(function: str, weight: str, layer: str, when: str) -> Rewrite:
+    """Return the edit that casts ``weight``, made of the dequantized weight of ``layer``, to the dtype of the input."""
+    return Rewrite(
+        f"peft.tuners.{function}",
+        weight,
+        f"_patches_for_input({weight}, {layer}, x)",
+        names={"_patches_for_input": dense_weight.dense_for_input},
+        when=when,
+    )
 
 
 PATCH = Patch(
@@ -134,7 +112,7 @@ PATCH = Patch(
         Unquantized layers give the same parameter as before.
 
         None of these tuners can merge into quantized layers: ``merge`` raises errors about a dtype or shape. It now
-        raises an error that names the layer and says what to do, as for HRA and C3A (``codes_as_weights.py``).
+        raises an error that names the layer and says what to do, as for HRA and C3A (``packed_weights_as_values.py``).
     """,
     cost="""
         One dequantized weight for each layer while the adapter is made; BOFT, OFT, SHiRA, and FRoD with dropout
@@ -143,15 +121,15 @@ PATCH = Patch(
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(
-        _shape("loha.layer:LoHaLayer.update_layer"),
-        _shape("loha.layer:LoHaLayer.get_delta_weight"),
-        _shape("lokr.layer:LoKrLayer.get_delta_weight", "peft>=0.18"),
-        _shape("lokr.layer:LoKrLayer.get_delta_weight", "peft<0.18", "self.get_base_layer()"),
+        read_dense("loha.layer:LoHaLayer.update_layer", "base_layer.weight.shape"),
+        read_dense("loha.layer:LoHaLayer.get_delta_weight", "base_layer.weight.shape"),
+        read_dense("lokr.layer:LoKrLayer.get_delta_weight", "base_layer.weight.shape", "peft>=0.18"),
+        read_dense("lokr.layer:LoKrLayer.get_delta_weight", f"{_BASE}.shape", "peft<0.18"),
         dense_weight.refuse_merge("lycoris_utils:LycorisLayer.merge"),
-        _dense("delora.layer:DeloraLayer.reset_delora_parameters", "peft>=0.18", _BASE),
+        read_dense("delora.layer:DeloraLayer.reset_delora_parameters", _BASE, "peft>=0.18"),
         dense_weight.refuse_merge("delora.layer:DeloraLinear.merge", "peft>=0.18"),
-        _dense("tinylora.layer:TinyLoraLayer._init_svd", "peft>=0.19"),
-        _dtype("tinylora.model:TinyLoraModel._create_and_replace", "peft>=0.19", "target"),
+        read_dense("tinylora.layer:TinyLoraLayer._init_svd", "base_layer.weight", "peft>=0.19"),
+        read_dense("tinylora.model:TinyLoraModel._create_and_replace", "target.weight.dtype", "peft>=0.19"),
         dense_weight.refuse_merge("tinylora.layer:Linear.merge", "peft>=0.19"),
         Rewrite(
             "peft.tuners.frod.model:FrodModel._init_frod_projections",
@@ -160,77 +138,58 @@ PATCH = Patch(
             names={"_patches_stood_for": _stood_for},
             when="peft>=0.20",
         ),
-        _dense("frod.layer:FrodLayer.update_layer", "peft>=0.20", count=3),
-        _dense("frod.layer:FrodLayer._get_base_weight_before_merge", "peft>=0.21", _BASE),
-        _dense("frod.layer:Linear.get_delta_weight", "peft>=0.20", _BASE),
-        _dense("frod.layer:Linear.forward", "peft>=0.20"),
+        read_dense("frod.layer:FrodLayer.update_layer", "base_layer.weight", "peft>=0.20", count=3),
+        read_dense("frod.layer:FrodLayer._get_base_weight_before_merge", _BASE, "peft>=0.21"),
+        read_dense("frod.layer:Linear.get_delta_weight", _BASE, "peft>=0.20"),
+        read_dense("frod.layer:Linear.forward", "base_layer.weight", "peft>=0.20"),
         dense_weight.refuse_merge("frod.layer:Linear.merge", "peft>=0.20"),
         Rewrite(
             "peft.tuners.osf.model:OSFModel._create_and_replace",
             "min(target.weight.shape)",
-            "min(_patches_shape_of(target))",
-            names=_NAMES,
+            "min(_patches_dense_shape(target))",
+            names={"_patches_dense_shape": dense_weight.dense_shape},
             when="peft>=0.18",
         ),
-        _shape("osf.layer:OSFLayer.__init__", "peft>=0.18"),
-        _dense("osf.layer:OSFLayer.update_layer", "peft>=0.18"),
+        read_dense("osf.layer:OSFLayer.__init__", "base_layer.weight.shape", "peft>=0.18"),
+        read_dense("osf.layer:OSFLayer.update_layer", "base_layer.weight", "peft>=0.18"),
         dense_weight.refuse_merge("osf.layer:OSFLayer.merge", "peft>=0.18"),
-        _dtype("osf.model:OSFModel._cast_adapter_dtype", _OSF, "base_layer"),
-        Rewrite(
-            "peft.tuners.osf.layer:Linear.forward",
-            "self._reconstruct_weight(active_adapter)",
-            "_patches_for_input(self._reconstruct_weight(active_adapter), base_layer, x)",
-            names={"_patches_for_input": dense_weight.dense_for_input},
-            when=_OSF,
+        read_dense("osf.model:OSFModel._cast_adapter_dtype", "base_layer.weight.dtype", "peft>=0.18,<0.19"),
+        _for_input(
+            "osf.layer:Linear.forward", "self._reconstruct_weight(active_adapter)", "base_layer", "peft>=0.18,<0.19"
         ),
         dense_weight.dequantize_in_forward("oft.layer:Linear.forward", "peft<0.16"),
         dense_weight.dequantize_in_forward("boft.layer:Linear.forward", "peft<0.20"),
         dense_weight.refuse_merge("boft.layer:Linear.merge", "peft<0.20"),
-        _shape("shira.layer:ShiraLayer.__init__", _SHIRA),
-        _dtype("shira.layer:ShiraLayer.update_layer", _SHIRA, "self.base_layer"),
+        read_dense("shira.layer:ShiraLayer.__init__", "base_layer.weight.shape", _SHIRA),
+        read_dense("shira.layer:ShiraLayer.update_layer", "self.base_layer.weight.dtype", _SHIRA),
         _mask("_create_and_replace", "target.base_layer"),
         _mask("_create_new_module", "target_base_layer"),
-        Rewrite(
-            "peft.tuners.shira.layer:Linear.forward",
-            "copy.deepcopy(self.base_layer.weight.data)",
-            "copy.deepcopy(_patches_dense_weight(self.base_layer, x.dtype).data)",
-            names=_NAMES,
-            when=_SHIRA,
-        ),
+        read_dense("shira.layer:Linear.forward", "self.base_layer.weight", _SHIRA, dtype="x.dtype"),
         dense_weight.refuse_merge("shira.layer:Linear.merge", _SHIRA),
-        _dense("psoft.layer:PsoftLayer._build_psoft_ab_cache_buffers", "peft>=0.19", "base.weight"),
+        read_dense("psoft.layer:PsoftLayer._build_psoft_ab_cache_buffers", "base.weight", "peft>=0.19"),
         dense_weight.refuse_merge("psoft.layer:Linear.merge", "peft>=0.19"),
-        _dense("supertuning.layer:SupertuningLayer.update_layer", "peft>=0.21"),
-        _dense("supertuning.layer:Linear.get_delta_weight", "peft>=0.21", _BASE),
+        read_dense("supertuning.layer:SupertuningLayer.update_layer", "base_layer.weight", "peft>=0.21"),
+        read_dense("supertuning.layer:Linear.get_delta_weight", _BASE, "peft>=0.21"),
+        read_dense("supertuning.layer:Linear.forward", "base_layer.weight", "peft>=0.21", dtype="x.dtype"),
+        read_dense(f"{_TOKENS}.update_layer", _BASE, "peft>=0.16"),
         Rewrite(
-            "peft.tuners.supertuning.layer:Linear.forward",
-            "base_layer.weight",
-            "_patches_dense_weight(base_layer, x.dtype)",
-            names=_NAMES,
-            when="peft>=0.21",
-        ),
-        _dense("trainable_tokens.layer:TrainableTokensLayer.update_layer", "peft>=0.16", _BASE),
-        Rewrite(
-            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer",
+            f"peft.tuners.{_TOKENS}.update_layer",
             "self.weight[self.token_indices[adapter_name]]",
             "weight[self.token_indices[adapter_name]]",
             when="peft>=0.16",
         ),
-        _dense(
-            "trainable_tokens.layer:TrainableTokensLayer.get_merged_weights", "peft>=0.16", "self.base_layer.weight"
-        ),
-        Rewrite(
-            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.forward_adapters",
+        read_dense(f"{_TOKENS}.get_merged_weights", "self.base_layer.weight", "peft>=0.16"),
+        _for_input(
+            f"{_TOKENS}.forward_adapters",
             "self.get_merged_weights(active_adapters)",
-            "_patches_for_input(self.get_merged_weights(active_adapters), self.base_layer, x)",
-            names={"_patches_for_input": dense_weight.dense_for_input},
-            when="peft>=0.16",
+            "self.base_layer",
+            "peft>=0.16",
         ),
         Rewrite(
-            "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.merge",
+            f"peft.tuners.{_TOKENS}.merge",
             "merged = self.base_layer.weight.data",
-            "merged = _patches_unless_codes(self.base_layer, self).weight.data",
-            names={"_patches_unless_codes": dense_weight.refuse_if_packed},
+            "merged = _patches_unless_packed(self.base_layer, self).weight.data",
+            names={"_patches_unless_packed": dense_weight.refuse_if_packed},
             when="peft>=0.16",
         ),
         Rewrite(

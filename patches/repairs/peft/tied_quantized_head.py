@@ -11,20 +11,20 @@ from ...quantized.weights import dequantized_in_place
 
 
 def _is_floats(target: Any) -> bool:
-    """Whether ``target``, or what an adapter on it wraps, is a quantized layer by its class alone."""
+    """Tell whether ``target``, or the layer that an adapter on it wraps, is a quantized layer by its class alone."""
     base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
     return dequantized_in_place.was_never_quantized(base)
 
 
 def _to_merge(layer: Any, names: list[str]) -> list[str]:
-    """``names``, the adapters to merge into the base of ``layer``; an error if that would write into an embedding."""
+    """Return ``names``, the adapters to merge into the base of ``layer``; raise if that would write into an embedding."""
     if not layer._get_available_adapters().isdisjoint(names):
         merge_snapshot.refuse_if_never_quantized(layer.get_base_layer())
     return names
 
 
 def defect() -> Finding:
-    """LoRA on the head of a model of one's own, tied to its embedding."""
+    """Put LoRA on the head of a model of one's own, tied to its embedding."""
     import bitsandbytes as bnb
     import torch
     from peft import LoraConfig, get_peft_model
@@ -47,6 +47,7 @@ def defect() -> Finding:
     return Finding(not hasattr(head, "lora_A"), "LoRA is on the tied 4-bit head")
 
 
+# tuners that ask whether the model is quantized, and the releases in which they do
 _TUNERS = {
     "adalora.model:AdaLoraModel": "",
     "hira.model:HiraModel": "peft>=0.20",
@@ -58,7 +59,6 @@ _TUNERS = {
     "road.model:RoadModel": "peft>=0.18",
     "vera.model:VeraModel": "peft<0.20",
 }
-"""The tuners that ask, and the releases in which they do."""
 
 
 def _edits() -> Iterator[Rewrite]:

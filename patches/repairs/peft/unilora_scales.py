@@ -6,22 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
 from ...process import live_objects
+from ..reproducers.adapted_layer import quantized_layer
 
 if TYPE_CHECKING:
     import torch
 
 
 def dtype_of_scales(base_layer: Any, vector: torch.Tensor) -> torch.dtype:
-    """The dtype of the weight of ``base_layer``, or, where that is packed, of ``vector``."""
+    """Return the dtype of the weight of ``base_layer``, or if that is packed, of ``vector``."""
     dtype: torch.dtype = base_layer.weight.dtype
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else vector.dtype
 
 
 def damage() -> tuple[str, ...]:
-    """Adapters that were put on before the patch was applied."""
+    """Count adapters that were put on before the patch was applied."""
     lost = len(live_objects.without_garbage(_with_lost_scales))
-    said = f"{lost} UniLora layers have scales in an integer dtype: add the adapter again, and train it"
-    return (said,) if lost else ()
+    found = f"{lost} UniLora layers have scales in an integer dtype: add the adapter again, and train it"
+    return (found,) if lost else ()
 
 
 def _with_lost_scales() -> list[Any]:
@@ -32,13 +33,11 @@ def _with_lost_scales() -> list[Any]:
 
 
 def defect() -> Finding:
-    """A backward through UniLora on an INT8 layer."""
-    import bitsandbytes as bnb
+    """Run a backward through UniLora on an INT8 layer."""
     import torch
     from peft import UniLoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    base = torch.nn.Sequential(bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)).to("cpu")
+    base = torch.nn.Sequential(quantized_layer(int8=True, bias=False))
     model = get_peft_model(base, UniLoraConfig(r=4, theta_d_length=64, target_modules=["0"]))
     model(torch.randn(4, 64)).square().sum().backward()
     (vector,) = (p for p in model.parameters() if p.requires_grad)
@@ -70,11 +69,11 @@ PATCH = Patch(
     requires=("peft>=0.20", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "peft.tuners.unilora.layer:UniLoraLayer.update_scaling",
             "base_layer.weight.dtype",
-            "_patches_dtype_of_scales(base_layer, self.unilora_theta_d[adapter_name])",
-            names={"_patches_dtype_of_scales": dtype_of_scales},
+            dtype_of_scales,
+            "base_layer, self.unilora_theta_d[adapter_name]",
         ),
     ),
     defect=defect,

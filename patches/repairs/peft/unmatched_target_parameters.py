@@ -9,7 +9,7 @@ from ...engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:
-    """LoRA on two parameters of experts, one of them misspelled: is anything said?"""
+    """Put LoRA on two parameters of experts, one of them misspelled, and look for a warning."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -26,8 +26,8 @@ def defect() -> Finding:
 
 
 def looked(targets: Any, model: Any) -> Any:
-    """``targets``; warns of the ones that ``model`` does not have, if it has others."""
-    parameters = {_name(name): parameter for name, parameter in model.named_parameters()}
+    """Return ``targets``; warn of the ones that ``model`` does not have, if it has others."""
+    parameters = {_own_name(name): parameter for name, parameter in model.named_parameters()}
     missing = [t for t in sorted(targets) if not any(name == t or name.endswith(f".{t}") for name in parameters)]
     if missing and len(missing) < len(targets):
         ends = {".".join(n.split(".")[-3:]) for n, p in parameters.items() if p.dim() == 3}
@@ -41,8 +41,8 @@ def looked(targets: Any, model: Any) -> Any:
     return targets
 
 
-def _name(name: str) -> str:
-    """Of a parameter, without what peft and ``torch.nn.utils.parametrize`` put into it."""
+def _own_name(name: str) -> str:
+    """Return the name of a parameter without the parts that peft and ``torch.nn.utils.parametrize`` put into it."""
     before, found, after = name.replace(".base_layer", "").partition("parametrizations.")
     return before + after.rpartition(".")[0] if found else before
 
@@ -67,11 +67,11 @@ PATCH = Patch(
     requires=("peft>=0.17",),
     tested_up_to="0.21.2",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "peft.tuners.tuners_utils:BaseTuner._inject_parameters",
-            find="set(peft_config.target_parameters)",
-            replace="_patches_looked(set(peft_config.target_parameters), model)",
-            names={"_patches_looked": looked},
+            "set(peft_config.target_parameters)",
+            looked,
+            "set(peft_config.target_parameters), model",
         ),
     ),
     defect=defect,

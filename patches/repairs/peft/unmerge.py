@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from ...adapters import merge_edits
+from collections.abc import Callable
+
+from ...adapters.merge_snapshot import IN_BNB, make_merge_edits
 from ...engine import CannotShow, Finding, Part, Patch
 from ...engine.gate import satisfied
 from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
-from ..reproducers import merged_adapters
+from ..reproducers.adapted_layer import show_unmerge_error
+
+_BEFORE_048 = "before bitsandbytes 0.48 another defect comes first: moving a layer quantizes its INT8 weights again"
 
 
 def defect_lora() -> Finding:
-    return merged_adapters.show_unmerge_error("LoraConfig", r=4, init_lora_weights=False)
+    return show_unmerge_error("LoraConfig", r=4, init_lora_weights=False)
 
 
 def defect_hira() -> Finding:
-    return merged_adapters.show_unmerge_error("HiraConfig", r=4, init_weights=False)
+    return show_unmerge_error("HiraConfig", r=4, init_weights=False)
 
 
 def defect_oft() -> Finding:
@@ -24,37 +28,41 @@ def defect_oft() -> Finding:
         raise CannotShow(
             "on peft 0.20 another defect comes first: OFT cannot be added to a quantized model (peft-merge-oft)"
         )
-    return merged_adapters.show_unmerge_error("OFTConfig", r=0, oft_block_size=16, init_weights=False)
+    return show_unmerge_error("OFTConfig", r=0, oft_block_size=16, init_weights=False)
 
 
 def defect_pvera() -> Finding:
     if not satisfied("bitsandbytes>=0.48"):
-        raise CannotShow(
-            "before bitsandbytes 0.48 another defect comes first: moving a layer quantizes its INT8 weights again"
-        )
-    return merged_adapters.show_unmerge_error("PveraConfig", int8=True, r=4, init_weights=False)
+        raise CannotShow(_BEFORE_048)
+    return show_unmerge_error("PveraConfig", int8=True, r=4, init_weights=False)
 
 
 def defect_randlora() -> Finding:
     if not satisfied("bitsandbytes>=0.48"):
-        raise CannotShow(
-            "before bitsandbytes 0.48 another defect comes first: moving a layer quantizes its INT8 weights again"
-        )
-    return merged_adapters.show_unmerge_error("RandLoraConfig", int8=True, r=4, init_weights=False)
+        raise CannotShow(_BEFORE_048)
+    return show_unmerge_error("RandLoraConfig", int8=True, r=4, init_weights=False)
 
 
 def defect_road() -> Finding:
-    return merged_adapters.show_unmerge_error("RoadConfig", group_size=16, init_weights=False)
+    return show_unmerge_error("RoadConfig", group_size=16, init_weights=False)
 
 
 def defect_vera() -> Finding:
     if satisfied("peft>=0.20"):
         raise CannotShow("from peft 0.20 on VeRA merges in other code: the part through a backend")
-    return merged_adapters.show_unmerge_error("VeraConfig", int8=True, r=4, init_weights=False)
+    return show_unmerge_error("VeraConfig", int8=True, r=4, init_weights=False)
 
 
 def defect_through_a_backend() -> Finding:
-    return merged_adapters.show_unmerge_error("VeraConfig", r=4, init_weights=False)
+    return show_unmerge_error("VeraConfig", r=4, init_weights=False)
+
+
+def _layers_for_packed_weights(
+    name: str, requires: tuple[str, ...], tested_up_to: str, defect: Callable[[], Finding]
+) -> Part:
+    """Return the part for the layers of ``peft.tuners.<name>.bnb``."""
+    edits = (*make_merge_edits(f"{name.lower()}.bnb", *IN_BNB), *KEEP_PACKED_WEIGHT_BEFORE_048)
+    return Part(name, requires, tested_up_to, edits, defect)
 
 
 PATCH = Patch(
@@ -62,7 +70,7 @@ PATCH = Patch(
     summary="merging an adapter and unmerging it silently changes quantized layers for good",
     groups=("merge",),
     silent=True,
-    links=merge_edits.LINKS,
+    links=("https://github.com/huggingface/trl/issues/3466", "https://github.com/huggingface/trl/issues/6688"),
     why="""
         ``merge_adapter`` dequantizes the base, adds the adapter and quantizes the sum. ``unmerge_adapter`` does the
         same with the difference. Each quantization rounds, so the base that the adapter was trained on is not
@@ -110,81 +118,24 @@ PATCH = Patch(
         "peft-unmerge-through-backend",
     ),
     parts=(
-        Part(
-            "LoRA",
-            ("peft>=0.14", "bitsandbytes>=0.46.1"),
-            "0.21.2",
-            (
-                *merge_edits.make_merge_edits("lora.bnb", *merge_edits.IN_BNB),
-                *KEEP_PACKED_WEIGHT_BEFORE_048,
-            ),
-            defect_lora,
-        ),
-        Part(
-            "HiRA",
-            ("peft>=0.20", "bitsandbytes>=0.46.1"),
-            "0.21.2",
-            (
-                *merge_edits.make_merge_edits("hira.bnb", *merge_edits.IN_BNB),
-                *KEEP_PACKED_WEIGHT_BEFORE_048,
-            ),
-            defect_hira,
-        ),
-        Part(
-            "OFT",
-            ("peft>=0.16,<0.21", "bitsandbytes>=0.46.1"),
-            "0.20.0",
-            (
-                *merge_edits.make_merge_edits("oft.bnb", *merge_edits.IN_BNB),
-                *KEEP_PACKED_WEIGHT_BEFORE_048,
-            ),
-            defect_oft,
-        ),
-        Part(
-            "PVeRA",
-            ("peft>=0.19", "bitsandbytes>=0.48"),
-            "0.21.2",
-            tuple(merge_edits.make_merge_edits("pvera.bnb", *merge_edits.IN_BNB)),
-            defect_pvera,
-        ),
-        Part(
-            "RandLoRA",
-            ("peft>=0.16", "bitsandbytes>=0.48"),
-            "0.21.2",
-            tuple(merge_edits.make_merge_edits("randlora.bnb", *merge_edits.IN_BNB)),
-            defect_randlora,
-        ),
-        Part(
-            "RoAd",
-            ("peft>=0.18", "bitsandbytes>=0.46.1"),
-            "0.21.2",
-            (
-                *merge_edits.make_merge_edits("road.bnb", *merge_edits.IN_BNB),
-                *KEEP_PACKED_WEIGHT_BEFORE_048,
-            ),
-            defect_road,
-        ),
-        Part(
-            "VeRA",
-            ("peft>=0.14,<0.20", "bitsandbytes>=0.46.1"),
-            "0.19.1",
-            (
-                *merge_edits.make_merge_edits("vera.bnb", *merge_edits.IN_BNB),
-                *KEEP_PACKED_WEIGHT_BEFORE_048,
-            ),
-            defect_vera,
-        ),
+        _layers_for_packed_weights("LoRA", ("peft>=0.14", "bitsandbytes>=0.46.1"), "0.21.2", defect_lora),
+        _layers_for_packed_weights("HiRA", ("peft>=0.20", "bitsandbytes>=0.46.1"), "0.21.2", defect_hira),
+        _layers_for_packed_weights("OFT", ("peft>=0.16,<0.21", "bitsandbytes>=0.46.1"), "0.20.0", defect_oft),
+        _layers_for_packed_weights("PVeRA", ("peft>=0.19", "bitsandbytes>=0.48"), "0.21.2", defect_pvera),
+        _layers_for_packed_weights("RandLoRA", ("peft>=0.16", "bitsandbytes>=0.48"), "0.21.2", defect_randlora),
+        _layers_for_packed_weights("RoAd", ("peft>=0.18", "bitsandbytes>=0.46.1"), "0.21.2", defect_road),
+        _layers_for_packed_weights("VeRA", ("peft>=0.14,<0.20", "bitsandbytes>=0.46.1"), "0.19.1", defect_vera),
         Part(
             "through a backend",
             ("peft>=0.20", "bitsandbytes>=0.46.1"),
             "0.21.2",
             (
-                *merge_edits.make_merge_edits("vera.layer", "Linear"),
-                *merge_edits.make_merge_edits("oft.layer", "Linear", when="peft>=0.21"),
-                *merge_edits.make_merge_edits("boft.layer", "Linear"),
-                *merge_edits.make_merge_edits("miss.layer", "MissLinear"),
-                *merge_edits.make_merge_edits("shira.layer", "Linear"),
-                *KEEP_PACKED_WEIGHT_BEFORE_048,  # what is put back is moved
+                *make_merge_edits("vera.layer", "Linear"),
+                *make_merge_edits("oft.layer", "Linear", when="peft>=0.21"),
+                *make_merge_edits("boft.layer", "Linear"),
+                *make_merge_edits("miss.layer", "MissLinear"),
+                *make_merge_edits("shira.layer", "Linear"),
+                *KEEP_PACKED_WEIGHT_BEFORE_048,  # a weight that is put back is moved
             ),
             defect_through_a_backend,
         ),

@@ -28,23 +28,27 @@ def defect() -> Finding:
     )
 
 
-_EACH = "for p in model.parameters(): if p.dim() == 3"
-_EACH_OF_TWO_DIMENSIONS = "for n, p in model.named_parameters(): if '.experts.' in n"
-"""DBRX: packed 4-bit weights have two dimensions, too, and must not be cast."""
+_EACH_EXPERT = "for p in model.parameters(): if p.dim() == 3"
+# of DBRX: packed 4-bit weights have two dimensions, too, and must not be cast
+_EACH_EXPERT_OF_TWO_DIMENSIONS = "for n, p in model.named_parameters(): if '.experts.' in n"
 
 
 def told(model: torch.nn.Module) -> Any:
-    """``model.parameters()``; says first which of them are experts that will be twice as large."""
+    """Return ``model.parameters()``; warn first if some of them are experts that will be twice as large."""
     left = find_unquantized_experts(model) if _loaded_quantized(model) else None
     grown = sum(tensor.nbytes for tensor in left.tensors.values() if tensor.element_size() == 2) if left else 0
     if left is not None and grown:
+        each = _EACH_EXPERT if left.dimensions == 3 else _EACH_EXPERT_OF_TWO_DIMENSIONS
         LOGGER.warning(
             "prepare_model_for_kbit_training casts the experts to float32, because they are not quantized (%s): %s become %s. "
             "To keep their dtype, cast them back afterwards (%s: p.data = p.data.to(torch.bfloat16)) and train under autocast "
             "(bf16=True). Without autocast, experts_implementation 'eager' and 'batched_mm' fail, and 'grouped_mm' computes "
             "in bfloat16.",
-            left, format_bytes(grown), format_bytes(2 * grown), _EACH if left.dimensions == 3 else _EACH_OF_TWO_DIMENSIONS,
-        )  # fmt: skip
+            left,
+            format_bytes(grown),
+            format_bytes(2 * grown),
+            each,
+        )
     return model.parameters()
 
 
@@ -85,13 +89,6 @@ PATCH = Patch(
     """,
     requires=("peft>=0.14", "transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",
-    edits=(
-        Rewrite(
-            "peft.utils.other:prepare_model_for_kbit_training",
-            find="model.parameters()",
-            replace="_patches_told(model)",
-            names={"_patches_told": told},
-        ),
-    ),
+    edits=(Rewrite.to_call("peft.utils.other:prepare_model_for_kbit_training", "model.parameters()", told, "model"),),
     defect=defect,
 )

@@ -1,1 +1,1 @@
-"""What reproducers share: models on disk, counting graphs."""
+"""Programs that several reproducers begin with or measure: models on disk, graphs, steps, ranks, logs."""

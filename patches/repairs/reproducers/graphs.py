@@ -1,4 +1,4 @@
-"""Into how many pieces torch.compile cuts a call: what the reproducers about compilation measure."""
+"""Into how many pieces torch.compile cuts a call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 def count_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """Compile ``function``, call it, and count the graphs; 1 more if a part is in none of them.
 
-    So 1 is one graph of the whole call. The graphs are what the backend gets, for Dynamo's own
-    counter of breaks stays 0 where a whole frame falls back to eager; whether such a frame is left
-    is what ``fullgraph=True`` tells. That alone would not do: it also makes Dynamo capture shapes
-    that depend on data, which a user's ``torch.compile(model)`` does not. Nothing is generated, the
-    graphs run as they are.
+    So 1 is one graph of the whole call. The backend counts the graphs, because Dynamo's own counter of breaks stays 0 if a
+    whole frame falls back to eager. ``fullgraph=True`` tells whether there is such a frame. That alone would not do: it
+    also makes Dynamo capture shapes that depend on data, which a user's ``torch.compile(model)`` does not. No code is
+    generated: the graphs run as they are.
     """
     import torch
 
@@ -45,13 +44,13 @@ def count_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int
 
 
 def show_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finding:
-    """The finding of :func:`count_graphs`: present unless the call is one graph."""
+    """Return the finding of :func:`count_graphs`: present unless the call is one graph."""
     count = count_graphs(function, *args, **kwargs)
     return Finding(count != 1, "torch.compile makes one graph" if count == 1 else f"torch.compile makes {count} parts")
 
 
 def show_refused_graph(function: Callable[..., Any], *args: Any) -> Finding:
-    """Present if ``fullgraph=True`` refuses, with why: for a call of which no part can run in eager here."""
+    """Return a finding that is present if ``fullgraph=True`` refuses, for a call of which no part can run in eager here."""
     import torch
 
     torch.compiler.reset()
@@ -65,7 +64,7 @@ def show_refused_graph(function: Callable[..., Any], *args: Any) -> Finding:
 
 
 def show_dequantize_graphs(dequantize: Callable[..., torch.Tensor]) -> Finding:
-    """Whether a product with a weight (64 x 64, bfloat16) that ``dequantize`` unpacks is one graph."""
+    """Return whether a product with a weight (64 x 64, bfloat16) that ``dequantize`` unpacks is one graph."""
     import torch
     from bitsandbytes.functional import quantize_4bit
 
@@ -78,6 +77,5 @@ def show_dequantize_graphs(dequantize: Callable[..., torch.Tensor]) -> Finding:
         return x @ dequantize(packed, state).t()
 
     x = torch.randn(2, 64, dtype=torch.bfloat16, device=device)
-    return (
-        show_graphs(call, x) if device == "cuda" else show_refused_graph(call, x)
-    )  # without a GPU its C functions are not there
+    # Without a GPU its C functions are not there.
+    return show_graphs(call, x) if device == "cuda" else show_refused_graph(call, x)

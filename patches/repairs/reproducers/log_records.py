@@ -1,4 +1,4 @@
-"""What the plugin logs meanwhile: what the reproducers of silent defects measure."""
+"""The records that a logger gets while a reproducer runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class _Recorder(logging.Handler):
 
 
 @contextlib.contextmanager
-def record_logs() -> Iterator[list[logging.LogRecord]]:
-    """The records that the plugin logs meanwhile; no other handler gets them."""
+def record_logs(logger: logging.Logger = LOGGER) -> Iterator[list[logging.LogRecord]]:
+    """Yield the records that ``logger``, or the plugin, logs meanwhile; no other handler gets them."""
     recorder = _Recorder()
-    propagate, LOGGER.propagate = LOGGER.propagate, False
-    LOGGER.addHandler(recorder)
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(recorder)
     try:
         yield recorder.records
     finally:
-        LOGGER.removeHandler(recorder)
-        LOGGER.propagate = propagate
+        logger.removeHandler(recorder)
+        logger.propagate = propagate

@@ -1,4 +1,4 @@
-"""A tiny mixture of experts whose 4-bit checkpoint is as transformers 4 wrote it: what reproducers begin with."""
+"""Tiny mixtures of experts in 4 bits, from a checkpoint as transformers 4 wrote it or from ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NF4 = {
-    "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_compute_dtype": "float32",
-}  # fmt: skip
+}
 
 
 def save_as_transformers_4(folder: str) -> torch.Tensor:
-    """Save a Qwen3-MoE of one layer, and give what the packed ``gate_up_proj`` stands for."""
+    """Save a Qwen3-MoE of one layer, and return the values of its packed ``gate_up_proj``."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -37,13 +39,13 @@ def save_as_transformers_4(folder: str) -> torch.Tensor:
 
 
 def pack_checkpoint(folder: Path, double: bool = False, config: dict[str, Any] = NF4) -> dict[str, torch.Tensor]:
-    """Make a 4-bit checkpoint of one in floating point, matrix by matrix; what its packed weights stand for."""
+    """Quantize a checkpoint to 4 bits, matrix by matrix, and return the values of its packed weights by name."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     def packed(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        codes, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=double)
+        data, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=double)
         statistics = {f"{name}.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
-        return {name: codes, **statistics}, dequantize_4bit(codes, state)
+        return {name: data, **statistics}, dequantize_4bit(data, state)
 
     return repack_checkpoint(folder, packed, {**config, "bnb_4bit_use_double_quant": double})
 
@@ -53,7 +55,7 @@ def repack_checkpoint(
     packed: Callable[[str, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]],
     config: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """``pack_checkpoint`` with any quantization: ``packed`` gives the entries of a weight and what they stand for."""
+    """Do as ``pack_checkpoint``, with any quantization: ``packed`` returns the entries of a weight, and its values."""
     from safetensors.torch import load_file, save_file
 
     file, values = folder / "model.safetensors", {}
@@ -70,7 +72,7 @@ def repack_checkpoint(
 
 
 def load_mixture_in_4bit() -> PreTrainedModel:
-    """A tiny Qwen3-MoE in bfloat16, saved and loaded in 4 bits: what the reproducers begin with."""
+    """Save a tiny Qwen3-MoE in bfloat16 and load it in 4 bits."""
     import tempfile
 
     import torch

@@ -250,11 +250,11 @@ PATCH = Patch(
             ("torch>=2.7,<2.12", "bitsandbytes>=0.46.1"),
             "2.11.0",
             (
-                Rewrite(
+                Rewrite.to_call(
                     f"{_PARAMETER}._init_sharded_param",
-                    find="nn.Parameter(self.to_sharded_dtensor(sharded_param))",
-                    replace="_patches_parameter(self.to_sharded_dtensor(sharded_param))",
-                    names={"_patches_parameter": parameter},
+                    "nn.Parameter(self.to_sharded_dtensor(sharded_param))",
+                    parameter,
+                    "self.to_sharded_dtensor(sharded_param)",
                 ),
                 Rewrite(
                     f"{_PARAMETER}.to_sharded_post_forward",

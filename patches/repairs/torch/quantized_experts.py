@@ -173,23 +173,20 @@ PATCH = Patch(
             ("torch>=2.7", "bitsandbytes>=0.46.1"),
             "2.15.0",
             (
-                Rewrite(
+                Rewrite.to_call(
                     f"{_PARAMETER}._init_sharded_param",
-                    find="param_data.new_zeros(padded_sharded_size)",
-                    replace="_patches_zeros(param_data, padded_sharded_size, shard_world_size)",
-                    names={"_patches_zeros": fsdp.new_zeros_of_parts},
+                    "param_data.new_zeros(padded_sharded_size)",
+                    fsdp.new_zeros_of_parts,
+                    "param_data, padded_sharded_size, shard_world_size",
                 ),
-                Rewrite(
+                Rewrite.to_call(
                     f"{_PARAMETER}._init_sharded_param",
-                    find="padded_sharded_param.view(-1)",
-                    replace="_patches_flat(padded_sharded_param)",
-                    names={"_patches_flat": fsdp.flatten_for_fsdp},
+                    "padded_sharded_param.view(-1)",
+                    fsdp.flatten_for_fsdp,
+                    "padded_sharded_param",
                 ),
-                Rewrite(
-                    f"{_PARAMETER}.reset_sharded_param",
-                    find="local_tensor.view(-1)",
-                    replace="_patches_flat(local_tensor)",
-                    names={"_patches_flat": fsdp.flatten_for_fsdp},
+                Rewrite.to_call(
+                    f"{_PARAMETER}.reset_sharded_param", "local_tensor.view(-1)", fsdp.flatten_for_fsdp, "local_tensor"
                 ),
             ),
             defect_fsdp2,
@@ -213,12 +210,12 @@ PATCH = Patch(
             ("peft>=0.17", "bitsandbytes>=0.46.1", "transformers>=5"),
             "0.21.2",
             (
-                Rewrite(
+                Rewrite.to_call(
                     f"{_LAYER}._activate_lora",
-                    find="self.get_delta_weight(active_adapter)",
-                    replace="_patches_delta(self, active_adapter)",
+                    "self.get_delta_weight(active_adapter)",
+                    lora_factors.delta_weight,
+                    "self, active_adapter",
                     count=2,
-                    names={"_patches_delta": lora_factors.delta_weight},
                 ),
                 Rewrite(
                     f"{_LAYER}._activate_lora",

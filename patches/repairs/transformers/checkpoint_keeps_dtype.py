@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...config.quantizers import is_bitsandbytes
 from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers import tiny_models
+from ..reproducers.quantized_models import save_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,7 @@ _FLOATING = ("F16", "F32", "F64", "BF16")
 
 
 def new_dtype(quantizer: Any, mapping: Any, tensor: Any, dtype: torch.dtype | None, model: Module, name: str) -> Any:
-    """The dtype in which ``tensor`` of the checkpoint is read for the parameter ``name``; None for the dtype of the file."""
+    """Return the dtype in which to read ``tensor`` of the checkpoint for the parameter ``name``; None keeps the file's."""
     if not is_bitsandbytes(quantizer):
         return quantizer.get_new_dtype(mapping, tensor, dtype)
     # A slice of a safetensors file has get_dtype.
@@ -24,13 +25,13 @@ def new_dtype(quantizer: Any, mapping: Any, tensor: Any, dtype: torch.dtype | No
     return dtype if floating and not _packed(quantizer, mapping, model, name) else None
 
 
-def kept(quantizer: Any, mapping: Any, model: Module, stored: str, name: str) -> bool:
-    """Whether the tensor ``stored`` of the checkpoint is read in the dtype of the file for the parameter ``name``."""
+def keeps_file_dtype(quantizer: Any, mapping: Any, model: Module, stored: str, name: str) -> bool:
+    """Tell whether to read the tensor ``stored`` in the dtype of the file for the parameter ``name``."""
     return _packed(quantizer, mapping, model, name) if is_bitsandbytes(quantizer) else stored != name
 
 
 def _packed(quantizer: Any, mapping: Any, model: Module, name: str) -> bool:
-    """Whether ``name`` is the weight of a quantized layer or of experts, which statistics are loaded for as well."""
+    """Tell whether ``name`` is the weight of a quantized layer or of experts, which the file holds packed."""
     experts = any(getattr(each, "reads_as_stored", False) for each in getattr(mapping, "operations", ()))
     return experts or bool(quantizer.param_needs_quantization(model, name))
 
@@ -40,23 +41,18 @@ def defect() -> Finding:
     import tempfile
 
     import torch
-    from transformers import BitsAndBytesConfig, GPTNeoXConfig, GPTNeoXForCausalLM, LlavaForConditionalGeneration
-
-    def save_neox(folder: str) -> None:
-        GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=16, **tiny_models.SIZE)).save_pretrained(folder)
+    from transformers import BitsAndBytesConfig, GPTNeoXConfig, GPTNeoXForCausalLM
 
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)
     said, wrong = [], False
-    for kind, save in ((LlavaForConditionalGeneration, tiny_models.save_llava), (GPTNeoXForCausalLM, save_neox)):
-        with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
-            save(plain)
-            kind.from_pretrained(
-                plain, quantization_config=how, **tiny_models.in_dtype(torch.bfloat16)
-            ).save_pretrained(packed)
-            model = kind.from_pretrained(packed, **tiny_models.in_dtype(torch.float16))
+    neox = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=16, **tiny_models.SIZE))
+    for plain in (tiny_models.make_llava(), neox):
+        with tempfile.TemporaryDirectory() as packed:
+            save_quantized(packed, plain, how, **tiny_models.in_dtype(torch.bfloat16))
+            model = type(plain).from_pretrained(packed, **tiny_models.in_dtype(torch.float16))
         others = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float16}
         wrong = wrong or bool(others)
-        said.append(f"{kind.__name__}: {', '.join(sorted(map(str, others))) or 'no other dtype'}")
+        said.append(f"{type(plain).__name__}: {', '.join(sorted(map(str, others))) or 'no other dtype'}")
         try:
             model(torch.arange(8)[None])
         except RuntimeError as error:
@@ -101,18 +97,18 @@ PATCH = Patch(
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             _LOADING,
             find="hf_quantizer.get_new_dtype(mapping, tensor, _dtype)",
-            replace="_patches_new_dtype(hf_quantizer, mapping, tensor, _dtype, model, renamed_key)",
-            names={"_patches_new_dtype": new_dtype},
+            function=new_dtype,
+            arguments="hf_quantizer, mapping, tensor, _dtype, model, renamed_key",
             when="transformers>=5.21",
         ),
-        Rewrite(
+        Rewrite.to_call(
             _LOADING,
             find="original_key != renamed_key",
-            replace="_patches_kept(hf_quantizer, mapping, model, original_key, renamed_key)",
-            names={"_patches_kept": kept},
+            function=keeps_file_dtype,
+            arguments="hf_quantizer, mapping, model, original_key, renamed_key",
             when="transformers<5.21",
         ),
     ),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 from ...engine import Finding, Patch, Rewrite, SetAttribute
+from ...process.messages import LOGGER
+from ..reproducers.log_records import record_logs
 
 _told: WeakSet[Any] = WeakSet()
 
 
 def in_training(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """``layer.training``, asked by a ``layer`` for which checkpointing is on; its arguments, for the warning."""
+    """Return ``layer.training`` to a ``layer`` for which checkpointing is on; warn by its arguments if it does nothing."""
     import torch
 
     training: bool = layer.training
@@ -43,7 +44,7 @@ def _warn(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not wanted or enabled_by in _told:
         return
     _told.add(enabled_by)
-    logging.getLogger("bnb_patches").warning(
+    LOGGER.warning(
         "gradient checkpointing is enabled but does nothing: %s is in eval mode while gradients are wanted. "
         "Call model.train() before the training loop.",
         type(layer).__name__,
@@ -51,7 +52,7 @@ def _warn(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def defect() -> Finding:
-    """A tiny Llama as loaded, with LoRA on it and checkpointing on."""
+    """Run a tiny Llama as loaded, with LoRA on it and checkpointing on."""
     import peft
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,24 +63,14 @@ def defect() -> Finding:
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     model.enable_input_require_grads()
     tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    messages: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = messages.append  # type: ignore[assignment, method-assign]
-    logger = logging.getLogger("bnb_patches")
-    logger.addHandler(handler)
-    propagate, logger.propagate = logger.propagate, False
     kept: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor)
         return tensor
 
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            tuned(input_ids=torch.arange(4).view(1, 4))
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagate
+    with record_logs() as messages, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        tuned(input_ids=torch.arange(4).view(1, 4))
     idle = tuned.training and not any(layer.training for layer in model.model.layers)
     return Finding(idle and not messages, f"{len(kept)} tensors kept for backward, {len(messages)} warnings")
 
@@ -108,13 +99,7 @@ PATCH = Patch(
     requires=("transformers>=4.53", "peft"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
-            _CALL,
-            find="self.training",
-            replace="_patches_in_training(self, args, kwargs)",
-            names={"_patches_in_training": in_training},
-            when="transformers<5.23",
-        ),
+        Rewrite.to_call(_CALL, "self.training", in_training, "self, args, kwargs", "transformers<5.23"),
         # Later layers checkpoint in ``forward``, and have no ``__call__`` of their own.
         SetAttribute(_CALL, make=_make, when="transformers>=5.23"),
     ),

@@ -9,18 +9,19 @@ from ...config import explicit_arguments, skip_list
 from ...engine import Finding, Patch, Rewrite
 from ...process.messages import LOGGER
 from ..reproducers import tiny_models
+from ..reproducers.quantized_models import save_quantized
 
 _DEFAULTS = {explicit_arguments.COMPUTE: "torch.float32", explicit_arguments.THRESHOLD: "6.0"}
 
 
 def _names_given(config: Any) -> set[str]:
-    """Which of both the user gave; the values that are no default, if that was not noted."""
-    noted = explicit_arguments.explicit_names(config) or frozenset()
-    return {name for name, default in _DEFAULTS.items() if name in noted or str(getattr(config, name)) != default}
+    """Return which of both the user gave; if that was not recorded, the ones whose values are no default."""
+    recorded = explicit_arguments.explicit_names(config) or frozenset()
+    return {name for name, default in _DEFAULTS.items() if name in recorded or str(getattr(config, name)) != default}
 
 
-def counted(config: Any, asked: Any) -> Any:
-    """The configuration ``config`` of a checkpoint, with what counts of ``asked``, which the user gave."""
+def merge_given(config: Any, asked: Any) -> Any:
+    """Return the configuration ``config`` of a checkpoint, with the arguments of the user's ``asked`` that take effect."""
     if type(config).__name__ != "BitsAndBytesConfig" or type(asked) is not type(config):
         return config
     names = {explicit_arguments.COMPUTE if config.load_in_4bit else explicit_arguments.THRESHOLD} & _names_given(asked)
@@ -39,7 +40,7 @@ def counted(config: Any, asked: Any) -> Any:
 
 
 def defect() -> Finding:
-    """Save a tiny Llama in 4 bits and in INT8, and load it with a compute dtype and a threshold of one's own."""
+    """Save a tiny Llama in 4 bits and in INT8, and load it with another compute dtype and threshold."""
     import tempfile
 
     import torch
@@ -50,13 +51,12 @@ def defect() -> Finding:
         ({"load_in_8bit": True}, explicit_arguments.THRESHOLD, 0.0),
     )
     said, wrong = [], False
-    load = AutoModelForCausalLM.from_pretrained
     for how, name, value in asked:
-        with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
-            tiny_models.save_llama(plain)
-            load(plain, quantization_config=BitsAndBytesConfig(**how), device_map="cpu").save_pretrained(packed)
+        with tempfile.TemporaryDirectory() as packed:
+            save_quantized(packed, tiny_models.make_llama(), BitsAndBytesConfig(**how), device_map="cpu")
             chosen = BitsAndBytesConfig(**how, **{name: value})
-            layer = load(packed, quantization_config=chosen, device_map="cpu").model.layers[0].mlp.up_proj
+            model = AutoModelForCausalLM.from_pretrained(packed, quantization_config=chosen, device_map="cpu")
+        layer = model.model.layers[0].mlp.up_proj
         got = layer.compute_dtype if name == explicit_arguments.COMPUTE else layer.state.threshold
         wrong = wrong or got != value
         said.append(f"{name} is {got}, asked for {value}")
@@ -92,8 +92,8 @@ PATCH = Patch(
         Rewrite(
             "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
             find="return quantization_config",
-            replace="return _patches_counted(quantization_config, quantization_config_from_args)",
-            names={"_patches_counted": counted},
+            replace="return _patches_merge_given(quantization_config, quantization_config_from_args)",
+            names={"_patches_merge_given": merge_given},
         ),
         explicit_arguments.RECORD_ARGUMENTS,
     ),

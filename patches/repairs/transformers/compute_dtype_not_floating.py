@@ -7,20 +7,21 @@ from typing import Any
 from ...engine import CannotShow, Finding, Patch, Rewrite
 from ...engine.gate import satisfied
 from ..reproducers import tiny_models
+from ..reproducers.quantized_models import load_quantized
 
 _CAN_BE = ("float16", "bfloat16", "float32", "float64")
 
 
-def named(dtype: str) -> Any:
-    """The dtype that torch has by the name ``dtype``."""
+def dtype_named(dtype: str) -> Any:
+    """Return the dtype that torch has by the name ``dtype``."""
     import torch
 
     found = getattr(torch, dtype, None)
     return found if isinstance(found, torch.dtype) else _checked(dtype)
 
 
-def of(config: Any) -> Any:
-    """The compute dtype of ``config``."""
+def compute_dtype(config: Any) -> Any:
+    """Return the compute dtype of ``config``; raise ``ValueError`` if 4-bit layers cannot compute in it."""
     return config.bnb_4bit_compute_dtype if not config.load_in_4bit else _checked(config.bnb_4bit_compute_dtype)
 
 
@@ -36,26 +37,23 @@ def _checked(dtype: Any) -> Any:
 
 def defect() -> Finding:
     """Load a tiny Llama in 4 bits with whole numbers as its compute dtype, and run it."""
-    import tempfile
-
     import torch
-    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+    from transformers import BitsAndBytesConfig
 
     if satisfied("bitsandbytes<0.47"):
         raise CannotShow("before bitsandbytes 0.47 an input in float32 decides in which dtype a 4-bit layer computes")
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        tiny_models.save_llama(folder)
-        outputs = []
-        for compute in (torch.float32, torch.int8):
-            try:
-                how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
-            except ValueError as error:
-                return Finding(False, f"ValueError: {error}".partition(". It")[0])
-            model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, torch_dtype=torch.float32)
-            try:
+    outputs = []
+    for compute in (torch.float32, torch.int8):
+        try:
+            how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+        except ValueError as error:
+            return Finding(False, f"ValueError: {error}".partition(". It")[0])
+        model = load_quantized(tiny_models.make_llama(), how, torch_dtype=torch.float32)
+        try:
+            with torch.no_grad():
                 outputs.append(model(torch.arange(8)[None]).logits)
-            except RuntimeError as error:  # some kernels refuse it, in their own words
-                return Finding(True, f"RuntimeError: {str(error)[:70]}")
+        except RuntimeError as error:  # some kernels refuse it, in their own words
+            return Finding(True, f"RuntimeError: {str(error)[:70]}")
     off = ((outputs[1] - outputs[0]).norm() / outputs[0].norm()).item()
     return Finding(not off < 0.1, f"computes in torch.int8, logits off by {off:.1e} of their norm")
 
@@ -82,17 +80,14 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
-            f"{_CONFIG}.__init__",
-            find="getattr(torch, bnb_4bit_compute_dtype)",
-            replace="_patches_named(bnb_4bit_compute_dtype)",
-            names={"_patches_named": named},
+        Rewrite.to_call(
+            f"{_CONFIG}.__init__", "getattr(torch, bnb_4bit_compute_dtype)", dtype_named, "bnb_4bit_compute_dtype"
         ),
         Rewrite(
             f"{_CONFIG}.post_init",
             find="isinstance(self.bnb_4bit_compute_dtype, torch.dtype)",
-            replace="isinstance(_patches_of(self), torch.dtype)",
-            names={"_patches_of": of},
+            replace="isinstance(_patches_compute_dtype(self), torch.dtype)",
+            names={"_patches_compute_dtype": compute_dtype},
         ),
     ),
     defect=defect,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...engine import Finding, Patch, Rewrite
-from ...loading import source_layers
+from ...loading.source_layers import make_source_layer, to_source_layout
+from ..reproducers.quantized_models import load_quantized
 
 
 def defect() -> Finding:
@@ -18,9 +19,7 @@ def defect() -> Finding:
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     ids = torch.arange(8)[None]
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        GPT2LMHeadModel(config).save_pretrained(folder)
-        model = GPT2LMHeadModel.from_pretrained(folder, quantization_config=how, device_map="cpu")
-        model = model.dequantize().float().eval()
+        model = load_quantized(GPT2LMHeadModel(config), how, device_map="cpu").dequantize().float().eval()
         expected = model(ids).logits
         model.save_pretrained(folder)
         try:
@@ -33,11 +32,10 @@ def defect() -> Finding:
     return Finding(off > 1e-5, f"relative error of the logits after loading again {off:.1e}")
 
 
-_MODULE = "transformers.integrations.bitsandbytes"
+_FROM_5 = "transformers.integrations.bitsandbytes:dequantize_and_replace", "transformers>=5"
+_BEFORE_5 = "transformers.integrations.bitsandbytes:_dequantize_and_replace", "transformers<5"
 _LINEAR = "torch.nn.Linear(module.in_features, module.out_features, bias=bias is not None)"
 _DEQUANTIZED = "dequantize_bnb_weight(module.weight, dtype, state)"
-_PLAIN = {"_patches_plain_layer": source_layers.make_source_layer}
-_STORED = {"_patches_as_stored": source_layers.to_source_layout}
 
 PATCH = Patch(
     id="transformers-dequantize-conv1d",
@@ -64,34 +62,18 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
-            f"{_MODULE}:dequantize_and_replace",
-            find=_LINEAR,
-            replace="_patches_plain_layer(module, bias)",
-            names=_PLAIN,
-            when="transformers>=5",
+        *(
+            Rewrite.to_call(target, _LINEAR, make_source_layer, "module, bias", when)
+            for target, when in (_FROM_5, _BEFORE_5)
         ),
         Rewrite(
-            f"{_MODULE}:dequantize_and_replace",
+            _FROM_5[0],
             find="torch.nn.Parameter(weight)",
-            replace="torch.nn.Parameter(_patches_as_stored(module, weight))",
-            names=_STORED,
-            when="transformers>=5",
+            replace="torch.nn.Parameter(_patches_to_source_layout(module, weight))",
+            names={"_patches_to_source_layout": to_source_layout},
+            when=_FROM_5[1],
         ),
-        Rewrite(
-            f"{_MODULE}:_dequantize_and_replace",
-            find=_LINEAR,
-            replace="_patches_plain_layer(module, bias)",
-            names=_PLAIN,
-            when="transformers<5",
-        ),
-        Rewrite(
-            f"{_MODULE}:_dequantize_and_replace",
-            find=_DEQUANTIZED,
-            replace=f"_patches_as_stored(module, {_DEQUANTIZED})",
-            names=_STORED,
-            when="transformers<5",
-        ),
+        Rewrite.to_call(_BEFORE_5[0], _DEQUANTIZED, to_source_layout, f"module, {_DEQUANTIZED}", _BEFORE_5[1]),
     ),
     defect=defect,
 )

@@ -9,6 +9,8 @@ from ...engine.gate import satisfied
 from ...loading import source_layers
 from ...offload import offloaded_modules, weights_maps
 from ...quantized import accelerate_hooks
+from ..reproducers import tiny_models
+from ..reproducers.quantized_models import load_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def dequantize_offloaded(model: Module, quantized: type[Any], dtype: torch.dtype | None) -> bool:
-    """Replace the layers of the class ``quantized`` that are offloaded; whether there were any."""
+    """Replace the offloaded layers of the class ``quantized``, and tell whether there were any."""
     away = {name: m for name, m in model.named_modules() if isinstance(m, quantized) and m.weight.is_meta}
     for name, module in away.items():
         if accelerate_hooks.hook_of(module) is None:
@@ -25,12 +27,12 @@ def dequantize_offloaded(model: Module, quantized: type[Any], dtype: torch.dtype
                 "without preload_module_classes, or dequantize it before it is offloaded."
             )
     for name, module in away.items():
-        model.set_submodule(name, _plain(module, dtype))
+        model.set_submodule(name, _make_plain(module, dtype))
     return bool(away)
 
 
-def _plain(module: Any, dtype: torch.dtype | None) -> Module:
-    """The plain layer for ``module``, offloaded by its hook; ``module`` is left on meta without one."""
+def _make_plain(module: Any, dtype: torch.dtype | None) -> Module:
+    """Make the plain layer for ``module``, offloaded by its hook; ``module`` is left on meta without one."""
     import torch
     from accelerate.hooks import add_hook_to_module, remove_hook_from_module
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
@@ -58,11 +60,9 @@ def _plain(module: Any, dtype: torch.dtype | None) -> Module:
 
 def defect() -> Finding:
     """Dequantize a tiny Llama whose layers are in CPU memory."""
-    import tempfile
-
     import torch
     from accelerate import cpu_offload
-    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import BitsAndBytesConfig
 
     if all(map(satisfied, ("transformers>=5", "accelerate<1.14", "bitsandbytes<0.50"))):
         raise CannotShow(
@@ -72,41 +72,22 @@ def defect() -> Finding:
         raise CannotShow(
             "before transformers 4.57, INT8 models are right, and 4-bit models cannot be offloaded without the patch bitsandbytes-params4bit-meta"
         )
-    torch.manual_seed(0)
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(folder)
+
+    def load() -> Any:
         how = BitsAndBytesConfig(load_in_8bit=True)
-        load = {"quantization_config": how, "device_map": "cpu", "dtype": torch.float32}
-        expected = LlamaForCausalLM.from_pretrained(folder, **load).dequantize()
-        model = LlamaForCausalLM.from_pretrained(folder, **load)
+        return load_quantized(tiny_models.make_llama(vocab_size=8), how, device_map="cpu", dtype=torch.float32)
+
+    expected, model = load().dequantize(), load()
     cpu_offload(model, execution_device=torch.device("cpu"))
     ids = torch.arange(4)[None]
     try:
         error = (model.dequantize()(ids).logits - expected(ids).logits).norm().item()
     except NotImplementedError as raised:
         return Finding(True, f"NotImplementedError: {str(raised).split(';')[0]}")
-    return Finding(not error == 0, f"logits differ from those of the whole model by {error:.1e}")
+    return Finding(not error == 0, f"logits differ from the whole model's by {error:.1e}")
 
 
 _CLASS = "target_cls = bnb.nn.Linear8bitLt if quant_method == 'llm_int8' else bnb.nn.Linear4bit"
-
-
-def _first(function: str, when: str) -> Rewrite:
-    """In ``function``, the offloaded layers before all others; transformers 4 calls it for each part of the model."""
-    return Rewrite(
-        f"transformers.integrations.bitsandbytes:{function}",
-        find=_CLASS,
-        replace=f"""
-            {_CLASS}
-            has_been_replaced = _patches_dequantize_offloaded(model, target_cls, dtype){_KEPT[when]}
-        """,
-        names={"_patches_dequantize_offloaded": dequantize_offloaded},
-        when=when,
-    )
-
-
-_KEPT = {"transformers>=5": "", "transformers<5": " or has_been_replaced"}
 _SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/bitsandbytes.py"
 
 PATCH = Patch(
@@ -133,7 +114,7 @@ PATCH = Patch(
     """,
     repair="""
         The repair replaces the offloaded layers first, one at a time. It brings the weight to its device,
-        dequantizes it like like any other layer, writes it to where the hook reads it (for the disk, a new file)
+        dequantizes it like any other layer, writes it to where the hook reads it (for the disk, a new file)
         and offloads it again, with its hook. So the model stays offloaded. If the weights of a layer are brought by
         a module around it, an error is raised before anything is changed.
     """,
@@ -142,9 +123,22 @@ PATCH = Patch(
     """,
     requires=("transformers>=4.53", "accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    edits=(
-        _first("dequantize_and_replace", "transformers>=5"),
-        _first("_dequantize_and_replace", "transformers<5"),
+    edits=tuple(
+        Rewrite(
+            f"transformers.integrations.bitsandbytes:{function}",
+            find=_CLASS,
+            replace=f"""
+                {_CLASS}
+                has_been_replaced = _patches_dequantize_offloaded(model, target_cls, dtype){or_before}
+            """,
+            names={"_patches_dequantize_offloaded": dequantize_offloaded},
+            when=when,
+        )
+        for function, or_before, when in (
+            ("dequantize_and_replace", "", "transformers>=5"),
+            # transformers 4 calls it for each part of the model
+            ("_dequantize_and_replace", " or has_been_replaced", "transformers<5"),
+        )
     ),
     defect=defect,
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers import tiny_models
+from ..reproducers.quantized_models import load_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def dtype_of_the_rest(model: PreTrainedModel) -> torch.dtype:
-    """The dtype of all floating point parameters that are not quantized, if it is one; else ``config.dtype``."""
+    """Return the one dtype of all floating point parameters that are not quantized; ``config.dtype`` if they have several."""
     quantized = ("Params4bit", "Int8Params")
     rest = {p.dtype for p in model.parameters() if p.is_floating_point() and type(p).__name__ not in quantized}
     dtype: torch.dtype = rest.pop() if len(rest) == 1 else model.config.dtype
@@ -21,22 +22,14 @@ def dtype_of_the_rest(model: PreTrainedModel) -> torch.dtype:
 
 
 def defect() -> Finding:
-    import tempfile
-
+    """Merge an adapter that was trained on a tiny 4-bit Llama, dequantize the model, and run it."""
     import torch
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import BitsAndBytesConfig
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
-    )
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-        model = LlamaForCausalLM.from_pretrained(
-            folder, quantization_config=how, device_map="cpu", **tiny_models.in_dtype(torch.bfloat16)
-        )
+    plain = tiny_models.make_llama().to(torch.bfloat16)
+    model = load_quantized(plain, how, device_map="cpu", **tiny_models.in_dtype(torch.bfloat16))
     model = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(target_modules=["q_proj"]))
     plain = model.merge_and_unload().dequantize()
     dtypes = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in plain.parameters()}))
@@ -81,11 +74,8 @@ PATCH = Patch(
     requires=("transformers>=5", "bitsandbytes>=0.46", "peft"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
-            "transformers.quantizers.base:HfQuantizer.dequantize",
-            find="model.config.dtype",
-            replace="_patches_dtype_of_the_rest(model)",
-            names={"_patches_dtype_of_the_rest": dtype_of_the_rest},
+        Rewrite.to_call(
+            "transformers.quantizers.base:HfQuantizer.dequantize", "model.config.dtype", dtype_of_the_rest, "model"
         ),
     ),
     defect=defect,

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
 
-from ...config.quantizers import BEFORE_LOADING, rewrite_both_quantizers
+from ...config.quantizers import BEFORE_LOADING, QUANTIZERS
 from ...engine import Finding, Message, Patch, Rewrite
 from ...loading import (
     checkpoint_keys,
     chunked_quantization,
     device_maps,
+    dispatching,
     module_sizes,
     offload_v4,
     offload_v5,
     resize_embeddings,
     weights_stored_separately,
 )
+from ..reproducers import tiny_models
 
 
 def defect() -> Finding:
-    """Load a tiny Llama in 4 bits with its second layer on the disk."""
+    """Load a tiny Llama in 4 bits with its layer on the disk."""
     import tempfile
 
-    import torch
-    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     load = LlamaForCausalLM.from_pretrained
-    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(base)
+        tiny_models.save_llama(base)
         device_map = {"": "cpu", "model.layers": "disk"}
         try:
             model = load(base, quantization_config=how, device_map=device_map, offload_folder=folder)
@@ -45,203 +46,143 @@ def defect() -> Finding:
         return Finding(bool(differ), f"packed weights on the disk that differ from the whole model's: {int(differ)}")
 
 
-_LOADING = "transformers.core_model_loading:convert_and_load_state_dict_in_model"
-_HOOKS = "transformers.integrations.accelerate"
-_MODEL = "transformers.modeling_utils"
+_CHECK_FILES = (
+    "checkpoint_files[0].endswith('.safetensors') => "
+    "checkpoint_keys.check_whole_files(checkpoint_files).endswith('.safetensors')"
+)
+_DISPATCH = (
+    "dispatch_model(model, **device_map_kwargs) => "
+    "dispatching.dispatch_offloaded(dispatch_model, model, device_map_kwargs)"
+)
+_HOOKS, _MODEL = "transformers.integrations.accelerate", "transformers.modeling_utils"
 
-
-def _edit(target: str, find: str, replace: str, when: str, **names: Any) -> Rewrite:
-    return Rewrite(target, find, replace, names={f"_patches_{name}": names[name] for name in names}, when=when)
-
-
-def _common(maps: str, inferring: str, files: str, hooks: str, when: str) -> tuple[Rewrite, ...]:
-    """What both loaders do: make a map, look at the files, hang hooks on the model."""
-    planned = "return _patches_planned(model, device_map, hf_quantizer)"
-    upstream = "infer_auto_device_map"
-    counted = inferring.replace(upstream, f"_patches_counted({upstream}, max_memory, hf_quantizer)")
-    first = "checkpoint_files[0].endswith('.safetensors')"
-    whole = "_patches_whole(checkpoint_files).endswith('.safetensors')"
-    dispatched = "dispatch_model(model, **device_map_kwargs)"
-    dispatch = "_patches_dispatch(dispatch_model, model, device_map_kwargs)"
-    return (
-        _edit(maps, inferring, counted, when, counted=module_sizes.counted),
-        _edit(maps, "return device_map", planned, when, planned=device_maps.plan_device_map),
-        _edit(files, first, whole, when, whole=checkpoint_keys.check_whole_files),
-        _edit(hooks, dispatched, dispatch, when, dispatch=offload_v5.dispatch_offloaded),
-    )
-
-
-def _from_5() -> tuple[Rewrite, ...]:
-    when = "transformers>=5"
-    maps, disk, hooks = (
-        f"{_HOOKS}:{name}" for name in ("_get_device_map", "accelerate_disk_offload", "accelerate_dispatch")
-    )
-    on_disk = "param_device == 'disk' and (target_name not in model_buffers or offload_buffers)"
-    left = "_patches_left(device_map, hf_quantizer, target_name, param, mapping, disk_offload_index)"
-    several = "len(set(device_map.values())) > 1"
-    asked = "is_env_variable_true('HF_DEACTIVATE_ASYNC_LOAD')"
-    ended = "if thread_pool is not None: thread_pool.shutdown(wait=False, cancel_futures=True)"
-    return (
-        *rewrite_both_quantizers(
-            "validate_environment",
-            "values != {'cpu'} and ('cpu' in values or 'disk' in values)",
-            "_patches_refused(self, values)",
-            {"_patches_refused": device_maps.is_refused},
-            when,
-        ),
-        *_common(maps, "infer_auto_device_map", disk, hooks, when),
-        weights_stored_separately.WITH_CHECKPOINT,
-        _edit(
-            _LOADING,
-            "get_device(device_map, renamed_key, valid_torch_device=True)",
-            "_patches_device_of(get_device, device_map, renamed_key, model, hf_quantizer)",
-            when,
-            device_of=offload_v5.read_device,
-        ),
-        _edit(
-            _LOADING,
-            "load_config.disk_offload_folder",
-            "_patches_folder(load_config, model, disk_offload_index)",
-            when,
-            folder=offload_v5.offload_folder,
-        ),
-        _edit(
-            _LOADING,
-            asked,
-            f"_patches_one_at_a_time({asked}, device_map)",
-            when,
-            one_at_a_time=offload_v5.reads_one_at_a_time,
-        ),
-        _edit(
-            _LOADING,
-            "mapping.convert",
-            "_patches_converting(mapping, device_map)",
-            when,
-            converting=chunked_quantization.convert_in_chunks,
-        ),
-        _edit(_LOADING, on_disk, f"({on_disk} and not {left})", when, left=offload_v5.is_left_on_disk),
-        _edit(
-            _LOADING,
-            "offload_and_maybe_resave_param",
-            "_patches_resaved(offload_and_maybe_resave_param, device_map)",
-            when,
-            resaved=offload_v5.resave_or_explain,
-        ),
-        _edit(
-            _LOADING,
-            "set_param_for_module",
-            "_patches_put(set_param_for_module, device_map)",
-            when,
-            put=offload_v5.set_and_offload,
-        ),
-        _edit(
-            f"{_MODEL}:PreTrainedModel._adjust_tied_keys_with_tied_pointers",
-            "self.state_dict()",
-            "_patches_not_on_meta(self.state_dict())",
-            "transformers==5.2.0",  # it takes all that is on meta, at the address 0, for one tied weight
-            not_on_meta=offload_v5.without_meta_tensors,
-        ),
-        _edit(
-            f"{_MODEL}:PreTrainedModel.from_pretrained",
-            several,
-            f"({several} or _patches_is_planned(device_map))",
-            "transformers>=5,<5.13",  # it hangs no hooks on a model that is on the disk whole
-            is_planned=offload_v5.needs_hooks,
-        ),
-        _edit(_LOADING, ended, f"_patches_ended(device_map)\n{ended}", when, ended=offload_v5.end_loading),
-    )
-
-
-def _before_5() -> tuple[Rewrite, ...]:
-    when = "transformers<5"
-    maps, files = f"{_MODEL}:_get_device_map", f"{_MODEL}:PreTrainedModel._load_pretrained_model"
-    loads = f"{_MODEL}:PreTrainedModel.from_pretrained"
-    placing_one = f"{_MODEL}:_load_state_dict_into_meta_model"
-    refused = "'cpu' in device_map_without_lm_head.values() or 'disk' in device_map_without_lm_head.values()"
-    supports = {"_patches_supports": device_maps.supports_offload}
-    inside = "{k[len(_prefix):] if k.startswith(_prefix) else k: v for k, v in device_map.items()}"
-    given = "device_map, model, param_name, param, hf_quantizer, disk_offload_index, _load_parameter_into_model"
-    return (
-        *rewrite_both_quantizers(
-            "validate_environment", refused, f"not _patches_supports(self) and ({refused})", supports, when
-        ),
-        *rewrite_both_quantizers(
-            BEFORE_LOADING,
-            "value in ['disk', 'cpu']",
-            "value in ['disk', 'cpu'] and not _patches_supports(self)",
-            supports,
-            when,
-        ),
-        *_common(maps, "infer_auto_device_map(model, dtype=target_dtype, **device_map_kwargs)", files, loads, when),
-        _edit(
-            maps,
-            "check_tied_parameters_on_same_device",
-            "_patches_checked(check_tied_parameters_on_same_device, device_map, hf_quantizer)",
-            when,
-            checked=device_maps.skip_tied_check,
-        ),
-        _edit(
-            loads,
-            "cls._load_pretrained_model",
-            "_patches_loading(cls._load_pretrained_model, device_map)",
-            when,
-            loading=offload_v4.load_files,
-        ),
-        _edit(
-            loads,
-            "safe_open(checkpoint_files[0], framework='pt')",
-            "_patches_opened(checkpoint_files[0])",
-            when,
-            opened=checkpoint_keys.open_safetensors,
-        ),
-        _edit(
-            files,
-            "expand_device_map(device_map, checkpoint_keys)",
-            "_patches_expanded(expand_device_map, device_map, checkpoint_keys)",
-            when,
-            expanded=offload_v4.expand_device_map,
-        ),
-        _edit(
-            files,
-            "get_disk_only_shard_files(device_map, weight_map)",
-            "_patches_skipped(get_disk_only_shard_files, device_map, weight_map)",
-            when,
-            skipped=offload_v4.files_to_skip,
-        ),
-        _edit(
-            files,
-            inside,
-            "_patches_within(device_map, _prefix)",
-            "transformers<4.57",
-            within=offload_v4.device_map_within,
-        ),
-        _edit(
-            placing_one,
-            "device_map[''] not in ('cpu', torch.device('cpu'))",
-            "device_map[''] not in ('cpu', 'disk', torch.device('cpu'))",
-            when,
-        ),
-        *(
-            _edit(
-                placing_one,
-                "param_device == 'disk'",
-                f"_patches_placed({given}{of_the_quantizer}) or param_device == 'disk'",
-                release,
-                placed=offload_v4.place_tensor,
+_FROM_5 = {
+    **dict.fromkeys(
+        (f"{quantizer}.validate_environment" for quantizer in QUANTIZERS),
+        "values != {'cpu'} and ('cpu' in values or 'disk' in values) => device_maps.is_refused(self, values)",
+    ),
+    f"{_HOOKS}:_get_device_map": """
+        infer_auto_device_map => module_sizes.infer_by_true_sizes(infer_auto_device_map, max_memory, hf_quantizer)
+        return device_map => return device_maps.plan_device_map(model, device_map, hf_quantizer)
+    """,
+    f"{_HOOKS}:accelerate_disk_offload": _CHECK_FILES,
+    f"{_HOOKS}:accelerate_dispatch": _DISPATCH,
+    "transformers.core_model_loading:convert_and_load_state_dict_in_model": """
+        get_device(device_map, renamed_key, valid_torch_device=True)
+            => offload_v5.read_device(get_device, device_map, renamed_key, model, hf_quantizer)
+        load_config.disk_offload_folder => offload_v5.offload_folder(load_config, model, disk_offload_index)
+        is_env_variable_true('HF_DEACTIVATE_ASYNC_LOAD')
+            => offload_v5.reads_one_at_a_time(is_env_variable_true('HF_DEACTIVATE_ASYNC_LOAD'), device_map)
+        mapping.convert => chunked_quantization.convert_in_chunks(mapping, device_map)
+        param_device == 'disk' and (target_name not in model_buffers or offload_buffers)
+            => param_device == 'disk' and (target_name not in model_buffers or offload_buffers) and not (
+                offload_v5.is_left_on_disk(device_map, hf_quantizer, target_name, param, mapping, disk_offload_index)
             )
-            for of_the_quantizer, release in (
-                (", state_dict, unexpected_keys", "transformers<4.57"),
-                ("", "transformers>=4.57,<5"),
+        offload_and_maybe_resave_param
+            => offload_v5.resave_or_explain(offload_and_maybe_resave_param, device_map)
+        set_param_for_module => offload_v5.set_and_offload(set_param_for_module, device_map)
+        if thread_pool is not None: thread_pool.shutdown(wait=False, cancel_futures=True)
+            =>
+            offload_v5.end_loading(device_map)
+            if thread_pool is not None: thread_pool.shutdown(wait=False, cancel_futures=True)
+    """,
+}
+
+_BEFORE_5 = {
+    **dict.fromkeys(
+        (f"{quantizer}.validate_environment" for quantizer in QUANTIZERS),
+        """
+        'cpu' in device_map_without_lm_head.values() or 'disk' in device_map_without_lm_head.values()
+            => not device_maps.supports_offload(self) and (
+                'cpu' in device_map_without_lm_head.values() or 'disk' in device_map_without_lm_head.values()
             )
+        """,
+    ),
+    **dict.fromkeys(
+        (f"{quantizer}.{BEFORE_LOADING}" for quantizer in QUANTIZERS),
+        "value in ['disk', 'cpu'] => value in ['disk', 'cpu'] and not device_maps.supports_offload(self)",
+    ),
+    f"{_MODEL}:_get_device_map": """
+        infer_auto_device_map(model, dtype=target_dtype, **device_map_kwargs)
+            => module_sizes.infer_by_true_sizes(infer_auto_device_map, max_memory, hf_quantizer)(
+                model, dtype=target_dtype, **device_map_kwargs
+            )
+        return device_map => return device_maps.plan_device_map(model, device_map, hf_quantizer)
+        check_tied_parameters_on_same_device
+            => device_maps.skip_tied_check(check_tied_parameters_on_same_device, device_map, hf_quantizer)
+    """,
+    f"{_MODEL}:PreTrainedModel.from_pretrained": f"""
+        {_DISPATCH}
+        cls._load_pretrained_model => offload_v4.load_files(cls._load_pretrained_model, device_map)
+        safe_open(checkpoint_files[0], framework='pt') => checkpoint_keys.open_safetensors(checkpoint_files[0])
+    """,
+    f"{_MODEL}:PreTrainedModel._load_pretrained_model": f"""
+        {_CHECK_FILES}
+        expand_device_map(device_map, checkpoint_keys)
+            => offload_v4.expand_device_map(expand_device_map, device_map, checkpoint_keys)
+        get_disk_only_shard_files(device_map, weight_map)
+            => offload_v4.files_to_skip(get_disk_only_shard_files, device_map, weight_map)
+    """,
+    f"{_MODEL}:_load_state_dict_into_meta_model": """
+        device_map[''] not in ('cpu', torch.device('cpu')) => device_map[''] not in ('cpu', 'disk', torch.device('cpu'))
+        not is_safetensors => not offload_v4.is_placed(device_map, is_safetensors)
+    """,
+}
+
+_PLACED = "device_map, model, param_name, param, hf_quantizer, disk_offload_index, _load_parameter_into_model"
+
+_OF_SOME_RELEASES = {
+    "transformers==5.2.0": {  # it takes all that is on meta, at the address 0, for one tied weight
+        f"{_MODEL}:PreTrainedModel._adjust_tied_keys_with_tied_pointers": (
+            "self.state_dict() => dispatching.without_meta_tensors(self.state_dict())"
         ),
-        _edit(
-            placing_one,
-            "not is_safetensors",
-            "not _patches_is_placed(device_map, is_safetensors)",
-            when,
-            is_placed=offload_v4.is_placed,
-        ),
+    },
+    "transformers>=5,<5.13": {  # they hang no hooks on a model that is on the disk whole
+        f"{_MODEL}:PreTrainedModel.from_pretrained": """
+            len(set(device_map.values())) > 1
+                => len(set(device_map.values())) > 1 or dispatching.needs_hooks(device_map)
+        """,
+    },
+    "transformers>=4.57,<5": {
+        f"{_MODEL}:_load_state_dict_into_meta_model": f"""
+            param_device == 'disk' => offload_v4.place_tensor({_PLACED}) or param_device == 'disk'
+        """,
+    },
+    "transformers<4.57": {
+        f"{_MODEL}:_load_state_dict_into_meta_model": f"""
+            param_device == 'disk'
+                => offload_v4.place_tensor({_PLACED}, state_dict, unexpected_keys) or param_device == 'disk'
+        """,
+        f"{_MODEL}:PreTrainedModel._load_pretrained_model": """
+            {k[len(_prefix):] if k.startswith(_prefix) else k: v for k, v in device_map.items()}
+                => offload_v4.device_map_within(device_map, _prefix)
+        """,
+    },
+}
+
+_MODULES = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        checkpoint_keys,
+        chunked_quantization,
+        device_maps,
+        dispatching,
+        module_sizes,
+        offload_v4,
+        offload_v5,
     )
+}
+_OUR_FUNCTION = re.compile(rf"\b({'|'.join(_MODULES)})\.(\w+)")
+
+
+def _edits(when: str, tables: Mapping[str, str]) -> Iterator[Rewrite]:
+    """Yield the edits of the releases ``when``: for each target a table, whose rows say ``find => replace``."""
+    for target, table in tables.items():
+        for row in re.split(r"\n(?=\S)", textwrap.dedent(table).strip()):
+            find, replace = row.split("=>")
+            names = {f"_patches_{name}": getattr(_MODULES[module], name) for module, name in _OUR_FUNCTION.findall(row)}
+            replace = _OUR_FUNCTION.sub(r"_patches_\2", textwrap.dedent(replace))
+            yield Rewrite(target, find.strip(), replace.strip(), names=names, when=when)
 
 
 PATCH = Patch(
@@ -287,13 +228,15 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
     tested_up_to="5.24.0",
     edits=(
-        *_from_5(),
-        *_before_5(),
-        Rewrite(
+        *_edits("transformers>=5", _FROM_5),
+        *_edits("transformers<5", _BEFORE_5),
+        *(edit for when, tables in _OF_SOME_RELEASES.items() for edit in _edits(when, tables)),
+        weights_stored_separately.WITH_CHECKPOINT,
+        Rewrite.to_call(
             f"{_MODEL}:PreTrainedModel.resize_token_embeddings",
             find="self._resize_token_embeddings",
-            replace="_patches_resizing(self)",
-            names={"_patches_resizing": resize_embeddings.resize_unless_offloaded},
+            function=resize_embeddings.resize_unless_offloaded,
+            arguments="self",
         ),
     ),
     defect=defect,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def defect() -> Finding:
+    """Load a tiny mixture of experts in 4 bits, and look for a warning."""
     with record_logs() as said:
         model = load_mixture_in_4bit()
     left = find_unquantized_experts(model)
@@ -25,8 +26,8 @@ def defect() -> Finding:
     return Finding(not said, f"{left.share:.0%} of the parameters left in {left.dtypes}, {len(said)} warnings")
 
 
-def tell(model: PreTrainedModel) -> None:
-    """Say which experts of ``model`` were not quantized."""
+def warn_of_unquantized(model: PreTrainedModel) -> None:
+    """Log which experts of ``model`` were not quantized."""
     left = find_unquantized_experts(model)
     if left is None:
         return
@@ -38,9 +39,15 @@ def tell(model: PreTrainedModel) -> None:
     LOGGER.warning(
         "%.0f %% of the parameters of this %s are not quantized (%s of its %s), because bitsandbytes quantizes linear "
         "layers only, and the experts are %s-D parameters in %s (%s).%s",
-        100 * left.share, type(model).__name__, format_bytes(left.bytes), format_bytes(left.bytes_in_all), left.dimensions,
-        left.dtypes, left, remedy,
-    )  # fmt: skip
+        100 * left.share,
+        type(model).__name__,
+        format_bytes(left.bytes),
+        format_bytes(left.bytes_in_all),
+        left.dimensions,
+        left.dtypes,
+        left,
+        remedy,
+    )
 
 
 PATCH = Patch(
@@ -71,10 +78,10 @@ PATCH = Patch(
         quantizers.AFTER_LOADING,
         find="return model",
         replace="""
-            _patches_tell(model)
+            _patches_warn_of_unquantized(model)
             return model
         """,
-        names={"_patches_tell": tell},
+        function=warn_of_unquantized,
     ),
     defect=defect,
 )

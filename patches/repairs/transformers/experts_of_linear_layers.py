@@ -8,39 +8,36 @@ from typing import Any
 from ...config import quantizers
 from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
+from ...experts import quantize_request, quantized_sizes
 from ...loading import weights_stored_separately
 from ...quantized.quantized_experts import is_quantized_experts
 
 
-def mapped(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str]) -> list[Any]:
-    """What a model is loaded by, with converters for quantized experts where they are needed."""
+def with_expert_converters(mapping: list[Any], model: Any, load_config: Any, state: Iterable[str]) -> list[Any]:
+    """Return the conversions that a model is loaded by, with converters for quantized experts where they are needed."""
     if getattr(load_config.hf_quantizer, "quantization_config", None) is None:
         return mapping
-    from ...experts import expert_converters, quantize_request
+    from ...experts import expert_converters
 
     return expert_converters.converters(mapping, model, load_config, state, quantize_request.is_requested())
 
 
-def element_size(quantizer: Any, model: Any, name: str, parameter: Any) -> float:
-    from ...experts import quantized_sizes
-
-    return quantized_sizes.bytes_of_element(quantizer, model, name, parameter)
-
-
-def without_ties(remove: Callable[..., Any], state: dict[str, Any], model: Any) -> dict[str, Any]:
+def remove_ties(remove: Callable[..., Any], state: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Return ``state`` without tied weights, as ``remove`` of transformers does, which cannot tell experts apart."""
     from ...experts import saving
 
     return saving.without_ties(remove, state, model)
 
 
-def reverted(revert: Callable[..., Any], model: Any, state: dict[str, Any]) -> dict[str, Any]:
+def revert_conversion(revert: Callable[..., Any], model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Give ``state`` the names and tensors of a checkpoint, as ``revert`` does, and of quantized experts as well."""
     from ...experts import saving
 
     return saving.revert_conversion(revert, model, state)
 
 
-def dequantized(model: Any, dtype: Any) -> Any:
-    """``model``, with its quantized experts made floating point too."""
+def dequantize_experts(model: Any, dtype: Any) -> Any:
+    """Make the quantized experts of ``model`` floating point too, and return it."""
     import torch
 
     new: dict[int, Any] = {}
@@ -53,8 +50,8 @@ def dequantized(model: Any, dtype: Any) -> Any:
     return model
 
 
-def size(parameter: Any) -> int:
-    """Bytes of a parameter: of quantized experts what they hold."""
+def bytes_held(parameter: Any) -> int:
+    """Return the bytes of a parameter, also of quantized experts."""
     if is_quantized_experts(parameter):
         return int(parameter.nbytes)
     return int(parameter.nelement() * parameter.element_size())
@@ -84,8 +81,6 @@ def defect() -> Finding:
 
 
 _SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"
-_REVERTED = {"_patches_reverted": reverted}
-
 
 PATCH = Patch(
     id="transformers-experts-of-linear-layers",
@@ -118,49 +113,46 @@ PATCH = Patch(
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "transformers.core_model_loading:convert_and_load_state_dict_in_model",
             find="load_config.weight_mapping or []",
-            replace="_patches_mapped(load_config.weight_mapping or [], model, load_config, state_dict)",
-            names={"_patches_mapped": mapped},
+            function=with_expert_converters,
+            arguments="load_config.weight_mapping or [], model, load_config, state_dict",
         ),
         weights_stored_separately.WITH_CHECKPOINT,
-        Rewrite(
+        Rewrite.to_call(
             "transformers.quantizers.base:HfQuantizer.param_element_size",
             find="param.element_size()",
-            replace="_patches_element_size(self, model, param_name, param)",
-            names={"_patches_element_size": element_size},
+            function=quantized_sizes.bytes_of_element,
+            arguments="self, model, param_name, param",
         ),
-        Rewrite(
+        Rewrite.to_call(
             _SAVE,
             find="remove_tied_weights_from_state_dict(state_dict, model_to_save)",
-            replace="_patches_without_ties(remove_tied_weights_from_state_dict, state_dict, model_to_save)",
-            names={"_patches_without_ties": without_ties},
+            function=remove_ties,
+            arguments="remove_tied_weights_from_state_dict, state_dict, model_to_save",
         ),
-        Rewrite(
-            _SAVE,
-            find="revert_weight_conversion(model_to_save, state_dict)",
-            replace="_patches_reverted(revert_weight_conversion, model_to_save, state_dict)",
-            names=_REVERTED,
-        ),
-        Rewrite(
-            _SAVE,
-            find="revert_weight_conversion(model_to_save, shard_state_dict)",
-            replace="_patches_reverted(revert_weight_conversion, model_to_save, shard_state_dict)",
-            when="transformers>=5.14",
-            names=_REVERTED,
+        *(
+            Rewrite.to_call(
+                _SAVE,
+                find=f"revert_weight_conversion(model_to_save, {state})",
+                function=revert_conversion,
+                arguments=f"revert_weight_conversion, model_to_save, {state}",
+                when=when,
+            )
+            for state, when in (("state_dict", ""), ("shard_state_dict", "transformers>=5.14"))
         ),
         *quantizers.rewrite_both_quantizers(
             "_dequantize",
             find="return model",
-            replace="return _patches_dequantized(model, dtype)",
-            names={"_patches_dequantized": dequantized},
+            replace="return _patches_dequantize_experts(model, dtype)",
+            function=dequantize_experts,
         ),
-        Rewrite(
+        Rewrite.to_call(
             "transformers.modeling_utils:PreTrainedModel.get_memory_footprint",
             find="param.nelement() * param.element_size()",
-            replace="_patches_size(param)",
-            names={"_patches_size": size},
+            function=bytes_held,
+            arguments="param",
         ),
     ),
     defect=defect,

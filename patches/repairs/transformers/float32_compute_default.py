@@ -9,6 +9,7 @@ from ...engine import Finding, Patch, Rewrite
 from ...process.messages import LOGGER
 from ..reproducers import tiny_models
 from ..reproducers.log_records import record_logs
+from ..reproducers.quantized_models import load_quantized
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 _told: set[str] = set()
 
 
-def told(quantizer: Any, model: Module, replace: Any) -> Any:
-    """``replace``, which makes the quantized layers of ``model``; says so if they compute in float32 by default."""
+def warn_of_float32(quantizer: Any, model: Module, replace: Any) -> Any:
+    """Warn if the quantized layers of ``model`` compute in float32 by default; return ``replace``, which makes them."""
     import torch
 
     config = quantizer.quantization_config
@@ -40,7 +41,7 @@ def told(quantizer: Any, model: Module, replace: Any) -> Any:
 
 
 def _chosen(quantizer: Any) -> bool:
-    """Whether the user chose the compute dtype, or it cannot be known."""
+    """Tell whether the user chose the compute dtype, or may have."""
     names = explicit_arguments.explicit_names(quantizer.quantization_config)
     if quantizer.pre_quantized:  # the configuration in a file has every argument
         return names is not None and explicit_arguments.CHOSEN in names
@@ -48,18 +49,13 @@ def _chosen(quantizer: Any) -> bool:
 
 
 def defect() -> Finding:
-    """Load a tiny Llama of bf16 in 4 bits as tutorials do, and listen."""
-    import tempfile
-
+    """Load a tiny Llama of bf16 in 4 bits as tutorials do, and look for a warning."""
     import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    with tempfile.TemporaryDirectory() as folder, record_logs() as said:
-        tiny_models.save_llama(folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=how, torch_dtype=torch.bfloat16, device_map="cpu"
-        )
+    with record_logs() as said:
+        model = load_quantized(tiny_models.make_llama(), how, torch_dtype=torch.bfloat16, device_map="cpu")
     computes = model.model.layers[0].mlp.up_proj.compute_dtype
     silent = not any("compute in float32" in record.getMessage() for record in said)
     return Finding(silent and computes is torch.float32, f"computes in {computes}, {len(said)} warnings")
@@ -91,11 +87,11 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer._process_model_before_weight_loading",
             find="replace_with_bnb_linear",
-            replace="_patches_told(self, model, replace_with_bnb_linear)",
-            names={"_patches_told": told},
+            function=warn_of_float32,
+            arguments="self, model, replace_with_bnb_linear",
         ),
         explicit_arguments.RECORD_ARGUMENTS,
     ),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 def defect_transformers() -> Finding:
+    """Compile a checkpointed model whose embedding has the hook of transformers."""
     import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
@@ -51,6 +52,7 @@ def defect_transformers() -> Finding:
 
 
 def defect_peft() -> Finding:
+    """Compile a checkpointed model whose embedding has the hook of peft."""
     import torch
     from peft import prepare_model_for_kbit_training
     from torch import nn
@@ -129,14 +131,7 @@ PATCH = Patch(
             "transformers",
             ("transformers>=4.53", "torch>=2.7"),
             "5.24.0",
-            (
-                Rewrite(
-                    "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",
-                    find="output.requires_grad_(True)",
-                    replace="return _patches_require_grads(output)",
-                    names={"_patches_require_grads": require_grads},
-                ),
-            ),
+            (Rewrite("transformers.modeling_utils:PreTrainedModel.enable_input_require_grads", **HOOK),),
             defect_transformers,
         ),
         Part(

@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 
 CYCLES = 5
 
-_handles: WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
-"""For each embedding, the hooks on it that were registered here."""
+_handles_of_embedding: WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
 
 def defect() -> Finding:
-    """Checkpointing off for a reference pass and on again, as trainers of preferences do in each step."""
+    """Switch checkpointing off for a reference pass and on again, as trainers of preferences do in each step."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -34,14 +33,14 @@ def defect() -> Finding:
     return Finding(hooks > 2, f"{hooks} hooks on the embedding after {CYCLES} times off and on")
 
 
-def registering(embedding: torch.nn.Module) -> Callable[[Callable[..., Any]], RemovableHandle]:
-    """``embedding.register_forward_hook``; the handle of the last one where there are two."""
+def register_at_most_two(embedding: torch.nn.Module) -> Callable[[Callable[..., Any]], RemovableHandle]:
+    """Return ``embedding.register_forward_hook``, which gives the handle of the last hook if there are two already."""
 
     def register(hook: Callable[..., Any]) -> RemovableHandle:
-        kept = [handle for handle in _handles.get(embedding, ()) if handle.id in embedding._forward_hooks]
+        kept = [h for h in _handles_of_embedding.get(embedding, ()) if h.id in embedding._forward_hooks]
         if len(kept) < 2:
             kept.append(embedding.register_forward_hook(hook))
-        _handles[embedding] = kept
+        _handles_of_embedding[embedding] = kept
         return kept[-1]
 
     return register
@@ -72,11 +71,11 @@ PATCH = Patch(
     requires=("transformers>=5",),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "transformers.modeling_utils:PreTrainedModel.enable_input_require_grads",
             find="input_embeddings.register_forward_hook",
-            replace="_patches_registering(input_embeddings)",
-            names={"_patches_registering": registering},
+            function=register_at_most_two,
+            arguments="input_embeddings",
         ),
     ),
     defect=defect,

@@ -7,13 +7,15 @@ from typing import Any
 
 from ...engine import Finding, Message, Patch, Rewrite
 from ...process.messages import LOGGER
+from ..reproducers import tiny_models
+from ..reproducers.log_records import record_logs
 
 _SWITCHES = ("load_in_4bit", "load_in_8bit")
 _told: set[str] = set()
 
 
 def quantization_config(kwargs: dict[str, Any]) -> Any:
-    """The ``quantization_config`` among ``kwargs``, or what ``load_in_4bit`` and its kin ask for; taken out of them."""
+    """Take the ``quantization_config`` out of ``kwargs``, or make the one that ``load_in_4bit`` and its kin ask for."""
     given = kwargs.pop("quantization_config", None)
     switches = {name: kwargs.pop(name) for name in _SWITCHES if name in kwargs}
     if not any(switches.values()):
@@ -43,13 +45,10 @@ def defect() -> Finding:
     """Load a tiny Llama in 4 bits as tutorials do."""
     import tempfile
 
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from ..reproducers.log_records import record_logs
-
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     with tempfile.TemporaryDirectory() as folder, record_logs():
-        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(folder)
+        tiny_models.save_llama(folder)
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, load_in_4bit=True, bnb_4bit_quant_type="nf4")
         except TypeError as error:
@@ -87,11 +86,11 @@ PATCH = Patch(
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "transformers.modeling_utils:PreTrainedModel.from_pretrained",
             find="kwargs.pop('quantization_config', None)",
-            replace="_patches_quantization_config(kwargs)",
-            names={"_patches_quantization_config": quantization_config},
+            function=quantization_config,
+            arguments="kwargs",
         ),
     ),
     defect=defect,

@@ -6,30 +6,32 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
 from ...quantized.four_bit import quant_states
+from ..reproducers import tiny_models
+from ..reproducers.quantized_models import save_quantized
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
 
-def follow(quantizer: Any, model: Module) -> bool:
-    """Give the quantization states of ``model`` the dtype that was asked for. True: what the caller sets."""
+def set_state_dtypes(quantizer: Any, model: Module) -> bool:
+    """Give the quantization states of ``model`` the dtype that was asked for. Return True, which the caller sets."""
     if quantizer.pre_quantized:
-        _follow(model, None)
+        _set_below(model, None)
     return True
 
 
-def _follow(module: Any, dtype: torch.dtype | None) -> None:
-    """``dtype`` is the dtype of the model that ``module`` is a part of; a part that is a model has its own."""
-    dtype = _asked(getattr(module, "config", None)) or dtype
+def _set_below(module: Any, dtype: torch.dtype | None) -> None:
+    """Set the states in ``module``, a part of a model of ``dtype``; a part that is a model has its own dtype."""
+    dtype = _dtype_of_config(getattr(module, "config", None)) or dtype
     state = quant_states.get_quant_state(getattr(module, "weight", None))
     if dtype is not None and state is not None:
         state.dtype = dtype
     for child in module.children():
-        _follow(child, dtype)
+        _set_below(child, dtype)
 
 
-def _asked(config: Any) -> torch.dtype | None:
+def _dtype_of_config(config: Any) -> torch.dtype | None:
     import torch
 
     found = vars(config) if hasattr(config, "__dict__") else {}
@@ -45,21 +47,15 @@ def defect() -> Finding:
     import tempfile
 
     import torch
-    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)
-    load = LlamaForCausalLM.from_pretrained
-    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
-        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(plain)
-        load(plain, quantization_config=how, torch_dtype=torch.bfloat16).save_pretrained(packed)
-        model = load(packed, torch_dtype=torch.float16)
+    with tempfile.TemporaryDirectory() as packed:
+        save_quantized(packed, tiny_models.make_llama(), how, torch_dtype=torch.bfloat16)
+        model = LlamaForCausalLM.from_pretrained(packed, torch_dtype=torch.float16)
     dtype = model.model.layers[0].mlp.up_proj.weight.quant_state.dtype
     return Finding(dtype is not torch.float16, f"asked for torch.float16, weights are dequantized in {dtype}")
 
-
-_AFTER = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer._process_model_after_weight_loading"
-_NAMES = {"_patches_follow": follow}
 
 PATCH = Patch(
     id="transformers-quant-state-dtype",
@@ -83,21 +79,18 @@ PATCH = Patch(
     """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    edits=(
+    edits=tuple(
         Rewrite(
-            _AFTER,
-            find="setattr(model, 'is_loaded_in_4bit', True)",
-            replace="setattr(model, 'is_loaded_in_4bit', _patches_follow(self, model))",
-            names=_NAMES,
-            when="transformers>=5.4",
-        ),
-        Rewrite(
-            _AFTER,
-            find="model.is_loaded_in_4bit = True",
-            replace="model.is_loaded_in_4bit = _patches_follow(self, model)",
-            names=_NAMES,
-            when="transformers<5.4",
-        ),
+            "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer._process_model_after_weight_loading",
+            find=sets_flag.format("True"),
+            replace=sets_flag.format("_patches_set_state_dtypes(self, model)"),
+            names={"_patches_set_state_dtypes": set_state_dtypes},
+            when=when,
+        )
+        for sets_flag, when in (
+            ("setattr(model, 'is_loaded_in_4bit', {})", "transformers>=5.4"),
+            ("model.is_loaded_in_4bit = {}", "transformers<5.4"),
+        )
     ),
     defect=defect,
 )

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, Rewrite
+from ..reproducers import tiny_models
+from ..reproducers.quantized_models import save_quantized
 
 _KEY = "quantization_config"
 
 
 def without_none(stored: dict[str, Any], kwargs: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """``kwargs`` for the configuration ``stored``, without a None for the quantization that it has.
+    """Return ``kwargs`` for the configuration ``stored``, without a None for the quantization that it has.
 
-    ``AutoModel`` asks for what the configuration does not use, and ``pipeline`` says so in what was ``asked``; who asks for
-    a configuration alone may mean the None.
+    Only for a model: then ``AutoModel`` wants the unused arguments back, or ``pipeline`` sets its flag in ``asked``. A
+    program that loads a configuration alone may mean the None.
     """
     for_a_model = asked.get("return_unused_kwargs") or asked.get("_from_pipeline")
     if for_a_model and kwargs.get(_KEY, "") is None and _of_bitsandbytes(stored.get(_KEY)):
@@ -31,26 +33,23 @@ def _of_bitsandbytes(quantization: Any) -> bool:
 
 
 def defect() -> Finding:
-    """A tiny Llama saved in INT8, loaded with ``quantization_config=None`` and without it."""
+    """Save a tiny Llama in INT8, and load it with ``quantization_config=None`` and without it."""
     import tempfile
 
     import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    torch.manual_seed(0)
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     ids = torch.arange(8)[None]
-    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as codes, torch.no_grad():
-        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(plain)
-        how = BitsAndBytesConfig(load_in_8bit=True)
-        LlamaForCausalLM.from_pretrained(plain, quantization_config=how, device_map="cpu").save_pretrained(codes)
+    load = AutoModelForCausalLM.from_pretrained
+    with tempfile.TemporaryDirectory() as packed, torch.no_grad():
+        save_quantized(packed, tiny_models.make_llama(), BitsAndBytesConfig(load_in_8bit=True), device_map="cpu")
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(codes, quantization_config=None, device_map="cpu")
+            loaded = load(packed, quantization_config=None, device_map="cpu")
         except AttributeError as error:
             if "'NoneType' object has no attribute" not in str(error):
                 raise
             return Finding(True, str(error))
-        expected = AutoModelForCausalLM.from_pretrained(codes, device_map="cpu")(ids).logits
+        expected = load(packed, device_map="cpu")(ids).logits
         logits = loaded(ids).logits
     layer = type(loaded.model.layers[0].mlp.up_proj).__name__
     # NaN is equal to NaN here: on 0.46 the packed weights of a float16 model lose their scales, which other patches repair.

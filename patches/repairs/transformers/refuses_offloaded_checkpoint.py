@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...engine import Finding, Message, Patch, Rewrite
+from ..reproducers import tiny_models
+from ..reproducers.quantized_models import save_quantized
 
 _REMEDY = (
     "This checkpoint is quantized already, and from_pretrained cannot send layers of such a checkpoint to the CPU or "
@@ -14,8 +16,8 @@ _REMEDY = (
 )
 
 
-def told(quantizer: Any) -> Callable[[str], ValueError]:
-    """``ValueError``: it says what works where the flag, which it asks for, does not."""
+def error_with_remedy(quantizer: Any) -> Callable[[str], ValueError]:
+    """Return ``ValueError``; if the flag that its text asks for would have no effect, it says what works instead."""
 
     def error(text: str) -> ValueError:
         asks = quantizer.pre_quantized and "llm_int8_enable_fp32_cpu_offload" in text
@@ -24,31 +26,14 @@ def told(quantizer: Any) -> Callable[[str], ValueError]:
     return error
 
 
-def _edit(bits: int, errors: int, when: str) -> Rewrite:
-    """In the validation of one quantizer, which raises so many of these errors."""
-    target = f"transformers.quantizers.quantizer_bnb_{bits}bit:Bnb{bits}BitHfQuantizer.validate_environment"
-    return Rewrite(
-        target,
-        find="ValueError",
-        replace="_patches_remedy(self)",
-        count=errors,
-        names={"_patches_remedy": told},
-        when=when,
-    )
-
-
 def defect() -> Finding:
     """Follow the advice that loading a quantized checkpoint gives."""
     import tempfile
 
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as quantized:
-        LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size)).save_pretrained(base)
-        config = BitsAndBytesConfig(load_in_8bit=True)
-        model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu")
-        model.save_pretrained(quantized)
+    with tempfile.TemporaryDirectory() as quantized:
+        save_quantized(quantized, tiny_models.make_llama(), BitsAndBytesConfig(load_in_8bit=True), device_map="cpu")
         config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_enable_fp32_cpu_offload=True)
         try:
             device_map = {"model": "disk", "lm_head": "cpu"}
@@ -89,9 +74,21 @@ PATCH = Patch(
     """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",
-    edits=(
-        *(_edit(bits, 1, "transformers>=5") for bits in (4, 8)),
-        *(_edit(bits, errors, "transformers<5") for bits, errors in ((4, 2), (8, 3))),
+    edits=tuple(
+        Rewrite.to_call(
+            f"transformers.quantizers.quantizer_bnb_{bits}bit:Bnb{bits}BitHfQuantizer.validate_environment",
+            find="ValueError",
+            function=error_with_remedy,
+            arguments="self",
+            when=when,
+            count=errors,
+        )
+        for bits, errors, when in (
+            (4, 1, "transformers>=5"),
+            (8, 1, "transformers>=5"),
+            (4, 2, "transformers<5"),
+            (8, 3, "transformers<5"),
+        )
     ),
     defect=defect,
 )

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
-from ...offload import offloaded_modules, retie
+from ...offload import offloaded_modules, weights_maps
 from ...quantized import accelerate_hooks
 from ...quantized.int8 import row_scales
+from ..reproducers import tiny_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str, Tensor]:
-    """The state dict of ``model``; with values where transformers would not find them.
+    """Return the state dict of ``model``, with values for tensors on meta that transformers would not find.
 
-    ``modules`` is where transformers 4 looks each name up while it writes; emptied if that would not find them.
+    ``modules`` is where transformers 4 looks each name up while it writes; it is emptied if that would not find them.
     """
     state: dict[str, Tensor] = model.state_dict()
     away = {name for name, tensor in state.items() if tensor.is_meta}
     int8 = {name for name in away if row_scales.is_int8(state[name])}
     renamed = _is_renamed(model, {name: state[name] for name in away})
     looked_up = _is_looked_up(model) and not renamed
-    wanted = int8 if looked_up else away  # what transformers looks up itself it knows to be tied
+    wanted = int8 if looked_up else away  # transformers knows which of the tensors that it looks up are tied
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if accelerate_hooks.hook_of(module) is None or not any(each.startswith(prefix) for each in wanted):
@@ -36,7 +37,7 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
             # Scales that are away are in no state dict once the layer has run.
             new = {name: tensor for name, tensor in brought.items() if name in away or name not in state}
             state.update((name, tensor.to("cpu")) for name, tensor in new.items())
-    tied = retie.restore_ties(model)  # after all modules were visited, which gives each a parameter of its own
+    tied = weights_maps.restore_ties(model)  # after all modules were visited, which gives each a parameter of its own
     state.update((name, state[source]) for name, source in tied.items() if name in state and not state[source].is_meta)
     if renamed and modules:
         modules.clear()
@@ -45,29 +46,29 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
     return state
 
 
-def brought(upstream: Callable[..., Any], module: Any, name: str, written: dict[str, Any], shard: Any) -> Any:
-    """``get_state_dict_from_offload``; tensors that it does not find are in ``shard``: the model's own tensors, statistics."""
+def onload_or_take(upstream: Callable[..., Any], module: Any, name: str, written: dict[str, Any], shard: Any) -> Any:
+    """Call ``get_state_dict_from_offload``; take tensors that it does not find (the model's own, statistics) from ``shard``."""
     found = written if module is None else upstream(module, name, written)
     if isinstance(found[name], str):
         found[name] = shard[name]
     return found
 
 
-def identity(upstream: Callable[..., Any], model: Any, name: str, tensor: Tensor) -> Any:
-    """``id_tensor_storage``; of a parameter on meta, where addresses are 0: what object it is."""
+def storage_or_object_id(upstream: Callable[..., Any], model: Any, name: str, tensor: Tensor) -> Any:
+    """Call ``id_tensor_storage``; return the ``id`` of a parameter on meta, where all addresses are 0."""
     path, _, own = name.rpartition(".")
     parameter = model.get_submodule(path)._parameters.get(own) if tensor.is_meta else None
     return upstream(tensor) if parameter is None else id(parameter)
 
 
 def _is_looked_up(model: Any) -> bool:
-    """Whether transformers itself looks up tensors on meta; before 5.15 it does so only for maps of several devices."""
+    """Tell whether transformers itself looks up tensors on meta; before 5.15 it does so only for maps of several devices."""
     places = set(getattr(model, "hf_device_map", {}).values())
     return bool({"cpu", "disk"} & places) and (len(places) > 1 or satisfied("transformers>=5.15"))
 
 
 def _is_renamed(model: Any, away: dict[str, Tensor]) -> bool:
-    """Whether transformers gives tensors on meta the names of a checkpoint before it looks them up in the model."""
+    """Tell whether transformers gives tensors on meta the names of a checkpoint before it looks them up in the model."""
     if not away or satisfied("transformers>=5.14"):
         return False
     if satisfied("transformers<5"):
@@ -83,10 +84,9 @@ def defect() -> Finding:
 
     import torch
     from accelerate import cpu_offload
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_key_value_heads=2, **size))
+    model = tiny_models.make_llama(hidden_size=8, intermediate_size=8, vocab_size=8)
     head = model.lm_head.weight.detach().clone()
     cpu_offload(model, execution_device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
@@ -138,27 +138,21 @@ PATCH = Patch(
     tested_up_to="5.24.0",
     edits=(
         *(
-            Rewrite(
-                _SAVE,
-                find="model_to_save.state_dict()",
-                replace=f"_patches_state_dict_of({given})",
-                names={"_patches_state_dict_of": state_dict_of},
-                when=when,
-            )
+            Rewrite.to_call(_SAVE, "model_to_save.state_dict()", state_dict_of, given, when)
             for given, when in (("model_to_save", "transformers>=5"), ("model_to_save, module_map", "transformers<5"))
         ),
-        Rewrite(
+        Rewrite.to_call(
             _SAVE,
             find="get_state_dict_from_offload(module, module_name, shard_state_dict)",
-            replace="_patches_brought(get_state_dict_from_offload, module, module_name, shard_state_dict, shard)",
-            names={"_patches_brought": brought},
+            function=onload_or_take,
+            arguments="get_state_dict_from_offload, module, module_name, shard_state_dict, shard",
             when="transformers<5",
         ),
-        Rewrite(
+        Rewrite.to_call(
             _SAVE,
             find="id_tensor_storage(tensor)",
-            replace="_patches_identity(id_tensor_storage, self, name, tensor)",
-            names={"_patches_identity": identity},
+            function=storage_or_object_id,
+            arguments="id_tensor_storage, self, name, tensor",
             when="transformers<4.54",
         ),
     ),

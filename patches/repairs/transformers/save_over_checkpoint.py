@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...engine import Finding, Message, Patch, Rewrite
-from ...offload import save_over_own_files
+from ...offload.save_over_own_files import ShardsInPlace, removable_files, save_beside, save_config
+from ..reproducers import tiny_models
 
 
 def defect() -> Finding:
@@ -11,10 +12,9 @@ def defect() -> Finding:
     import tempfile
 
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    model = tiny_models.make_llama(hidden_size=8, intermediate_size=8, vocab_size=8)
     on_cpu = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
     device_map = {**dict.fromkeys(on_cpu, "cpu"), "model.layers": "disk"}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as off:
@@ -34,8 +34,15 @@ _SAVE = "transformers.modeling_utils:PreTrainedModel.save_pretrained"
 PATCH = Patch(
     id="transformers-save-over-checkpoint",
     summary="save_pretrained into the folder that an offloaded model reads from destroys the checkpoint",
-    groups=('offload', 'save'),
-    messages=(Message('FileNotFoundError: No such file or directory: .../model-00001-of-00003.safetensors', 'safetensors/_safetensors_rust.abi3.so', parts=('No such file or directory: ', '.safetensors'), holds=('No such file or directory: ',)),),
+    groups=("offload", "save"),
+    messages=(
+        Message(
+            "FileNotFoundError: No such file or directory: .../model-00001-of-00003.safetensors",
+            "safetensors/_safetensors_rust.abi3.so",
+            parts=("No such file or directory: ", ".safetensors"),
+            holds=("No such file or directory: ",),
+        ),
+    ),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py#L3540",),
     why="""
         If a model with layers on the disk was loaded from safetensors, accelerate's hooks read these layers from
@@ -57,30 +64,20 @@ PATCH = Patch(
     requires=("transformers>=4.53", "accelerate>=0.31"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             _SAVE,
             find="model_to_save.config.save_pretrained(save_directory)",
-            replace="_patches_config(model_to_save, save_directory)",
-            names={"_patches_config": save_over_own_files.save_config},
+            function=save_config,
+            arguments="model_to_save, save_directory",
         ),
-        Rewrite(
-            _SAVE,
-            find="os.listdir(save_directory)",
-            replace="_patches_removable(os.listdir(save_directory), model_to_save, save_directory)",
-            names={"_patches_removable": save_over_own_files.removable_files},
+        *(
+            Rewrite.to_call(_SAVE, files, function, f"{files}, model_to_save, save_directory")
+            for files, function in (
+                ("os.listdir(save_directory)", removable_files),
+                ("state_dict_split.filename_to_tensors.items()", ShardsInPlace),
+            )
         ),
-        Rewrite(
-            _SAVE,
-            find="state_dict_split.filename_to_tensors.items()",
-            replace="_patches_shards(state_dict_split.filename_to_tensors.items(), model_to_save, save_directory)",
-            names={"_patches_shards": save_over_own_files.Shards},
-        ),
-        Rewrite(
-            _SAVE,
-            find="safe_save_file",
-            replace="_patches_saved(safe_save_file, model_to_save)",
-            names={"_patches_saved": save_over_own_files.save_beside},
-        ),
+        Rewrite.to_call(_SAVE, "safe_save_file", save_beside, "safe_save_file, model_to_save"),
     ),
     defect=defect,
-)  # fmt: skip
+)

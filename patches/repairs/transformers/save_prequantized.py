@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...config.quantizers import reads_packed_weights
 from ...engine import Finding, Message, Patch, Rewrite
+from ..reproducers import tiny_models
+from ..reproducers.quantized_models import save_quantized
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightTransform
 
-_DESERIALIZING = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
 
-
-def to_be_reverted(conversions: list[WeightTransform] | None) -> list[WeightTransform] | None:
-    """``conversions`` without the ones that join a quantized parameter from the tensors that its layer writes."""
-    if conversions is None:
-        return None
-    return [conversion for conversion in conversions if not _deserializes(conversion)]
-
-
-def _deserializes(conversion: WeightTransform) -> bool:
-    operations = getattr(conversion, "operations", None) or ()
-    return any(type(operation).__name__ in _DESERIALIZING for operation in operations)
+def without_packed_weights(conversions: list[WeightTransform] | None) -> list[WeightTransform] | None:
+    """Return ``conversions`` without the ones that join a quantized parameter, which a layer writes as it is stored."""
+    return conversions and [each for each in conversions if not reads_packed_weights(each)]
 
 
 def defect() -> Finding:
@@ -29,14 +23,11 @@ def defect() -> Finding:
     import tempfile
 
     import torch
-    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).save_pretrained(first)
-        LlamaForCausalLM.from_pretrained(first, quantization_config=how, device_map="cpu").save_pretrained(second)
+        save_quantized(second, tiny_models.make_llama(), how, device_map="cpu")
         model = LlamaForCausalLM.from_pretrained(second, device_map="cpu")
         try:
             model.save_pretrained(first)
@@ -76,11 +67,11 @@ PATCH = Patch(
     requires=("transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "transformers.core_model_loading:revert_weight_conversion",
             find="getattr(model, '_weight_conversions', None)",
-            replace="_patches_to_be_reverted(getattr(model, '_weight_conversions', None))",
-            names={"_patches_to_be_reverted": to_be_reverted},
+            function=without_packed_weights,
+            arguments="getattr(model, '_weight_conversions', None)",
         ),
     ),
     defect=defect,

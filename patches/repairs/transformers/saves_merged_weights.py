@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...config.quantizers import reads_packed_weights
 from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers import tiny_models
+from ..reproducers.quantized_models import save_quantized
 
 
 def revertible(conversions: list[Any], model: Any) -> list[Any]:
-    """``conversions`` without the ones that would join the weights of quantized layers of ``model``."""
-    weights = [f"{path}.weight" for path, module in model.named_modules() if _is_quantized(module)]
+    """Return ``conversions`` without the ones that would join the weights of quantized layers of ``model``."""
+    kinds = ("Linear4bit", "Linear8bitLt")
+    weights = [f"{path}.weight" for path, module in model.named_modules() if type(module).__name__ in kinds]
     return [each for each in conversions if not weights or not _joins(each, weights)]
 
 
-def _is_quantized(module: Any) -> bool:
-    return type(module).__name__ in ("Linear4bit", "Linear8bitLt")
-
-
 def _joins(conversion: Any, weights: list[str]) -> bool:
-    """Whether ``conversion``, reverted, changes one of ``weights``."""
-    if not getattr(conversion, "operations", None):  # it only renames
+    """Tell whether ``conversion``, reverted, changes one of ``weights``."""
+    only_renames = not getattr(conversion, "operations", None)
+    if only_renames or reads_packed_weights(conversion):  # transformers-save-prequantized is about the latter
         return False
-    if any("Deserialize" in type(operation).__name__ for operation in conversion.operations):
-        return False  # another patch is about these
     reverted = conversion.reverse_transform()
     return any(reverted.rename_source_key(weight)[1] is not None for weight in weights)
 
@@ -38,15 +36,12 @@ def defect() -> Finding:
     torch.manual_seed(0)
     config = HrmTextConfig(vocab_size=16, head_dim=32, **{**tiny_models.SIZE, "num_hidden_layers": 2})
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    load = AutoModelForCausalLM.from_pretrained
     ids = torch.arange(8)[None]
-    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed, torch.no_grad():
-        AutoModelForCausalLM.from_config(config).save_pretrained(plain)
-        model = load(plain, quantization_config=how, device_map="cpu").eval()
+    with tempfile.TemporaryDirectory() as packed, torch.no_grad():
+        model = save_quantized(packed, AutoModelForCausalLM.from_config(config), how, device_map="cpu").eval()
         expected = model(ids, use_cache=False).logits
-        model.save_pretrained(packed)
         try:
-            again = load(packed, device_map="cpu").eval()
+            again = AutoModelForCausalLM.from_pretrained(packed, device_map="cpu").eval()
             logits = again(ids, use_cache=False).logits
         except (AttributeError, RuntimeError, AssertionError, ValueError) as error:
             return Finding(True, f"loaded again: {type(error).__name__}: {str(error).partition('.')[0]}")

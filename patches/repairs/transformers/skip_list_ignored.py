@@ -9,30 +9,28 @@ from ...config import quantizers, skip_list
 from ...engine import Finding, Patch
 from ...process.messages import LOGGER
 from ..reproducers import tiny_models
+from ..reproducers.quantized_models import load_quantized
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def to_skip(quantizer: Any, model: Module) -> list[str] | None:
-    """The names that transformers is given in place of the user's names."""
+def names_to_skip(quantizer: Any, model: Module) -> list[str] | None:
+    """Return the names that transformers is given in place of the user's names."""
     asked: list[str] | None = quantizer.quantization_config.llm_int8_skip_modules
     if asked is None or quantizer.pre_quantized:
         return asked
     names, paths = skip_list.checked_skip_list(asked), skip_list.find_linear_layers(model)
-    _tell_unknown(names, model, paths)
-    skip: list[str] = []
-    for name in names:
-        skip += _said(name, paths)
-    skip = list(dict.fromkeys(skip))
+    _warn_of_unknown(names, model, paths)
+    skip = list(dict.fromkeys(each for name in names for each in _with_paths(name, paths)))
     if skip == names:
         return asked
     skip_list.set_list(quantizer, skip)
     return skip
 
 
-def _said(name: str, paths: list[str]) -> list[str]:
-    """``name`` as the installed transformers has to be told: with the paths that it would not find, or they alone."""
+def _with_paths(name: str, paths: list[str]) -> list[str]:
+    """Return ``name`` and the paths that the installed transformers would not find by it, or the paths alone."""
     meant = [path for path in paths if skip_list.path_up_to(path, name)]
     taken = [path for path in paths if skip_list.skips_layer(name, path)]
     if any(_next_number(name, path) for path in taken):
@@ -45,12 +43,12 @@ def _said(name: str, paths: list[str]) -> list[str]:
 
 
 def _next_number(name: str, path: str) -> bool:
-    """Whether ``path`` begins with ``name`` in the middle of a number: layers.1 and layers.10, up to 5.17."""
+    """Tell whether ``path`` begins with ``name`` in the middle of a number: layers.1 and layers.10, up to 5.17."""
     return name[-1:].isdigit() and path.startswith(name) and path[len(name) :][:1].isdigit()
 
 
-def _tell_unknown(names: list[str], model: Module, paths: list[str]) -> None:
-    """Say which of ``names`` is about no module of ``model``."""
+def _warn_of_unknown(names: list[str], model: Module, paths: list[str]) -> None:
+    """Log which of ``names`` is about no module of ``model``."""
     modules = [path for path, _ in model.named_modules() if path]
     modules += [path for path, parameter in model.named_parameters() if parameter.dim() == 3]  # experts
     parts = {".".join(path.split(".")[at:]) for path in modules for at in range(path.count(".") + 1)}
@@ -70,20 +68,12 @@ def _tell_unknown(names: list[str], model: Module, paths: list[str]) -> None:
 
 def defect() -> Finding:
     """Load a tiny Llava in 4 bits without its vision tower, and a Llama without the projections of its attention."""
-    import tempfile
+    from transformers import BitsAndBytesConfig
 
-    from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlavaForConditionalGeneration
-
-    asked = (
-        (LlavaForConditionalGeneration, tiny_models.save_llava, "vision_tower"),
-        (LlamaForCausalLM, tiny_models.save_llama, "self_attn.q_proj"),
-    )
     quantized = {}
-    for kind, save, name in asked:
+    for plain, name in ((tiny_models.make_llava(), "vision_tower"), (tiny_models.make_llama(), "self_attn.q_proj")):
         how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=[name])
-        with tempfile.TemporaryDirectory() as folder:
-            save(folder)
-            model = kind.from_pretrained(folder, quantization_config=how, device_map="cpu")
+        model = load_quantized(plain, how, device_map="cpu")
         layers = [m for path, m in model.named_modules() if skip_list.path_up_to(path, name)]
         quantized[name] = sum(type(m).__name__ == "Linear4bit" for m in layers)
     figure = ", ".join(f"{count} layers quantized for {name!r}" for name, count in quantized.items())
@@ -123,8 +113,8 @@ PATCH = Patch(
     edits=quantizers.rewrite_both_quantizers(
         quantizers.BEFORE_LOADING,
         find="self.quantization_config.llm_int8_skip_modules",
-        replace="_patches_to_skip(self, model)",
-        names={"_patches_to_skip": to_skip},
+        replace="_patches_names_to_skip(self, model)",
+        function=names_to_skip,
     ),
     defect=defect,
 )

@@ -12,15 +12,15 @@ from ...config.quantizers import is_bitsandbytes
 from ...engine import Finding, Patch, Rewrite
 from ...loading import checkpoint_keys
 from ..reproducers import tiny_models
+from ..reproducers.quantized_models import save_quantized
 
-_OF_ONE_EXPERT = re.compile(r"(?<=_proj)\.\d+\.weight$")
-"""``experts.gate_up_proj.3.weight``"""
+_OF_ONE_EXPERT = re.compile(r"(?<=_proj)\.\d+\.weight$")  # experts.gate_up_proj.3.weight
 
 
 def preprocess(
     quantizer: Any, files: Iterable[str] | None, state: Mapping[str, Any] | None, mapping: dict[str, str] | None
 ) -> Callable[..., Any]:
-    """``quantizer.preprocess_model``; afterwards the layers are what the checkpoint holds."""
+    """Return ``quantizer.preprocess_model``, after which each layer is quantized as far as the checkpoint has it so."""
     config = quantizer.quantization_config
     ours = quantizer.pre_quantized and is_bitsandbytes(quantizer)
     stored = checkpoint_keys.read_headers(files, state) if ours and not config.llm_int8_has_fp16_weight else None
@@ -35,7 +35,7 @@ def preprocess(
         result = quantizer.preprocess_model(model=model, **also)
         for path, module in plain.items():
             if path in quantized and not _is_quantized(model.get_submodule(path)):
-                model.set_submodule(path, _quantized_layer(module, config))
+                model.set_submodule(path, _make_quantized(module, config))
             elif path not in quantized and _is_quantized(model.get_submodule(path)):
                 model.set_submodule(path, module)
         for path, module in stacked.items():
@@ -47,7 +47,7 @@ def preprocess(
 
 
 def _quantized(model: Any, stored: dict[str, checkpoint_keys.StoredTensor], mapping: dict[str, str] | None) -> set[str]:
-    """Paths of the layers of ``model`` that are quantized in the checkpoint."""
+    """Return the paths of the layers of ``model`` that are quantized in the checkpoint."""
     keys = list(stored)
     weights = set(checkpoint_keys.quantized_names(keys))
     paths = {path: model.get_submodule(path).weight for path in skip_list.find_linear_layers(model)}
@@ -78,20 +78,24 @@ def _quantized(model: Any, stored: dict[str, checkpoint_keys.StoredTensor], mapp
 def _stacked(
     model: Any, stored: dict[str, checkpoint_keys.StoredTensor], mapping: dict[str, str] | None
 ) -> dict[str, Any]:
-    """Experts in parameters of three dimensions, by path, that the checkpoint holds so; transformers divides some of them."""
-    paths = {f"{path}.{name}": path for path, module in model.named_modules()
-             for name, parameter in module._parameters.items() if parameter is not None and parameter.dim() == 3}  # fmt: skip
+    """Return the modules of experts that the checkpoint has in parameters of three dimensions; transformers divides some."""
+    paths = {
+        f"{path}.{name}": path
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.dim() == 3
+    }
     ends = tuple({name.rpartition(".")[2] for name in paths})
-    whole = {_OF_ONE_EXPERT.sub("", key) for key, tensor in stored.items() if len(tensor.shape) == 3 or _is_packed(key)}
+    # quantize_experts stores each expert by itself, also of a model whose checkpoints have experts whole.
+    whole = {
+        _OF_ONE_EXPERT.sub("", key)
+        for key, tensor in stored.items()
+        if len(tensor.shape) == 3 or _OF_ONE_EXPERT.search(key)
+    }
     keys = sorted(key for key in whole if ends and key.endswith(ends))
     names = checkpoint_keys.names_in_model(model, list(stored), keys, mapping) if keys else {}
     found = {paths[name] for name in names.values() if name in paths}
     return {path: model.get_submodule(path) for path in sorted(found)}
-
-
-def _is_packed(key: str) -> bool:
-    """Of an expert that ``quantize_experts`` has quantized, in a model whose checkpoints have experts whole."""
-    return _OF_ONE_EXPERT.search(key) is not None
 
 
 def _is_quantized(module: Any) -> bool:
@@ -100,8 +104,8 @@ def _is_quantized(module: Any) -> bool:
     return isinstance(module, (Linear4bit, Linear8bitLt))
 
 
-def _quantized_layer(module: Any, config: Any) -> Any:
-    """The layer that transformers makes of ``module``."""
+def _make_quantized(module: Any, config: Any) -> Any:
+    """Make the layer that transformers makes of ``module``."""
     import inspect
 
     import torch
@@ -117,7 +121,7 @@ def _quantized_layer(module: Any, config: Any) -> Any:
 
 
 def defect() -> Finding:
-    """A tiny Llava with a layer that is not quantized, whose list is written as transformers 4.49 wrote it."""
+    """Load a tiny Llava with a layer that is not quantized, whose list is written as transformers 4.49 wrote it."""
     import json
     import tempfile
     from pathlib import Path
@@ -127,16 +131,14 @@ def defect() -> Finding:
     list_now = ["model.vision_tower", "model.multi_modal_projector", "lm_head", "model.language_model.layers.0.mlp"]
     list_then = ["vision_tower", "multi_modal_projector", "lm_head", "language_model.model.layers.0.mlp"]
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=list_now)
-    load = LlavaForConditionalGeneration.from_pretrained
-    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
-        tiny_models.save_llava(plain)
-        load(plain, quantization_config=how, device_map="cpu").save_pretrained(packed)
+    with tempfile.TemporaryDirectory() as packed:
+        save_quantized(packed, tiny_models.make_llava(), how, device_map="cpu")
         file = Path(packed, "config.json")
         stored = json.loads(file.read_text())
         stored["quantization_config"]["llm_int8_skip_modules"] = list_then
         file.write_text(json.dumps(stored))
         try:
-            model = load(packed, device_map="cpu")
+            model = LlavaForConditionalGeneration.from_pretrained(packed, device_map="cpu")
         except (ValueError, NotImplementedError) as error:
             return Finding(True, f"while loading: {error}")
     layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
@@ -170,11 +172,11 @@ PATCH = Patch(
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "transformers.modeling_utils:PreTrainedModel.from_pretrained",
             find="hf_quantizer.preprocess_model",
-            replace="_patches_preprocess(hf_quantizer, checkpoint_files, state_dict, key_mapping)",
-            names={"_patches_preprocess": preprocess},
+            function=preprocess,
+            arguments="hf_quantizer, checkpoint_files, state_dict, key_mapping",
         ),
     ),
     defect=defect,

@@ -6,14 +6,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...config import quantizers, skip_list
-from ...engine import Finding, Message, Patch, Rewrite
+from ...engine import Finding, Message, Patch
+from ..reproducers import tiny_models
+from ..reproducers.quantized_models import load_quantized
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def and_tied(quantizer: Any, model: Module, kept: Iterable[str] | None) -> Iterable[str] | None:
-    """``kept`` and the linear layers of ``model`` that are tied, if a list of the user's has replaced the default."""
+def with_tied(quantizer: Any, model: Module, kept: Iterable[str] | None) -> Iterable[str] | None:
+    """Return ``kept`` and the tied linear layers of ``model``, if a list of the user's has replaced the default."""
     names = quantizer.quantization_config.llm_int8_skip_modules
     if names is None:
         return kept
@@ -27,7 +29,7 @@ def and_tied(quantizer: Any, model: Module, kept: Iterable[str] | None) -> Itera
 
 
 def _tied(model: Any) -> set[str]:
-    """Paths of the modules of ``model`` whose weights are tied to another's."""
+    """Return the paths of the modules of ``model`` whose weights are tied to another's."""
     if hasattr(model, "all_tied_weights_keys"):
         tied: dict[str, str] = model.all_tied_weights_keys
         return {name.removesuffix(".weight") for name in (*tied, *tied.values())}
@@ -38,42 +40,27 @@ def _tied(model: Any) -> set[str]:
 
 
 def _tied_head(model: Any) -> Any:
-    """The head of ``model``, on transformers 4, if it is tied to the embeddings."""
+    """Return the head of ``model``, on transformers 4, if it is tied to the embeddings."""
     tied = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", True)
     return model.get_output_embeddings() if tied else None
 
 
 def defect() -> Finding:
     """Load a tiny Llama with a tied head in 4 bits, with a list of modules to skip, and run it."""
-    import tempfile
-
     import torch
-    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import BitsAndBytesConfig
 
-    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["q_proj"])
-    with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(LlamaConfig(vocab_size=8, tie_word_embeddings=True, **size)).save_pretrained(folder)
-        try:
-            model = LlamaForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu")
-        except AttributeError as error:
-            if "is not an nn.Module" not in str(error):
-                raise
-            return Finding(True, f"while loading: {error}")
+    try:
+        model = load_quantized(tiny_models.make_llama(tie_word_embeddings=True), how, device_map="cpu")
+    except AttributeError as error:
+        if "is not an nn.Module" not in str(error):
+            raise
+        return Finding(True, f"while loading: {error}")
     head = model.lm_head
     if type(head) is torch.nn.Linear:
         return Finding(head.weight is not model.model.embed_tokens.weight, "the head is nn.Linear, and tied")
     return Finding(True, f"the head is {type(head).__name__}, its weight {head.weight.dtype}")
-
-
-def _edits(kept: str, when: str) -> tuple[Rewrite, ...]:
-    return quantizers.rewrite_both_quantizers(
-        quantizers.BEFORE_LOADING,
-        find=kept,
-        replace=f"_patches_and_tied(self, model, {kept})",
-        names={"_patches_and_tied": and_tied},
-        when=when,
-    )
 
 
 PATCH = Patch(
@@ -110,9 +97,15 @@ PATCH = Patch(
     """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    edits=(
-        *_edits("model._keep_in_fp32_modules", "transformers>=5"),
-        *_edits("keep_in_fp32_modules", "transformers<5"),
+    edits=tuple(
+        edit
+        for kept, when in (
+            ("model._keep_in_fp32_modules", "transformers>=5"),
+            ("keep_in_fp32_modules", "transformers<5"),
+        )
+        for edit in quantizers.rewrite_both_quantizers(
+            quantizers.BEFORE_LOADING, kept, f"_patches_with_tied(self, model, {kept})", with_tied, when
+        )
     ),
     defect=defect,
 )

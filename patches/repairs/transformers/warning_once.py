@@ -10,12 +10,10 @@ from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers.graphs import show_graphs
 
 ONCE = ("warning_once", "info_once")
-_CALL = "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method"
-_IGNORED = "{method, function}.intersection(torch._dynamo.config.ignore_logger_methods)"
 
 
-def said(logger: logging.Logger, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Say it now if ``name`` says things once; whether Dynamo may leave the call out.
+def log_now(logger: logging.Logger, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Log the message now if ``name`` logs things once, and tell whether Dynamo may leave the call out.
 
     ``args`` and ``kwargs`` are Dynamo's variables.
     """
@@ -29,7 +27,7 @@ def said(logger: logging.Logger, name: str, args: Sequence[Any], kwargs: Mapping
 
 
 def defect() -> Finding:
-    """A forward that warns through the logger of its transformers module, as the models there do."""
+    """Compile a forward that warns through the logger of its transformers module, as the models there do."""
     import torch
     from transformers import logging as transformers_logging
 
@@ -70,21 +68,18 @@ PATCH = Patch(
     """,
     requires=("transformers>=4.53", "torch>=2.6"),
     tested_up_to="5.24.0",
-    edits=(
+    edits=tuple(
         Rewrite(
-            _CALL,
-            find="method in ignore_set",
-            replace="method in ignore_set or _patches_said(self.value, name, args, kwargs)",
-            names={"_patches_said": said},
-            when="torch>=2.11",
-        ),
-        Rewrite(
-            _CALL,
-            find=_IGNORED,
-            replace=f"{_IGNORED} or _patches_said(self.value, name, args, kwargs)",
-            names={"_patches_said": said},
-            when="torch<2.11",
-        ),
+            "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method",
+            find=is_ignored,
+            replace=f"{is_ignored} or _patches_log_now(self.value, name, args, kwargs)",
+            names={"_patches_log_now": log_now},
+            when=when,
+        )
+        for is_ignored, when in (
+            ("method in ignore_set", "torch>=2.11"),
+            ("{method, function}.intersection(torch._dynamo.config.ignore_logger_methods)", "torch<2.11"),
+        )
     ),
     defect=defect,
 )

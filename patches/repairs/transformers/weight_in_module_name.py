@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ...config.quantizers import reads_packed_weights
 from ...engine import Finding, Message, Patch, Rewrite
+from ..reproducers.quantized_models import save_quantized
 
 
-def anchored(converters: list[Any]) -> list[Any]:
-    """``converters``; the ones that join quantized weights match whole components of a key."""
+def anchor(converters: list[Any]) -> list[Any]:
+    """Have the ``converters`` that join quantized weights match whole components of a key, and return all."""
     for converter in converters:
-        operations = getattr(converter, "operations", None) or ()
-        if any(type(operation).__name__ in ("Bnb4bitDeserialize", "Bnb8bitDeserialize") for operation in operations):
+        if reads_packed_weights(converter):
             converter.compiled_sources = re.compile(rf"(?<!\w)(?:{converter.compiled_sources.pattern})(?!\w)")
     return converters
 
 
 def defect() -> Finding:
-    """A model of one's own, with a layer named ``gate_weight``, saved in 4 bits, loaded and run."""
+    """Save a model that has a layer named ``gate_weight`` in 4 bits, and load it."""
     import tempfile
 
     import torch
@@ -42,9 +43,8 @@ def defect() -> Finding:
 
     torch.manual_seed(0)
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as packed:
-        Gated(Config()).save_pretrained(plain)
-        Gated.from_pretrained(plain, quantization_config=how, device_map="cpu").save_pretrained(packed)
+    with tempfile.TemporaryDirectory() as packed:
+        save_quantized(packed, Gated(Config()), how, device_map="cpu")
         try:
             again = Gated.from_pretrained(packed, device_map="cpu")
         except RuntimeError as error:
@@ -71,11 +71,11 @@ PATCH = Patch(
     requires=("transformers>=5.0", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "transformers.core_model_loading:convert_and_load_state_dict_in_model",
             find="[entry for entry in weight_mapping if isinstance(entry, WeightConverter)]",
-            replace="_patches_anchored([entry for entry in weight_mapping if isinstance(entry, WeightConverter)])",
-            names={"_patches_anchored": anchored},
+            function=anchor,
+            arguments="[entry for entry in weight_mapping if isinstance(entry, WeightConverter)]",
         ),
     ),
     defect=defect,

@@ -11,62 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import quantizers, skip_list
 from ...engine import Finding, Message, Patch
+from ..reproducers.quantized_models import load_quantized
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-READ = {
+_READERS = (
     # activations are cast to the dtype of the weight
-    "AXK2Indexer": ("weights_proj",),
-    "Blip2ForImageTextRetrieval": ("itm_head", "vision_projection", "text_projection"),
-    "Blip2TextModelWithProjection": ("text_projection",),
-    "Blip2VisionModelWithProjection": ("vision_projection",),
-    "DeepseekV32Indexer": ("weights_proj",),
-    "Dots3NoteTextIndexer": ("weights_proj",),
-    "FalconMambaForCausalLM": ("lm_head",),
-    "Glm5NextTextIndexer": ("weights_proj",),
-    "GlmMoeDsaIndexer": ("weights_proj",),
-    "GraniteSpeech5Encoder": ("input_linear",),
-    "HYV4ForCausalLM": ("lm_head",),
-    "HYV4Indexer": ("weights_proj",),
-    "Kosmos2_5VisionMlp": ("wo",),
-    "LongT5DenseActDense": ("wo",),
-    "LongT5DenseGatedActDense": ("wo",),
-    "Mamba2ForCausalLM": ("lm_head",),
-    "MambaForCausalLM": ("lm_head",),
-    "MistralLarge4TextIndexer": ("weights_proj",),
-    "Pix2StructTextDenseGatedActDense": ("wo",),
-    "Pix2StructVisionMlp": ("wo",),
-    "Pop2PianoDenseActDense": ("wo",),
-    "Pop2PianoDenseGatedActDense": ("wo",),
-    "Swin2SRSelfAttention": ("continuous_position_bias_mlp.0",),
-    "Swinv2SelfAttention": ("continuous_position_bias_mlp.0",),
-    "SwitchTransformersDenseActDense": ("wo",),
-    "UdopDenseActDense": ("wo",),
-    "UdopDenseGatedActDense": ("wo",),
-    "UniSpeechForPreTraining": ("project_q",),
-    "Wav2Vec2ConformerForPreTraining": ("project_q",),
-    "Wav2Vec2ForPreTraining": ("project_q",),
-    "xLSTMForCausalLM": ("lm_head",),
+    ("Blip2ForImageTextRetrieval", "itm_head vision_projection text_projection"),
+    ("Blip2TextModelWithProjection", "text_projection"),
+    ("Blip2VisionModelWithProjection", "vision_projection"),
+    ("FalconMambaForCausalLM HYV4ForCausalLM Mamba2ForCausalLM MambaForCausalLM xLSTMForCausalLM", "lm_head"),
+    ("GraniteSpeech5Encoder", "input_linear"),
+    ("AXK2Indexer DeepseekV32Indexer Dots3NoteTextIndexer Glm5NextTextIndexer GlmMoeDsaIndexer", "weights_proj"),
+    ("HYV4Indexer MistralLarge4TextIndexer", "weights_proj"),
+    ("Kosmos2_5VisionMlp Pix2StructTextDenseGatedActDense Pix2StructVisionMlp", "wo"),
+    ("LongT5DenseActDense LongT5DenseGatedActDense Pop2PianoDenseActDense Pop2PianoDenseGatedActDense", "wo"),
+    ("SwitchTransformersDenseActDense UdopDenseActDense UdopDenseGatedActDense", "wo"),
+    ("Swin2SRSelfAttention Swinv2SelfAttention", "continuous_position_bias_mlp.0"),
+    ("UniSpeechForPreTraining Wav2Vec2ConformerForPreTraining Wav2Vec2ForPreTraining", "project_q"),
     # the weight is a matrix in a product
-    "ConditionalDetrMHAttentionMap": ("k_proj",),
-    "DabDetrMHAttentionMap": ("k_linear",),
-    "DetrMHAttentionMap": ("k_proj",),
-    "DisentangledSelfAttention": ("in_proj",),
-    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
-    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
-    "LongcatFlashTopkRouter": ("classifier",),
-    "MambaMixer": ("dt_proj",),
-    "MaskFormerDetrMHAttentionMap": ("k_proj",),
-    "MobileBertLMPredictionHead": ("decoder", "dense"),
-    "TDNNLayer": ("kernel",),
-    "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
-}
+    ("ConditionalDetrMHAttentionMap DetrMHAttentionMap MaskFormerDetrMHAttentionMap", "k_proj"),
+    ("DabDetrMHAttentionMap", "k_linear"),
+    ("DisentangledSelfAttention", "in_proj"),
+    ("LayoutLMv2Encoder LayoutLMv3Encoder", "rel_pos_bias rel_pos_x_bias rel_pos_y_bias"),
+    ("LongcatFlashTopkRouter", "classifier"),
+    ("MambaMixer", "dt_proj"),
+    ("MobileBertLMPredictionHead", "decoder dense"),
+    ("TDNNLayer", "kernel"),
+    ("WavLMAttention", "q_proj k_proj v_proj out_proj"),
+)
+READ = {kind: tuple(layers.split()) for kinds, layers in _READERS for kind in kinds.split()}
 """Classes of transformers, and their layers whose weight they read."""
 
 
-def listed_and_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
-    """``quantizer.get_modules_to_not_convert``; its list has the layers whose weight ``model`` reads, too."""
+def skip_layers_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
+    """Return ``quantizer.get_modules_to_not_convert``, whose list has the layers whose weight ``model`` reads, too."""
     get: Callable[..., list[str]] = quantizer.get_modules_to_not_convert
     if quantizer.pre_quantized:
         return get
@@ -86,7 +66,7 @@ def listed_and_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
 
 
 def _read(model: Module, packed: str) -> Iterator[str]:
-    """Paths of the linear layers of ``model`` whose weight, stored as ``packed``, its code cannot read."""
+    """Yield the paths of the linear layers of ``model`` whose weight, stored as ``packed``, its code cannot read."""
     layers = set(skip_list.find_linear_layers(model))
     for path, module in model.named_modules():
         kind: Any = type(module)
@@ -98,7 +78,7 @@ def _read(model: Module, packed: str) -> Iterator[str]:
 
 @functools.cache
 def _lost_for(kind: Any, name: str) -> frozenset[str]:
-    """The ways to store packed weights that the methods of ``kind`` cannot read ``self.name.weight`` in."""
+    """Return the ways to store packed weights in which the methods of ``kind`` cannot read ``self.name.weight``."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
@@ -128,27 +108,22 @@ def _lost_in(method: ast.FunctionDef, text: str, weight: str) -> set[str]:
 
 
 def _casts(node: ast.AST, owners: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a dtype at ``node`` is what something is cast to."""
+    """Tell whether something is cast to the dtype at ``node``."""
     call = owners[node] if isinstance(node, ast.keyword) else node
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "to"
 
 
 def defect() -> Finding:
     """Load a tiny LongT5 in 4 bits, and run it beside one whose weights were rounded to the same values."""
-    import tempfile
-
     import bitsandbytes
     import torch
     from transformers import BitsAndBytesConfig, LongT5Config, LongT5ForConditionalGeneration
 
     torch.manual_seed(0)
     config = LongT5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2)
-    load = LongT5ForConditionalGeneration.from_pretrained
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        LongT5ForConditionalGeneration(config).save_pretrained(folder)
-        model = load(folder, quantization_config=how, torch_dtype=torch.float32).eval()
-        rounded = load(folder, torch_dtype=torch.float32).eval()
+    rounded = LongT5ForConditionalGeneration(config).eval()
+    model = load_quantized(rounded, how, torch_dtype=torch.float32).eval()
     for path, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             weight = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
@@ -209,8 +184,8 @@ PATCH = Patch(
     edits=quantizers.rewrite_both_quantizers(
         quantizers.BEFORE_LOADING,
         find="self.get_modules_to_not_convert",
-        replace="_patches_listed_and_read(self, model)",
-        names={"_patches_listed_and_read": listed_and_read},
+        replace="_patches_skip_layers_read(self, model)",
+        function=skip_layers_read,
     ),
     defect=defect,
 )

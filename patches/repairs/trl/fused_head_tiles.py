@@ -24,7 +24,7 @@ def defect() -> Finding:
 
 
 def tile(buffer: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Where the product of ``rows`` tokens with ``columns`` of the vocabulary is written."""
+    """Return the tensor for the product of ``rows`` tokens with ``columns`` of the vocabulary."""
     import torch
 
     if torch.compiler.is_compiling():
@@ -33,7 +33,7 @@ def tile(buffer: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def row_stride(tile: torch.Tensor) -> int:
-    """``tile.stride(0)``, which Dynamo does not say while it traces a backward."""
+    """Return ``tile.stride(0)``, which Dynamo does not know while it traces a backward."""
     import torch
 
     return tile.shape[1] if torch.compiler.is_compiling() else tile.stride(0)
@@ -43,12 +43,7 @@ _FUNCTION = "trl.kernels.chunked_logprob:ChunkedLogProbFunction"
 
 
 def _own_tile(method: str) -> Rewrite:
-    return Rewrite(
-        f"{_FUNCTION}.{method}",
-        find="mm_buf[:n, : end - start]",
-        replace="_patches_tile(mm_buf, n, end - start)",
-        names={"_patches_tile": tile},
-    )
+    return Rewrite.to_call(f"{_FUNCTION}.{method}", "mm_buf[:n, : end - start]", tile, "mm_buf, n, end - start")
 
 
 PATCH = Patch(
@@ -87,12 +82,7 @@ PATCH = Patch(
     edits=(
         _own_tile("forward"),
         _own_tile("backward"),
-        Rewrite(
-            f"{_FUNCTION}.backward",
-            find="tile.stride(0)",
-            replace="_patches_row_stride(tile)",
-            names={"_patches_row_stride": row_stride},
-        ),
+        Rewrite.to_call(f"{_FUNCTION}.backward", "tile.stride(0)", row_stride, "tile"),
     ),
     defect=defect,
 )

@@ -127,7 +127,7 @@ def old(weight, key, tensor, nested):
         ["nf4: cold + loads_on_meta + state_dict", "nf4-nested: cold + loads_on_meta + state_dict"],
     ),
     "A7: backward through offloaded adapters is an error": (
-        behaves("patches.offload.lost_gradients:_note", """
+        behaves("patches.offload.lost_gradients:_record_loss", """
 def old(layer, gradient):
     raise RuntimeError("these adapters are offloaded")
 """),

@@ -53,14 +53,14 @@ if device == "cpu":
     quantize.CUDA_STREAM = 0  # the stream that it would ask a GPU for
 
 import patches
-from patches.repairs.reproducers.graphs import pieces
+from patches.repairs.reproducers.graphs import count_graphs
 
 torch.manual_seed(0)
 weight = torch.randn(48, 64, dtype=torch.bfloat16, device=device)
 x = torch.randn(2, 64, dtype=torch.bfloat16, device=device)
 packed, state = F.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
 call = lambda x, packed: x @ dequantize(packed.t(), state)
-eager, before = call(x, packed), pieces(call, x, packed)
+eager, before = call(x, packed), count_graphs(call, x, packed)
 kept = dequantize(packed, state)
 with patches.applied("axolotl-nf4-dequantize"):
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(x, packed)
@@ -68,7 +68,7 @@ with patches.applied("axolotl-nf4-dequantize"):
     print(json.dumps({
         "finding": patches.REGISTRY.patches["axolotl-nf4-dequantize"].parts[0].defect().present,
         "before": before,
-        "after": pieces(call, x, packed),
+        "after": count_graphs(call, x, packed),
         "eager unchanged": torch.equal(dequantize(packed, state), kept),
         "library": torch.equal(kept, F.dequantize_4bit(packed, state)),
         "bits": torch.equal(compiled, eager) and torch.equal(traced, kept),

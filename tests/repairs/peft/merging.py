@@ -57,7 +57,7 @@ def adapted(kind: str, adapter: str, device: str, **options: Any) -> Any:
 
 
 def bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Codes, statistics and biases of the base layers."""
+    """Packed weights, statistics and biases of the base layers."""
     return {name: t.clone() for name, t in model.state_dict().items() if "base_layer" in name}
 
 

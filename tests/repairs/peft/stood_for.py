@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import bitsandbytes as bnb
+import peft
 import torch
+
+import patches
 
 X = torch.linspace(-2, 2, 6 * 64).view(2, 3, 64)
 
@@ -38,3 +44,42 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     return ((out.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def with_adapter(model: torch.nn.Module, config: peft.PeftConfig, trained: bool = True) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, config).train()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and trained:
+                parameter += torch.randn_like(parameter) * 0.05
+    return model
+
+
+def assert_equal_to_dense(model: torch.nn.Module, plain: torch.nn.Module, at_least: int) -> None:
+    """Outputs and gradients, of which there are ``at_least`` so many."""
+    assert relative_error(model(X), plain(X)) < 0.02
+    grads, expected = gradients(model), gradients(plain)
+    assert len(grads) == len(expected) >= at_least
+    for grad, reference in zip(grads, expected, strict=True):
+        assert relative_error(grad, reference) < 0.05
+
+
+def assert_unquantized_layers_are_as_before(
+    patch_id: str, adapted: Callable[[torch.nn.Module], torch.nn.Module]
+) -> None:
+    """Bit for bit, unmerged and merged; ``adapted`` puts the adapter on a model."""
+    _, plain = models(8)
+    before = adapted(copy.deepcopy(plain))
+    out, grads = before(X), gradients(before)
+    before.merge_adapter()
+    merged = before(X)
+    with patches.applied(patch_id):
+        after = adapted(copy.deepcopy(plain))
+        assert torch.equal(after(X), out)
+        for grad, expected in zip(gradients(after), grads, strict=True):
+            assert torch.equal(grad, expected)
+        after.merge_adapter()
+        assert torch.equal(after(X), merged)
+        after.unmerge_adapter()

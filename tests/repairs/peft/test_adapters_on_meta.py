@@ -38,7 +38,7 @@ def test_cast_after_it_was_offloaded(way, base, device):
 
 
 def test_offloaded_before_it_is_quantized(device):
-    """Weights are kept aside then, and each forward quantizes them: they are not the codes that backward needs."""
+    """Weights are kept aside then, and each forward quantizes them: they are not the packed weights that backward needs."""
     from accelerate import cpu_offload
     from bitsandbytes.nn import Linear4bit
 

@@ -57,12 +57,12 @@ def test_an_int8_weight(settled, device):
 
     torch.manual_seed(0)
     layer = bnb.nn.Linear8bitLt(64, 32, bias=False, has_fp16_weights=False).to(device)
-    codes, scales = layer.weight.data.clone(), layer.weight.SCB.clone()
+    packed, scales = layer.weight.data.clone(), layer.weight.SCB.clone()
     if settled:
         layer(torch.ones(1, 64, device=device))
     with patches.applied(DEQUANTIZE):
         got = torch.compile(lambda: dequantize_module_weight(layer), fullgraph=True, backend="aot_eager")()
-    assert torch.equal(got, bnb.functional.int8_vectorwise_dequant(codes, scales))
+    assert torch.equal(got, bnb.functional.int8_vectorwise_dequant(packed, scales))
 
 
 def test_dropout_takes_the_dequantized_weight_itself(device):

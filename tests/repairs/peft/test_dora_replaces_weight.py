@@ -77,12 +77,12 @@ def by_hand(model: torch.nn.Module, weight: torch.Tensor):
 
 @pytest.mark.parametrize("kind", ["int8-0", "int8-6"])
 def test_trained_as_by_hand(kind, device):
-    """No difference at all: the same product of the same codes, the norm of the same weight."""
+    """No difference at all: the same product of the same packed weights, the norm of the same weight."""
     x = inputs(device)
     with patches.applied(ID):
         base = base_of(kind, device)
-        codes, scales = base[0].weight.data.clone(), base[0].weight.SCB.clone()
-        weight = bnb.functional.int8_vectorwise_dequant(codes, scales)
+        packed, scales = base[0].weight.data.clone(), base[0].weight.SCB.clone()
+        weight = bnb.functional.int8_vectorwise_dequant(packed, scales)
         model = dora_on(base)
         expected = steps(by_hand(model, weight), model, x)
         model = dora_on(base_of(kind, device))

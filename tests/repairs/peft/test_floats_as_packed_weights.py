@@ -57,11 +57,11 @@ def test_a_layer_that_was_dequantized_in_place_has_the_weight_that_it_holds(cls)
     layer = cls(64, 64, bias=False, **({"quant_type": "nf4"} if cls is Linear4bit else {"has_fp16_weights": False})).to(
         "cpu"
     )
-    codes = layer.weight.data
+    packed = layer.weight.data
     dense = (
-        dequantize_4bit(codes, layer.weight.quant_state)
+        dequantize_4bit(packed, layer.weight.quant_state)
         if cls is Linear4bit
-        else int8_vectorwise_dequant(codes, layer.weight.SCB)
+        else int8_vectorwise_dequant(packed, layer.weight.SCB)
     )
     with patches.applied(ID):
         assert torch.equal(dequantize_module_weight(layer), dense), "packed weights are dequantized as before"

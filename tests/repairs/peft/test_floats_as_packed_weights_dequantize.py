@@ -32,4 +32,4 @@ def test_the_dequantized_model_has_the_weights_that_it_had(tmp_path, kept, ran):
         assert torch.equal(weight.float(), expected.float())
     else:
         off = (weight.float() - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
-        assert 0 < off.max() < 1 / 127, "rounded to codes, and not more"
+        assert 0 < off.max() < 1 / 127, "rounded to packed weights, and not more"

@@ -134,7 +134,7 @@ def test_without_the_patch_the_adapter_is_lost(name):
 @pytest.mark.parametrize("unload", [False, True], ids=["merge", "unload"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_merge_into_codes_is_an_error_that_changes_nothing(name, bits, unload):
+def test_a_merge_into_packed_weights_is_an_error_that_changes_nothing(name, bits, unload):
     with patches.applied(*IDS):
         model = adapted(REFUSED[name], bits)
         before = model(X)

@@ -160,8 +160,8 @@ def test_unmerged_is_the_base(kind, way, base, device):
                     p.mul_(scale)
             model.merge_adapter()
             logits(model)
-            assert any("_patches_before_merge" in vars(module) for module in model.modules())
+            assert any("_patches_merge_snapshot" in vars(module) for module in model.modules())
             model.unmerge_adapter()
-            assert not any("_patches_before_merge" in vars(module) for module in model.modules())
+            assert not any("_patches_merge_snapshot" in vars(module) for module in model.modules())
             with model.disable_adapter():
                 assert torch.equal(logits(model), expected)

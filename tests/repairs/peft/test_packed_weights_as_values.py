@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -14,6 +12,7 @@ from torch.nn.utils import prune
 
 import patches
 from patches.engine.gate import satisfied
+from tests.repairs.peft import stood_for
 from tests.repairs.peft.stood_for import X, gradients, models, relative_error
 
 pytestmark = pytest.mark.one_in(2)
@@ -35,19 +34,12 @@ READ_IN_FORWARD = [name for name in TUNERS if name != "DEFT"]
 
 
 def with_adapter(model: torch.nn.Module, name: str, trained: bool = True) -> torch.nn.Module:
-    torch.manual_seed(1)
-    model = peft.get_peft_model(model, TUNERS[name]()).train()
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad and trained:
-                parameter += torch.randn_like(parameter) * 0.05
-    return model
+    return stood_for.with_adapter(model, TUNERS[name](), trained)
 
 
 @pytest.mark.skipif(satisfied("peft<0.16"), reason="before peft 0.16 HRA and Bone raise an error on INT8")
 @pytest.mark.parametrize("name", TUNERS)
-def test_without_the_patch_codes_are_taken_for_weights(name):
+def test_without_the_patch_packed_weights_are_taken_for_values(name):
     model, plain = models(8)
     assert relative_error(with_adapter(model, name)(X), with_adapter(plain, name)(X)) > 0.3
 
@@ -58,12 +50,7 @@ def test_without_the_patch_codes_are_taken_for_weights(name):
 def test_it_equals_the_same_adapter_on_the_weights_that_are_stood_for(name, bits, bias):
     model, plain = models(bits, bias)
     with patches.applied():
-        model, plain = with_adapter(model, name), with_adapter(plain, name)
-        assert relative_error(model(X), plain(X)) < 0.02
-        grads, expected = gradients(model), gradients(plain)
-        assert len(grads) == len(expected) > 2
-        for grad, reference in zip(grads, expected, strict=True):
-            assert relative_error(grad, reference) < 0.05
+        stood_for.assert_equal_to_dense(with_adapter(model, name), with_adapter(plain, name), at_least=3)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -76,19 +63,7 @@ def test_one_that_begins_as_the_identity_is_the_identity(name, bits):
 
 @pytest.mark.parametrize("name", TUNERS)
 def test_unquantized_layers_are_bit_identical(name):
-    _, plain = models(8)
-    before = with_adapter(copy.deepcopy(plain), name)
-    out, grads = before(X), gradients(before)
-    before.merge_adapter()
-    merged = before(X)
-    with patches.applied(ID):
-        after = with_adapter(copy.deepcopy(plain), name)
-        assert torch.equal(after(X), out)
-        for grad, expected in zip(gradients(after), grads, strict=True):
-            assert torch.equal(grad, expected)
-        after.merge_adapter()
-        assert torch.equal(after(X), merged)
-        after.unmerge_adapter()
+    stood_for.assert_unquantized_layers_are_as_before(ID, lambda model: with_adapter(model, name))
 
 
 @pytest.mark.parametrize("name", TUNERS)
@@ -107,7 +82,7 @@ def test_a_base_that_trains_too_gets_the_gradient_that_it_had(name):
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", TUNERS)
-def test_a_merge_into_codes_is_an_error_that_changes_nothing(name, bits):
+def test_a_merge_into_packed_weights_is_an_error_that_changes_nothing(name, bits):
     model, _ = models(bits)
     with patches.applied():
         model = with_adapter(model, name)

@@ -59,15 +59,15 @@ def kind(request):
 
 def kept(model) -> int:
     """Bytes that are kept for the unmerge."""
-    records = [vars(layer).get("_patches_before_merge") for layer in layers(model)]
-    return sum(record["codes"].untyped_storage().nbytes() for record in records if record)
+    records = [vars(layer).get("_patches_merge_snapshot") for layer in layers(model)]
+    return sum(record["packed_weight"].untyped_storage().nbytes() for record in records if record)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_over_many_cycles(kind, adapter, device):
     if adapter in ("pvera", "randlora") and not satisfied("bitsandbytes>=0.48"):
-        pytest.skip("before 0.48 a move quantizes INT8 codes again: it is wrong before these two adapters are")
+        pytest.skip("before 0.48 a move quantizes packed INT8 weights again: it is wrong before these two adapters are")
     model, x = adapted(kind, adapter, device), X.to(device)
     own = bits(model)
     with model.disable_adapter():
@@ -98,7 +98,7 @@ def test_a_merge_is_what_it_was(kind, adapter, device):
         merged.append(model.state_dict())
         model = adapted(kind, adapter, device).merge_and_unload()
         merged.append(model.state_dict())
-        assert all("_patches_before_merge" not in vars(module) for module in model.modules())
+        assert all("_patches_merge_snapshot" not in vars(module) for module in model.modules())
     assert same(merged[0], merged[2]) and same(merged[1], merged[3])
 
 
@@ -108,9 +108,9 @@ def test_one_packed_copy_in_memory_until_the_unmerge(kind, device):
     packed = sum(layer.base_layer.weight.untyped_storage().nbytes() for layer in layers(model))
     model.merge_adapter()
     assert kept(model) == packed
-    records = [vars(layer)["_patches_before_merge"] for layer in layers(model)]
-    assert all(record["codes"].device.type == "cpu" for record in records)
-    storages = [weakref.ref(record["codes"]) for record in records]
+    records = [vars(layer)["_patches_merge_snapshot"] for layer in layers(model)]
+    assert all(record["packed_weight"].device.type == "cpu" for record in records)
+    storages = [weakref.ref(record["packed_weight"]) for record in records]
     del records
     model.merge_adapter()  # nothing more to merge
     assert kept(model) == packed and not any(name.startswith("_patches") for name in model.state_dict())

@@ -154,7 +154,7 @@ def test_what_fits_no_device_leaves_them_to_the_layers(rooms, expected):
         [module_sizes.Room(*each) for each in enumerate(rooms)],
         [module_sizes.Room("disk", float("inf"))],
     )
-    found = module_sizes._fitted(
+    found = module_sizes._place_units(
         [LARGE, *LAYERS, SMALL], {f"layers.{i}.weight": (10, 1) for i in range(6)}, resident, waiting
     )
     assert {place: sorted(n for n in found if found[n] == place) for place in set(found.values())} == {
@@ -172,7 +172,8 @@ def test_a_part_that_is_too_large_leaves_the_device_to_the_parts_of_further_laye
     each = {
         f"layers.{i}.{name}.weight": (size, 0) for i in range(4) for name, size in (("attention", 10), ("experts", 100))
     }
-    found = module_sizes._fitted(layers, each, [module_sizes.Room(0, 35)], [module_sizes.Room("disk", float("inf"))])
+    rooms = [module_sizes.Room(0, 35)], [module_sizes.Room("disk", float("inf"))]
+    found = module_sizes._place_units(layers, each, *rooms)
     assert [name for name in found if found[name] == 0] == [f"layers.{i}.attention" for i in range(3)]
 
 

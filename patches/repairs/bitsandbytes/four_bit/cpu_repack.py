@@ -23,7 +23,7 @@ _TILE = 32  # output rows in a tile of the packed layout
 
 
 def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> QuantState | None:
-    """The layer's quantization state, unpacked if it was packed; training frees the packed copy."""
+    """Return the quantization state of ``layer``; convert a repacked weight back, and free its packed copy in training."""
     weight = layer._parameters.get("weight")  # not `layer.weight`, which takes 0.6 us
     if weight is None:
         weight = layer.weight
@@ -44,14 +44,14 @@ def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> Quan
 
 
 def restore_scales(state: QuantState) -> bool:
-    """Undo what packing did to the scales, as far as their rounding to bf16 allows; never nested again."""
+    """Undo the change of the scales by packing, as far as their rounding to bf16 allows; never nested again."""
     state.absmax = state.absmax.T.reshape(-1).float()
     state.offset = state.state2 = None
     return False
 
 
 def product_for(layer: Linear4bit, x: torch.Tensor, state: QuantState | None) -> Callable[..., torch.Tensor] | None:
-    """What computes an eval forward on ``x`` in the place of ``bitsandbytes.matmul_4bit``; None: nothing does."""
+    """Return the function that computes an eval forward on ``x`` instead of ``bitsandbytes.matmul_4bit``, or None."""
     import torch
 
     if state is None or len(state.shape) != 2:
@@ -75,14 +75,14 @@ def product_for(layer: Linear4bit, x: torch.Tensor, state: QuantState | None) ->
 def product_by_blocks(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quant_state: QuantState
 ) -> torch.Tensor:
-    """``bitsandbytes.matmul_4bit`` with the scales of each block its own, in operators that all of torch knows."""
+    """Compute ``bitsandbytes.matmul_4bit``, where each block has its own scale, in operators that all of torch knows."""
     return block_scales.linear_4bit(x, weight, quant_state, bias)
 
 
 def traced_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quant_state: QuantState
 ) -> torch.Tensor:
-    """``bitsandbytes.matmul_4bit`` as the operator that chooses the kernel when the graph runs."""
+    """Compute ``bitsandbytes.matmul_4bit`` by the operator that chooses the kernel when the graph runs."""
     from ....operators import linear_4bit_packed
 
     state = quant_state
@@ -121,7 +121,7 @@ def defect() -> Finding:
 
 
 def damage() -> tuple[str, ...]:
-    """Weights that were repacked before the patch could prevent it."""
+    """Name the weights that were repacked before the patch could prevent it."""
     from bitsandbytes.functional import has_avx512bf16
     from bitsandbytes.nn import Linear4bit
 
@@ -219,11 +219,11 @@ PATCH = Patch(
             when="bitsandbytes<0.50",
         ),
         Rewrite(_FORWARD, "bnb.matmul_4bit", "(_patches_product or bnb.matmul_4bit)"),
-        Rewrite(
+        Rewrite.to_call(
             "bitsandbytes.functional:_convert_weight_packed_for_cpu_inverse",
             "recovered_state.original_nested",
-            "_patches_restore_scales(recovered_state)",
-            names={"_patches_restore_scales": restore_scales},
+            restore_scales,
+            "recovered_state",
         ),
     ),
     defect=defect,

@@ -29,7 +29,7 @@ _OPERATOR = "torch.ops.bitsandbytes.dequantize_4bit.default"
 
 
 def _call(function: str, width: str, blocksize: str, when: str = "") -> Rewrite:
-    """Ask where a row may be no multiple of a block: the question in place costs a tenth of what a call does."""
+    """Return the edit that asks in place whether a row is a multiple of a block, at a tenth of the cost of a call."""
     ours = f"(_patches_dequantize if {width} % {blocksize} else {_OPERATOR})"
     return Rewrite(function, _OPERATOR, ours, names={"_patches_dequantize": block_scales.dequantize_blocks}, when=when)
 

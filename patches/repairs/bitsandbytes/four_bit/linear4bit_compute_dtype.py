@@ -12,17 +12,15 @@ if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit
 
-FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
-
-
+_FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
 _BFLOAT16 = "_patches_bfloat16_came_first"
 _FLOAT32 = "_patches_float32_came_first"
 
 
 def _settles(layer: Linear4bit, x: torch.Tensor) -> bool:
-    """Whether ``x``, the first input of a layer on 0.46.1, leaves it with the ``compute_dtype`` that it was given.
+    """Tell whether ``x``, the first input of a layer on 0.46.1, leaves it with the ``compute_dtype`` that it was given.
 
-    For float16 the layer may then warn of slow kernels, once.
+    If that is float16, the layer may then warn of slow kernels, once.
     """
     import torch
 
@@ -36,7 +34,7 @@ def _settles(layer: Linear4bit, x: torch.Tensor) -> bool:
 
 
 def _dtype_of_product(layer: Linear4bit, x: torch.Tensor) -> torch.dtype:
-    """What 0.46.1 computes ``x`` in, for a layer that has a ``compute_dtype``.
+    """Return the dtype in which 0.46.1 computes ``x``, for a layer that has a ``compute_dtype``.
 
     Asks for no more than ``x`` needs: compiled before the first eager call, a layer that sees one dtype must not
     be compiled again after it because of a note that changes nothing.
@@ -54,7 +52,7 @@ def _dtype_of_product(layer: Linear4bit, x: torch.Tensor) -> torch.dtype:
 
 
 def _product_of_a_row(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor | None, state: QuantState) -> torch.Tensor:
-    """``bitsandbytes.functional.gemv_4bit`` of float64, computed in float32."""
+    """Compute ``bitsandbytes.functional.gemv_4bit`` of float64 in float32."""
     from bitsandbytes.functional import gemv_4bit
 
     product: torch.Tensor = gemv_4bit(A.float(), B, state=state).to(A.dtype)
@@ -62,7 +60,7 @@ def _product_of_a_row(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor | None
 
 
 def _dequantized(B: torch.Tensor, state: QuantState) -> torch.Tensor:
-    """``bitsandbytes.functional.dequantize_4bit`` of a weight of float64, in float32."""
+    """Compute ``bitsandbytes.functional.dequantize_4bit`` of a weight of float64 in float32."""
     import torch
     from bitsandbytes.functional import dequantize_4bit
 
@@ -73,6 +71,7 @@ def _dequantized(B: torch.Tensor, state: QuantState) -> torch.Tensor:
 
 
 def defect() -> Finding:
+    """Call a layer in bfloat16 once, then in float32."""
     import torch
     from bitsandbytes.nn import Linear4bit
 
@@ -125,27 +124,27 @@ PATCH = Patch(
     edits=(
         # set_compute_type writes for float32 and bfloat16 alone; for float16 it warns of slow kernels, once
         Rewrite(
-            FORWARD,
+            _FORWARD,
             find="not self.compute_type_is_set",
             replace="x.dtype == torch.float16 and not torch.compiler.is_compiling() and not self.compute_type_is_set",
             when="bitsandbytes>=0.47",
         ),
         Rewrite(
-            FORWARD,
+            _FORWARD,
             find="not self.compute_type_is_set",
             replace="not torch.compiler.is_compiling() and not self.compute_type_is_set and _patches_settles(self, x)",
             names={"_patches_settles": _settles},
             when="bitsandbytes<0.47",
         ),
         Rewrite(
-            FORWARD,
+            _FORWARD,
             find="x.to(self.compute_dtype)",
             replace="x.to(_patches_dtype_of_product(self, x))",
             names={"_patches_dtype_of_product": _dtype_of_product},
             when="bitsandbytes<0.47",
         ),
         Rewrite(
-            FORWARD,
+            _FORWARD,
             find="bias = self.bias",
             replace="""
                 bias = self.bias
@@ -176,7 +175,7 @@ PATCH = Patch(
         ),
         # the bias follows the input, not the attribute that it was cast to
         Rewrite(
-            FORWARD,
+            _FORWARD,
             find="bnb.matmul_4bit(x, self.weight.t(), bias=bias, quant_state=self.weight.quant_state)",
             replace="""bnb.matmul_4bit(
                 x,

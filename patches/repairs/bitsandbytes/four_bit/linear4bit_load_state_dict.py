@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Patch, Rewrite
 from ....process import call_stack
 from ....quantized.four_bit import partial_loads, quant_states
 from ....quantized.four_bit.quant_state_dict import IncompleteState, bytes_of_packed_weight
 from ....quantized.own_packed_weights import is_own_packed_weight
 from ....quantized.weights import dequantized_in_place
+from ....quantized.weights.layer_methods import Load, wrap_method
 from ....quantized.weights.parameter_copies import make_like
 
 if TYPE_CHECKING:
@@ -19,82 +18,68 @@ if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-Tensors = dict[str, "torch.Tensor"]
+    from ....quantized.four_bit.partial_loads import Group
 
 
-def make_load_from_state_dict(original: Callable[..., None] | None) -> Callable[..., None]:
-    """``Linear4bit._load_from_state_dict``, over ``nn.Module``'s (or one that someone has put there)."""
-    from bitsandbytes.nn.modules import Linear4bit
-
-    def _load_from_state_dict(
-        self: Linear4bit,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        load = super(Linear4bit, self)._load_from_state_dict if original is None else partial(original, self)
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        weight = prefix + "weight"
-        group = {k[len(weight) :].lstrip("."): v for k, v in state_dict.items() if (k + ".").startswith(weight + ".")}
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        if not _is_quantized_group(self, group):
-            load(state_dict, prefix, *rest)
+def _load_from_state_dict(layer: Linear4bit, *args: Any, **kwargs: Any) -> None:
+    """Load the packed weight and the quantization state of ``layer`` together, and the rest as ``nn.Module`` does."""
+    load = Load(*args, **kwargs)
+    weight = load.prefix + "weight"
+    group, others = dict[str, Any](), dict[str, Any]()
+    for key, value in load.state_dict.items():
+        if (key + ".").startswith(weight + "."):
+            group[key[len(weight) :].lstrip(".")] = value
+        else:
+            others[key] = value
+    if not _is_quantized_group(layer, group):
+        load.run()
+        return
+    if _stands_alone(layer, group, load.assign) and not partial_loads.is_waiting(layer):
+        old = layer.weight
+        partial_loads.note_own(layer, group, load.assign)
+        load.run()
+        _keep_statistics(layer, old)
+        return
+    found, lacking = None, set[str]()
+    try:
+        found = partial_loads.read_with_parts(layer, _with_carried_state(group), load.assign)
+    except ValueError as error:
+        if lacking := _lacking(layer, group):
+            partial_loads.note_own(layer, group, load.assign)
+        elif isinstance(error, IncompleteState) and partial_loads.collect_part(layer, group, load.assign):
+            lacking = error.keys
+        else:
+            load.error_msgs.append(f"The 4-bit weight {weight!r} was not loaded and not changed: {error}")
             return
-        if _stands_alone(self, group, assign) and not partial_loads.is_waiting(self):
-            old = self.weight
-            partial_loads.note_own(self, group, assign)
-            load(state_dict, prefix, *rest)
-            _keep_statistics(self, old)
-            return
-        found, lacking = None, set[str]()
-        try:
-            found = partial_loads.read_with_parts(self, _with_what_it_carries(group), assign)
-        except ValueError as error:
-            if lacking := _lacking(self, group):
-                partial_loads.note_own(self, group, assign)
-            elif isinstance(error, IncompleteState) and partial_loads.collect_part(self, group, assign):
-                lacking = error.keys
-            else:
-                error_msgs.append(f"The 4-bit weight {weight!r} was not loaded and not changed: {error}")
-                return
-        known, errors = len(missing_keys), len(error_msgs)
-        others = {k: v for k, v in state_dict.items() if not (k + ".").startswith(weight + ".")}
-        load(others, prefix, *rest)
-        missing_keys[known:] = [key for key in missing_keys[known:] if key != weight]
-        if found is None:
-            missing_keys += [f"{weight}.{key}".rstrip(".") for key in sorted(lacking)]
-        elif len(error_msgs) == errors and not (missing_keys[known:] and strict and call_stack.loads_strictly()):
-            _install(self, *found)
-
-    return _load_from_state_dict
+    missing, known, errors = load.missing_keys, len(load.missing_keys), len(load.error_msgs)
+    load.run(others)
+    missing[known:] = [key for key in missing[known:] if key != weight]
+    if found is None:
+        missing += [f"{weight}.{key}".rstrip(".") for key in sorted(lacking)]
+    elif len(load.error_msgs) == errors and not (missing[known:] and load.strict and call_stack.loads_strictly()):
+        _install(layer, *found)
 
 
-def _is_quantized_group(layer: Linear4bit, group: Tensors) -> bool:
-    """Whether ``group`` (keys after ``weight.``, the weight itself under "") is ours to load or to refuse."""
+def _is_quantized_group(layer: Linear4bit, group: Group) -> bool:
+    """Tell whether ``group`` is to be loaded or refused here, and not by ``nn.Module``."""
     from bitsandbytes.nn import Params4bit
 
     if not group or not isinstance(layer._parameters.get("weight"), Params4bit):  # a parametrized one has other keys
         return False
-    return set(group) != {""} or quant_states.is_packed(layer.weight) or _is_packed(layer, group[""])
+    if set(group) != {""} or quant_states.is_packed(layer.weight):
+        return True
+    return group[""].shape[1:] == (1,) and group[""].nbytes == bytes_of_packed_weight(layer)
 
 
-def _is_packed(layer: Linear4bit, tensor: torch.Tensor) -> bool:
-    return tensor.shape[1:] == (1,) and tensor.nbytes == bytes_of_packed_weight(layer)
-
-
-def _stands_alone(layer: Linear4bit, group: Tensors, assign: bool) -> bool:
-    """Whether ``group`` is packed weights alone that ``nn.Module`` may load, for their statistics are there then."""
+def _stands_alone(layer: Linear4bit, group: Group, assign: bool) -> bool:
+    """Tell whether ``group`` is a packed weight alone whose quantization state is there when ``nn.Module`` has loaded it."""
     if set(group) != {""} or not quant_states.is_packed(layer.weight):
         return False
-    return is_own_packed_weight(group[""], layer.weight) or (assign and _carried(group[""]) is not None)
+    return is_own_packed_weight(group[""], layer.weight) or (assign and _carried_state(group[""]) is not None)
 
 
-def _lacking(layer: Linear4bit, group: Tensors) -> set[str]:
-    """What ``group`` lacks, if all that is in it is what ``layer`` has: to load it changes nothing. Else empty."""
+def _lacking(layer: Linear4bit, group: Group) -> set[str]:
+    """Return the keys that ``group`` lacks if all its tensors equal the ones of ``layer``: loading them changes nothing."""
     state = quant_states.get_quant_state(layer.weight)
     if state is None or not quant_states.is_packed(layer.weight):
         return set()
@@ -106,56 +91,56 @@ def _lacking(layer: Linear4bit, group: Tensors) -> set[str]:
 
 
 def _keep_statistics(layer: Linear4bit, old: Params4bit) -> None:
-    """After ``assign=True``: a plain tensor of packed weights becomes a weight like ``old``; one with statistics brings
-    them."""
-    if layer.weight is old:  # they were copied, and are what was there
+    """After ``assign=True``, give a plain tensor the class and state of ``old``, and the layer the state of a new weight."""
+    if layer.weight is old:  # its bytes were copied into it, and equal the ones that it had
         return
-    state = _carried(layer.weight)
+    state = _carried_state(layer.weight)
     if state is None:
         layer.weight = make_like(old, layer.weight.data)
     else:
         quant_states.set_quant_state(state, layer)
 
 
-def _with_what_it_carries(group: Tensors) -> Tensors:
-    """``group``, and the statistics of packed weights that come alone but are themselves a quantized ``Params4bit``."""
-    state = _carried(group[""]) if set(group) == {""} else None
+def _with_carried_state(group: Group) -> Group:
+    """Return ``group`` with the entries of the quantization state that a packed weight which comes alone carries."""
+    state = _carried_state(group[""]) if set(group) == {""} else None
     if state is None or quant_states.is_for_cpu_kernel(state):  # never saved
         return group
     return {**group, **state.as_dict(packed=True)}
 
 
-def _carried(codes: torch.Tensor) -> QuantState | None:
+def _carried_state(weight: torch.Tensor) -> QuantState | None:
+    """Return the quantization state of ``weight`` if it is a quantized ``Params4bit``."""
     from bitsandbytes.nn import Params4bit
 
-    return (
-        quant_states.get_quant_state(codes) if isinstance(codes, Params4bit) and quant_states.is_packed(codes) else None
-    )
+    quantized = isinstance(weight, Params4bit) and quant_states.is_packed(weight)
+    return quant_states.get_quant_state(weight) if quantized else None
 
 
-def _install(layer: Linear4bit, codes: torch.Tensor, state: QuantState) -> None:
-    """Give the layer ``codes`` and ``state``, on the parameter object that it has."""
+def _install(layer: Linear4bit, packed: torch.Tensor, state: QuantState) -> None:
+    """Give ``layer`` the ``packed`` weight and its ``state``, on the parameter object that it has."""
     weight = layer.weight
     if weight.device.type == "meta":  # a parameter cannot leave it
-        weight = layer.weight = make_like(weight, codes)
+        weight = layer.weight = make_like(weight, packed)
     weight.requires_grad = False
-    weight.data = codes
+    weight.data = packed
     quant_states.set_quant_state(state, weight, layer)
     weight.blocksize = state.blocksize
     weight.compress_statistics = state.nested
     weight.quant_type = state.quant_type
-    weight.quant_storage = layer.quant_storage = codes.dtype
+    weight.quant_storage = layer.quant_storage = packed.dtype
     quant_states.mark_quantized(weight)
     partial_loads.forget_parts(layer)
 
 
-def _statistics(weight: Params4bit) -> Tensors:
-    """The entries to save of the quantization state of ``weight``: nothing if a program has dequantized it in place."""
+def _statistics(weight: Params4bit) -> Group:
+    """Return the entries to save of the quantization state; none if a program has dequantized ``weight`` in place."""
     state = quant_states.get_quant_state(weight)
     return {} if state is None or dequantized_in_place.holds_floats(weight) else state.as_dict(packed=True)
 
 
 def defect() -> Finding:
+    """Load what one layer has saved into another one."""
     import torch
     from bitsandbytes.nn import Linear4bit
 
@@ -221,12 +206,12 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=make_load_from_state_dict),
-        Rewrite(
+        wrap_method("Linear4bit", "_load_from_state_dict", _load_from_state_dict),
+        Rewrite.to_call(
             "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
-            find="self.weight.quant_state.as_dict(packed=True)",
-            replace="_patches_statistics(self.weight)",
-            names={"_patches_statistics": _statistics},
+            "self.weight.quant_state.as_dict(packed=True)",
+            _statistics,
+            "self.weight",
         ),
         Rewrite(
             "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",

@@ -8,7 +8,7 @@ from ....quantized.weights.module_moves import make_apply
 
 
 def defect() -> Finding:
-    """A layer built on meta, emptied onto the CPU and filled: is it quantized when it is moved?"""
+    """Build a layer on meta, empty it onto the CPU and fill it: is it quantized when it is moved?"""
     import torch
     from bitsandbytes.nn import Linear4bit
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def plain_linear(layer: Linear4bit, x: Tensor) -> Tensor:
-    """``layer(x)`` as ``nn.Linear`` computes it, in the dtype of ``x``."""
+    """Compute ``layer(x)`` as ``nn.Linear`` does, in the dtype of ``x``."""
     import torch
 
     meta_weights.refuse_meta_weight(x, layer.weight, torch._C.DisableTorchFunctionSubclass)
@@ -24,7 +24,7 @@ def plain_linear(layer: Linear4bit, x: Tensor) -> Tensor:
 
 
 def defect() -> Finding:
-    """A head tied to its embedding, as transformers does it."""
+    """Tie a head to its embedding, as transformers does it."""
     import torch
     from bitsandbytes.nn import Linear4bit
 
@@ -61,9 +61,6 @@ PATCH = Patch(
           another name today, it becomes a ``Linear4bit`` and gets the plain weight of the checkpoint.
 
         All releases. ``bitsandbytes-int8-plain-weight`` repairs the same for ``Linear8bitLt``.
-
-        Upstream: https://github.com/huggingface/transformers/issues/45674,
-        https://github.com/unslothai/unsloth/issues/4208
     """,
     repair="""
         The repair computes such a layer as ``nn.Linear``, in the dtype of the input. It does not change the layer
@@ -83,8 +80,8 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        # Not `self.weight`: that is a call of Module.__getattr__. Where there is no such parameter the helpers look, of
-        # which the one of bitsandbytes does nothing where there is a state.
+        # Not `self.weight`: that is a call of Module.__getattr__. If there is no such parameter, the helpers look, and
+        # the one of bitsandbytes does nothing for a weight that has a state.
         Rewrite(
             "bitsandbytes.nn.modules:Linear4bit.forward",
             find="fix_4bit_weight_quant_state_from_module(self)",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ....distributed.dtensors import is_sharded
 from ....distributed.full_state_dict import SKIP_UNKNOWN_KEYS, TAKE_STATISTICS
-from ....engine import CannotShow, Finding, Patch, SetAttribute
+from ....engine import Finding, Patch, SetAttribute
 from ....quantized.four_bit import foreign_weights, quant_states
 from ....quantized.four_bit.quant_state_dict import bytes_of_packed_weight, read_quantized_weight
 from ....quantized.four_bit.quant_state_names import NESTED, OWN, packed_key
 from ....quantized.own_packed_weights import is_own_packed_weight
+from ....quantized.weights.layer_methods import Load, wrap_method
+from ...reproducers.training import one_rank, shard_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -20,67 +21,41 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
 
 
-def saving(original: Callable[..., None]) -> Callable[..., None]:
-    """``Linear4bit._save_to_state_dict`` that also finds the state of a sharded weight."""
-
-    def _save_to_state_dict(self: Linear4bit, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        state = quant_states.get_quant_state(self)
-        foreign_weights.refuse_foreign_weight(self)
-        if state is not None and _is_sharded(self):
-            _lend(state, self.weight)
-            original(self, destination, prefix, keep_vars)
-        else:
-            original(self, destination, prefix, keep_vars)
-
-    return _save_to_state_dict
+def _save_to_state_dict(layer: Linear4bit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Save ``layer`` with the quantization state that it keeps of a sharded weight."""
+    foreign_weights.refuse_foreign_weight(layer)
+    if (state := _state_of_sharded(layer)) is not None:
+        _lend(state, layer.weight)
+    save(*args, **kwargs)
 
 
-def loading(original: Callable[..., None] | None) -> Callable[..., None]:
-    """``Linear4bit._load_from_state_dict`` that also takes the statistics of a sharded weight."""
-    from bitsandbytes.nn.modules import Linear4bit
-
-    def _load_from_state_dict(
-        self: Linear4bit,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        load = super(Linear4bit, self)._load_from_state_dict if original is None else partial(original, self)
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        weight = prefix + "weight"
-        if _is_sharded_tensor(state_dict.get(weight)) and not _is_sharded(self):
-            # Between forward and backward the weight is whole; a hook that FSDP2 has put into the load of
-            # nn.Module shards it again. Nothing to load, so nothing but the hook happens.
-            load({}, prefix, local_metadata, False, [], [], [])
-        if not _is_sharded(self) or weight not in state_dict:
-            load(state_dict, prefix, *rest)
-            return
-        statistics = {k[len(weight) + 1 :]: v for k, v in state_dict.items() if k.startswith(weight + ".")}
-        try:
-            state = _statistics(self, state_dict[weight], statistics)
-        except ValueError as error:
-            error_msgs.append(f"The sharded 4-bit weight {weight!r} was not loaded and not changed: {error}")
-            return
-        known = len(error_msgs)
-        load({k: v for k, v in state_dict.items() if not k.startswith(weight + ".")}, prefix, *rest)
-        if len(error_msgs) == known:
-            quant_states.set_quant_state(state, self)
-
-    return _load_from_state_dict
+def _load_from_state_dict(layer: Linear4bit, *args: Any, **kwargs: Any) -> None:
+    """Load ``layer``, and the quantization state of a sharded weight."""
+    load = Load(*args, **kwargs)
+    weight, state_dict = load.prefix + "weight", load.state_dict
+    if is_sharded(state_dict.get(weight)) and _state_of_sharded(layer) is None:
+        # Between forward and backward the weight is whole; a hook that FSDP2 has put into the load of
+        # nn.Module shards it again. Nothing to load, so nothing but the hook happens.
+        load._replace(strict=False, missing_keys=[], unexpected_keys=[], error_msgs=[]).run({})
+    if _state_of_sharded(layer) is None or weight not in state_dict:
+        load.run()
+        return
+    statistics = {k[len(weight) + 1 :]: v for k, v in state_dict.items() if k.startswith(weight + ".")}
+    try:
+        state = _state_for(layer, state_dict[weight], statistics)
+    except ValueError as error:
+        load.error_msgs.append(f"The sharded 4-bit weight {weight!r} was not loaded and not changed: {error}")
+        return
+    known = len(load.error_msgs)
+    load.run({k: v for k, v in state_dict.items() if not k.startswith(weight + ".")})
+    if len(load.error_msgs) == known:
+        quant_states.set_quant_state(state, layer)
 
 
-def _is_sharded(layer: Linear4bit) -> bool:
-    """Whether FSDP2 has taken the weight of a quantized layer and left its state behind on the layer."""
-    return quant_states.get_quant_state(layer) is not None and _is_sharded_tensor(layer.weight)
-
-
-def _is_sharded_tensor(tensor: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # the program that sharded has imported it
-    return module is not None and isinstance(tensor, module.DTensor)
+def _state_of_sharded(layer: Linear4bit) -> QuantState | None:
+    """Return the quantization state that ``layer`` has kept if FSDP2 has sharded its packed weight; else None."""
+    state = quant_states.get_quant_state(layer)
+    return state if state is not None and is_sharded(layer.weight) else None
 
 
 def _lend(state: QuantState, weight: Any) -> None:
@@ -91,23 +66,25 @@ def _lend(state: QuantState, weight: Any) -> None:
             setattr(weight, name, getattr(source, attribute, None))
 
 
-def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.Tensor]) -> QuantState:
-    """The state that ``codes`` are to be read with. Raises ``ValueError`` if it cannot be known."""
+def _state_for(layer: Linear4bit, packed: torch.Tensor, saved: dict[str, torch.Tensor]) -> QuantState:
+    """Return the quantization state of the ``packed`` weights: the ``saved`` one, or the layer's if they are its own.
+
+    Raises ``ValueError`` if it cannot be known.
+    """
     import torch
 
     own = quant_states.get_quant_state(layer)
     if saved:
         if not any(key.startswith("quant_state.") for key in saved):
             raise ValueError("the state dict lacks 'weight.quant_state.bitsandbytes__...'")
-        if own is not None and codes.dtype != layer.weight.dtype:  # torch copies them into the layer's by value
+        if own is not None and packed.dtype != layer.weight.dtype:  # torch copies them into the layer's by value
             raise ValueError(
-                f"its packed weights have dtype {codes.dtype}, the layer's quant_storage is {layer.weight.dtype}"
+                f"its packed weights have dtype {packed.dtype}, the layer's quant_storage is {layer.weight.dtype}"
             )
-        stand_in = torch.empty(1, dtype=torch.uint8).expand(
-            bytes_of_packed_weight(layer)
-        )  # the packed weights are loaded by torch
+        # torch loads the packed weights themselves; here their number is enough.
+        stand_in = torch.empty(1, dtype=torch.uint8).expand(bytes_of_packed_weight(layer))
         return read_quantized_weight(layer, {"": stand_in, **saved}, assign=False)[1]
-    if own is None or not is_own_packed_weight(codes, layer.weight):
+    if own is None or not is_own_packed_weight(packed, layer.weight):
         raise ValueError(
             "the state dict has packed weights without their quantization state ('weight.absmax' ...), and they differ from "
             "the packed weights of this layer. A sharded model was saved without bnb-patches: load it into a model that was "
@@ -117,40 +94,26 @@ def _statistics(layer: Linear4bit, codes: torch.Tensor, saved: dict[str, torch.T
 
 
 def defect() -> Finding:
-    import tempfile
-
+    """Save a sharded layer, and load it into a fresh one."""
     import torch
-    import torch.distributed as dist
     from bitsandbytes.nn import Linear4bit
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
-    def sharded(seed: int) -> torch.nn.Module:
-        torch.manual_seed(seed)
-        layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    layers: list[Any] = []
+    with one_rank() as mesh:
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            layer = Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+            shard_quantized(layer, mesh)
+            layers.append(layer)
+        trained, fresh = layers
+        x = torch.randn(2, 64)
         try:
-            model: torch.nn.Module = fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-            return model
-        except RuntimeError as error:  # torch 2.8
-            if "floating point dtype can require gradients" not in str(error):
-                raise
-            raise CannotShow("FSDP2 of this torch cannot shard integer weights") from error
-
-    with tempfile.NamedTemporaryFile() as file:
-        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            trained, fresh = sharded(0), sharded(1)
-            x = torch.randn(2, 64)
-            try:
-                trained.state_dict()
-            except AttributeError as error:
-                return Finding(True, f"state_dict: {error}")
-            set_model_state_dict(fresh, get_model_state_dict(trained))
-            off = ((fresh(x) - trained(x)).norm() / trained(x).norm()).item()
-        finally:
-            dist.destroy_process_group()
+            trained.state_dict()
+        except AttributeError as error:
+            return Finding(True, f"state_dict: {error}")
+        set_model_state_dict(fresh, get_model_state_dict(trained))
+        off = ((fresh(x) - trained(x)).norm() / trained(x).norm()).item()
     return Finding(
         off > 0, f"relative error of the output {off:.3f} after saving sharded and loading into a fresh model"
     )
@@ -189,12 +152,13 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(
-            "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
-            make=saving,
+        wrap_method(
+            "Linear4bit",
+            "_save_to_state_dict",
+            _save_to_state_dict,
             over="super()._save_to_state_dict(destination, prefix, keep_vars)",
         ),
-        SetAttribute("bitsandbytes.nn.modules:Linear4bit._load_from_state_dict", make=loading),
+        wrap_method("Linear4bit", "_load_from_state_dict", _load_from_state_dict),
         SetAttribute("bitsandbytes.functional:QuantState.__getattr__", value=packed_key, keep=True),
         SKIP_UNKNOWN_KEYS,  # with statistics in it, a full state dict has more than parameters
         *TAKE_STATISTICS,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, quant_state: Any) -> torch.Tensor:
-    """While tracing: ``MatMul4Bit.apply(A, B, out, bias, quant_state)``, or the operator for it."""
+    """While tracing, compute ``MatMul4Bit.apply(A, B, out, bias, quant_state)``, or the operator for it."""
     import torch
 
     if out is not None or not tracing.for_this_process():
@@ -20,7 +20,10 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
         return output
     from ....operators import linear_4bit
 
-    nested = quant_state.state2 if quant_state.nested else None
+    nested = None, None, None, 0, torch.float32
+    if quant_state.nested:
+        second = quant_state.state2
+        nested = quant_state.offset, second.absmax, second.code, second.blocksize, second.dtype
     return linear_4bit.OPERATOR(
         A,
         B,
@@ -30,15 +33,12 @@ def apply(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, 
         quant_state.dtype,
         quant_state.blocksize,
         quant_state.quant_type,
-        quant_state.offset if nested is not None else None,
-        nested.absmax if nested is not None else None,
-        nested.code if nested is not None else None,
-        nested.blocksize if nested is not None else 0,
-        nested.dtype if nested is not None else torch.float32,
+        *nested,
     )
 
 
 def defect() -> Finding:
+    """Compile a layer, and ask torch whether it can store the graph."""
     import torch
     from bitsandbytes.nn import Linear4bit
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
@@ -59,16 +59,10 @@ def defect() -> Finding:
     return Finding(bool(reasons), reasons[0][:90] if reasons else "the cache on disk accepts the graph")
 
 
-TARGET = "bitsandbytes.autograd._functions:matmul_4bit"
-EDIT: dict[str, Any] = {
-    "find": "MatMul4Bit.apply(A, B, out, bias, quant_state)",
-    "replace": """(
-        _patches_linear_4bit(MatMul4Bit, A, B, out, bias, quant_state)
-        if torch.compiler.is_compiling()
-        else MatMul4Bit.apply(A, B, out, bias, quant_state)
-    )""",
-    "names": {"_patches_linear_4bit": apply},
-}
+_CALL = "MatMul4Bit.apply(A, B, out, bias, quant_state)"
+_REPLACEMENT = f"""(
+    _patches_linear_4bit(MatMul4Bit, A, B, out, bias, quant_state) if torch.compiler.is_compiling() else {_CALL}
+)"""
 
 PATCH = Patch(
     id="bitsandbytes-matmul4bit-aot-cache",
@@ -95,12 +89,22 @@ PATCH = Patch(
     """,
     requires=("bitsandbytes>=0.46.1", "torch>=2.7"),
     tested_up_to="0.50.2",
-    edits=(
-        Rewrite(TARGET, **EDIT, count=2, when="bitsandbytes<0.47"),
-        Rewrite(TARGET, **EDIT, count=3, when="bitsandbytes>=0.47,<0.48"),
-        Rewrite(TARGET, **EDIT, count=2, when="bitsandbytes>=0.48,<0.49"),
-        Rewrite(TARGET, **EDIT, count=3, when="bitsandbytes>=0.49,<0.50"),
-        Rewrite(TARGET, **EDIT, when="bitsandbytes>=0.50"),
+    edits=tuple(
+        Rewrite(
+            "bitsandbytes.autograd._functions:matmul_4bit",
+            _CALL,
+            _REPLACEMENT,
+            count=count,
+            names={"_patches_linear_4bit": apply},
+            when=f"bitsandbytes{when}",
+        )
+        for count, when in (
+            (2, "<0.47"),
+            (3, ">=0.47,<0.48"),
+            (2, ">=0.48,<0.49"),
+            (3, ">=0.49,<0.50"),
+            (1, ">=0.50"),
+        )
     ),
     defect=defect,
 )

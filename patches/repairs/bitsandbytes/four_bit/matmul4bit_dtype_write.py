@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def in_dtype(state: QuantState, dtype: torch.dtype) -> QuantState:
-    """``state`` itself if it says ``dtype`` already, else one over the same tensors that does.
+    """Return ``state`` if it has ``dtype`` already, else a quantization state with ``dtype`` over the same tensors.
 
     A weight repacked for AVX512-BF16 goes to a kernel that asks for no dtype.
     """
@@ -33,6 +33,7 @@ def in_dtype(state: QuantState, dtype: torch.dtype) -> QuantState:
 
 
 def defect() -> Finding:
+    """Run a float16 layer on a bfloat16 input, and save it."""
     import torch
     from bitsandbytes.nn import Linear4bit
     from bitsandbytes.utils import unpack_tensor_to_dict

@@ -17,14 +17,14 @@ _ELSEWHERE = saved_for_backward.SavedElsewhere(_ID)
 
 
 class _Kept(NamedTuple):
-    """What backward reads on ``ctx``, under the names that it has there."""
+    """The attributes of ``ctx`` that backward reads."""
 
     tensors: tuple[None, torch.Tensor]
     state: QuantState
 
 
 def _operands(weight: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ...]:
-    """``weight`` and the tensors of ``state`` that dequantizing it reads, as they are now."""
+    """Return ``weight`` and the tensors of ``state`` that dequantizing it reads, as they are now."""
     nested = state.state2
     if nested is None:
         return weight, state.absmax
@@ -32,7 +32,7 @@ def _operands(weight: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ..
 
 
 def _state(operands: tuple[torch.Tensor, ...], state: QuantState) -> QuantState:
-    """One like ``state`` that holds ``operands``."""
+    """Return a quantization state like ``state`` that holds ``operands``."""
     from bitsandbytes.functional import QuantState
 
     _, absmax, *nested = operands
@@ -45,9 +45,9 @@ def _state(operands: tuple[torch.Tensor, ...], state: QuantState) -> QuantState:
 
 
 def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
-    """Note for backward what ``weight`` and ``state`` hold now, and how often it was written to, if it is resident.
+    """If ``weight`` is resident, note it, the tensors of ``state`` and how often each was written to; else save them.
 
-    Written out, like :func:`recall`: each layer comes by both in each step of a training.
+    Written out, like :func:`recall`: each layer calls both in each training step.
     """
     owner = weight._base  # it comes as a view, or as itself from who calls the function
     if not saved_for_backward.is_resident(weight if owner is None else owner):
@@ -60,33 +60,32 @@ def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
             ctx._patches_noted = weight, absmax, weight._version, absmax._version
             return
         offset, absmax2, code2 = state.offset, nested.absmax, nested.code
-        ctx._patches_noted = (
-            weight, absmax, offset, absmax2, code2,
-            weight._version, absmax._version, offset._version, absmax2._version, code2._version,
-        )  # fmt: skip
-    except RuntimeError:  # made in inference mode: there torch does not count
-        ctx._patches_noted = _uncounted(_operands(weight, state))
+        versions = weight._version, absmax._version, offset._version, absmax2._version, code2._version
+        ctx._patches_noted = weight, absmax, offset, absmax2, code2, *versions
+    except RuntimeError:
+        _note_without_versions(ctx, _operands(weight, state))
 
 
 def save(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
-    """Save it with autograd, where hooks see it, but for what was made in inference mode."""
+    """Save the tensors with autograd, where hooks see them, except tensors that were made in inference mode."""
     operands = _operands(weight, state)
     if saved_for_backward.is_savable(*operands):
         ctx.save_for_backward(*operands)
-        ctx.tensors, ctx._patches_noted = _ELSEWHERE, None
+        ctx.tensors, ctx._patches_noted, ctx._patches_saved = _ELSEWHERE, None, True
     else:
-        ctx.tensors, ctx._patches_noted = (None, weight), _uncounted(operands)
+        ctx.tensors = None, weight
+        _note_without_versions(ctx, operands)
 
 
-def _uncounted(operands: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    """The versions noted of ``operands`` for which torch does not count."""
-    return *operands, *(None for _ in operands)
+def _note_without_versions(ctx: Any, operands: tuple[torch.Tensor, ...]) -> None:
+    """Note ``operands`` that were made in inference mode, where torch does not count how often a tensor is written to."""
+    ctx._patches_noted = *operands, *(None for _ in operands)
 
 
 def recall(ctx: Any) -> Any:
-    """An object with the ``tensors`` and the ``state`` that forward used: ``ctx``, if it has them."""
-    noted = getattr(ctx, "_patches_noted", ())
-    if noted:
+    """Return an object with the ``tensors`` and the ``state`` that forward used: ``ctx``, if it has them."""
+    noted = getattr(ctx, "_patches_noted", None)
+    if noted is not None:
         state = ctx.state
         nested, absmax = state.state2, state.absmax
         try:
@@ -104,12 +103,14 @@ def recall(ctx: Any) -> Any:
             now = _operands(noted[0], state)
             if len(noted) == 2 * len(now) and all(map(is_, now, noted)):
                 return ctx
+    elif not getattr(ctx, "_patches_saved", False):  # a forward without the patch
+        return ctx
     return _recall_others(ctx, noted)
 
 
 def _recall_others(ctx: Any, noted: tuple[Any, ...] | None) -> Any:
-    """The same for an operand that is not as it was noted, or was saved, or is of a forward without the patch."""
-    if not ctx.needs_input_grad[0] or noted == ():
+    """Return the tensors of forward if they were saved (``noted`` is None), or are not on ``ctx`` as they were noted."""
+    if not ctx.needs_input_grad[0]:
         return ctx
     if noted is None:
         operands = ctx.saved_tensors

@@ -24,7 +24,7 @@ def always_call(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def damage() -> tuple[str, ...]:
-    """A cache that is on now, when no forward should be running."""
+    """Name a cache that is on now, when no forward should be running."""
     import torch.nn.utils.parametrize as cache
 
     if not cache._cache_enabled:
@@ -36,7 +36,7 @@ def damage() -> tuple[str, ...]:
 
 
 def defect() -> Finding:
-    """Three checkpointed steps of a module with a 4-bit parameter; what is left in torch's cache?"""
+    """Make three checkpointed steps of a module with a 4-bit parameter, and count the tensors in torch's cache."""
     import torch
     import torch.nn.utils.parametrize as cache
 

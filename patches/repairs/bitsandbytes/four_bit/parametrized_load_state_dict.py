@@ -16,75 +16,61 @@ if TYPE_CHECKING:
 _REGISTER = "module.register_forward_pre_hook(_enable_parametrization_cache)"
 
 
-def register(module: torch.nn.Module, parameter: str) -> None:
+def register_load_hook(module: torch.nn.Module, parameter: str) -> None:
     """Let ``module`` load the keys that it saves of ``parameter``."""
-    module.register_load_state_dict_pre_hook(partial(load, parameter=parameter))
+    module.register_load_state_dict_pre_hook(partial(load_parameter, parameter=parameter))
 
 
-def load(
+def load_parameter(
     module: torch.nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
     strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-    *,
+    *lists: list[str],
     parameter: str,
 ) -> None:
-    """Take the statistics of ``parameter`` out of ``state_dict``, and leave its packed weights there under torch's
-    name."""
-    key = prefix + parameter
-    saved = {k[len(key) + 1 :]: v for k, v in state_dict.items() if k.startswith(key + ".")}
-    parametrization = _parametrization(module, parameter)
-    if key not in state_dict or not saved or parametrization is None:
-        return
-    codes = state_dict.pop(key)
-    for name in saved:
-        del state_dict[f"{key}.{name}"]
-    held = _chain(module, parameter).original
-    original = f"{prefix}parametrizations.{parameter}.original"
-    assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    try:
-        state = _read(parameter, quant_states.get_quant_state(parametrization), held, {"": codes, **saved}, assign)
-    except ValueError as error:
-        error_msgs.append(f"The 4-bit parameter {key!r} was not loaded and not changed: {error}")
-        state_dict[original] = held.detach()
-    else:
-        quant_states.set_quant_state(state, parametrization)
-        state_dict[original] = codes
-
-
-def _parametrization(module: torch.nn.Module, parameter: str) -> Any:
-    """What dequantizes ``parameter``; ``None`` if nothing does any more."""
+    """Take the quantization state of ``parameter`` out of ``state_dict``, and name its packed weights as torch does."""
     from bitsandbytes.nn.parametrize import Bnb4bitParametrization
     from torch.nn.utils.parametrize import is_parametrized
 
-    if not is_parametrized(module, parameter):
-        return None
-    return next((one for one in _chain(module, parameter) if isinstance(one, Bnb4bitParametrization)), None)
-
-
-def _chain(module: torch.nn.Module, parameter: str) -> Any:
-    """The ``ParametrizationList`` of ``parameter``; its type is not known to ``nn.Module``."""
-    chains: Any = module.parametrizations
-    return chains[parameter]
+    key = prefix + parameter
+    saved = {k[len(key) + 1 :]: v for k, v in state_dict.items() if k.startswith(key + ".")}
+    if key not in state_dict or not saved or not is_parametrized(module, parameter):
+        return
+    chain: Any = module.parametrizations[parameter]  # type: ignore[index]  # nn.Module does not know its type
+    dequantizing = next((one for one in chain if isinstance(one, Bnb4bitParametrization)), None)
+    if dequantizing is None:
+        return
+    packed = state_dict.pop(key)
+    for name in saved:
+        del state_dict[f"{key}.{name}"]
+    held = chain.original
+    original = f"{prefix}parametrizations.{parameter}.original"
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    try:
+        state = _read(parameter, quant_states.get_quant_state(dequantizing), held, {"": packed, **saved}, assign)
+    except ValueError as error:
+        error_msgs = lists[-1]
+        error_msgs.append(f"The 4-bit parameter {key!r} was not loaded and not changed: {error}")
+        state_dict[original] = held.detach()
+    else:
+        quant_states.set_quant_state(state, dequantizing)
+        state_dict[original] = packed
 
 
 def _read(parameter: str, old: Any, held: torch.Tensor, group: dict[str, torch.Tensor], assign: bool) -> QuantState:
-    """The state in ``group``. Raises ``ValueError`` if it, or its packed weights, are not for a parameter like
-    ``held``."""
+    """Return the quantization state in ``group``. Raises ``ValueError`` if ``group`` does not fit a parameter like ``held``."""
     import torch
 
-    codes = group[""]
-    if (codes.shape, codes.dtype) != (held.shape, held.dtype):
-        found, expected = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (codes, held))
+    packed = group[""]
+    if (packed.shape, packed.dtype) != (held.shape, held.dtype):
+        found, expected = (f"{t.dtype} of shape {tuple(t.shape)}" for t in (packed, held))
         raise ValueError(f"its packed weights are {found}, expected {expected}")
     weight = QuantizedWeight(parameter, tuple(old.shape), old.quant_type, held.device)
-    refuse_cast(repr(parameter), codes)
+    refuse_cast(repr(parameter), packed)
     # torch loads the packed weights themselves, sharded ones as well; here their number and device are enough.
-    stand_in = torch.empty(1, dtype=torch.uint8, device=codes.device).expand(weight.nbytes)
+    stand_in = torch.empty(1, dtype=torch.uint8, device=packed.device).expand(weight.nbytes)
     _, state = read_for_weight(weight, {**group, "": stand_in}, assign)
     state.dtype = old.dtype
     return state
@@ -149,7 +135,7 @@ PATCH = Patch(
             "bitsandbytes.nn.parametrize:_register_parametrization_hooks",
             _REGISTER,
             f"{_REGISTER}\n_patches_register(module, param_name)",
-            names={"_patches_register": register},
+            names={"_patches_register": register_load_hook},
         ),
     ),
     defect=defect,

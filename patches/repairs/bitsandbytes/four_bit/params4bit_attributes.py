@@ -11,7 +11,7 @@ from ....quantized.four_bit.quant_state_names import NESTED, OWN, packed_key
 
 
 def proxy(name: str, attribute: str, nested: bool) -> property:
-    """A property that shows ``attribute`` of the parameter's (nested) quantization state.
+    """Return a property that shows ``attribute`` of the parameter's (nested) quantization state.
 
     Absent (``AttributeError``) on a parameter that is not quantized, or not doubly for a nested name.
     """
@@ -38,6 +38,7 @@ def proxy(name: str, attribute: str, nested: bool) -> property:
 
 
 def defect() -> Finding:
+    """Read the state dict of a model as FSDP does, then compile a checkpointed step."""
     import torch
     from bitsandbytes.nn import Linear4bit
     from torch.distributed.checkpoint.state_dict import get_model_state_dict

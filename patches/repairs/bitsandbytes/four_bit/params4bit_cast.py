@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ....engine import Finding, Patch, Rewrite
 from ....process import live_objects
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
-    """``fn(parameter)`` without the cast in it, if ``parameter`` holds packed bits."""
+    """Return ``fn(parameter)``, without its cast if ``parameter`` holds packed bits."""
     moved = fn(parameter)
     if moved.dtype is parameter.dtype or not quant_states.is_packed(parameter):
         return moved
@@ -26,7 +26,7 @@ def _moved(fn: Callable[[Tensor], Tensor], parameter: Tensor) -> Tensor:
 
 
 def damage() -> tuple[str, ...]:
-    """Weights whose bits were cast before the patch was applied: in another dtype than they were packed in."""
+    """Name the weights whose packed bits were cast before the patch was applied."""
     weights = live_objects.without_garbage(_cast_weights)  # a weight and its layer refer to each other
     states = map(quant_states.get_quant_state, weights)
     return tuple(
@@ -38,22 +38,20 @@ def damage() -> tuple[str, ...]:
 
 
 def _cast_weights() -> list[Params4bit]:
-    """Quantized weights of layers (not the casts that a user made of one) in another dtype than they were packed in."""
-    states = [(w, quant_states.get_quant_state(w)) for w in _weights() if quant_states.is_marked(w)]
-    # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
-    plain = [w for w, state in states if state is not None and not quant_states.is_for_cpu_kernel(state)]
-    return [w for w in plain if w.dtype != w.quant_storage]
-
-
-def _weights() -> Iterator[Any]:
+    """Find quantized weights of layers (not the casts that a user made of one) in another dtype than they were packed in."""
     from bitsandbytes.nn import Embedding4bit, Linear4bit
 
     layers = [layer for kind in (Linear4bit, Embedding4bit) for layer in live_objects.find_instances(kind)]
     held = (vars(layer).get("_parameters", {}).get("weight") for layer in layers)
-    return iter({id(weight): weight for weight in held if weight is not None}.values())
+    weights = {id(weight): weight for weight in held if quant_states.is_marked(weight)}.values()
+    states = ((weight, quant_states.get_quant_state(weight)) for weight in weights)
+    # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
+    plain = (weight for weight, state in states if state is not None and not quant_states.is_for_cpu_kernel(state))
+    return [weight for weight in plain if weight.dtype != weight.quant_storage]
 
 
 def defect() -> Finding:
+    """Cast a layer in bfloat16 storage to float16."""
     import torch
     from bitsandbytes.nn import Linear4bit
 
@@ -61,9 +59,9 @@ def defect() -> Finding:
     layer = Linear4bit(
         64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4", quant_storage=torch.bfloat16
     ).to("cpu")
-    codes = layer.weight.data.view(torch.uint8).clone()
+    packed = layer.weight.data.view(torch.uint8).clone()
     layer.half()
-    changed = layer.weight.data.view(torch.uint8) != codes
+    changed = layer.weight.data.view(torch.uint8) != packed
     return Finding(bool(changed.any()), f"{int(changed.sum())} of {changed.numel()} packed bytes changed by half()")
 
 
@@ -96,14 +94,7 @@ PATCH = Patch(
     """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
-    edits=(
-        Rewrite(
-            "torch.nn.modules.module:Module._apply",
-            find="fn(param)",
-            replace="_patches_moved(fn, param)",
-            names={"_patches_moved": _moved},
-        ),
-    ),
+    edits=(Rewrite.to_call("torch.nn.modules.module:Module._apply", "fn(param)", _moved, "fn, param"),),
     defect=defect,
     damage=damage,
 )

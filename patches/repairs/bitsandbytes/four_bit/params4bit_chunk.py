@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_torch_function(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
-    """``Params4bit.__torch_function__``, in place of one that is there for chunk and split alone."""
+    """Return ``Params4bit.__torch_function__``, in place of one that is there for chunk and split alone."""
     import torch
     from bitsandbytes.nn.modules import Params4bit
 
@@ -36,34 +36,36 @@ def make_torch_function(original: classmethod[Any, ..., Any]) -> classmethod[Any
 
 
 def _pieces(whole: Params4bit, parts: tuple[Tensor, ...], dim: int = 0) -> tuple[Tensor, ...]:
-    """``parts``, what torch made of ``whole``, as weights of their own where they can be."""
+    """Return ``parts``, which torch made of ``whole``, as weights of their own where they can be."""
     import torch
 
     if whole.requires_grad and torch.is_grad_enabled():
         return parts
     if not quant_states.is_marked(whole):
         return tuple(make_like(whole, part, module=None) for part in parts)
-    if not _is_column_of_codes(whole):
+    if not _is_packed_column(whole):
         return parts
     made, stop = [], 0
     for part in parts:
         start, stop = stop, stop + part.numel()
         state = _state_of(whole, start, stop)
-        made.append(part if state is None else _piece(whole, part, state))
+        if state is not None:
+            part = make_like(whole, part, quant_state=state, compress_statistics=state.nested, module=None)
+        made.append(part)
     return tuple(made)
 
 
-def _is_column_of_codes(weight: Params4bit) -> bool:
-    """Whether ``weight`` is packed as bitsandbytes saves it, and its statistics are where it is."""
+def _is_packed_column(weight: Params4bit) -> bool:
+    """Tell whether ``weight`` is packed as bitsandbytes saves it, and its statistics are on its device."""
     state = quant_states.get_quant_state(weight)
     if state is None or state.shape is None or quant_states.is_for_cpu_kernel(state):
         return False
-    whole = weight.dim() == 2 and weight.shape[1] == 1 and weight.nbytes == -(-prod(state.shape) // 2) > 0
+    whole = weight.dim() == 2 and weight.shape[1] == 1 and weight.nbytes == quant_states.packed_bytes(state.shape) > 0
     return bool(whole and state.absmax.device == weight.device)
 
 
 def _state_of(whole: Params4bit, start: int, stop: int) -> QuantState | None:
-    """The state of the entries from ``start`` to ``stop`` of the column; None if they are no whole blocks."""
+    """Return the state of the entries from ``start`` to ``stop`` of the column, or None if they are no whole blocks."""
     import torch
 
     state: Any = quant_states.get_quant_state(whole)
@@ -92,10 +94,6 @@ def _cut(state: QuantState, first: int, last: int) -> None:
         state.absmax = (dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
         state.nested, state.state2, state.offset = False, None, None
     state.absmax = state.absmax[first:last]
-
-
-def _piece(whole: Params4bit, codes: Tensor, state: QuantState) -> Params4bit:
-    return make_like(whole, codes, quant_state=state, compress_statistics=state.nested, module=None)
 
 
 def defect() -> Finding:

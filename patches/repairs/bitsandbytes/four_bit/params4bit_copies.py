@@ -7,16 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Message, Part, Patch, Rewrite, SetAttribute
 from ....quantized.four_bit import quant_states
+from ....quantized.weights.layer_methods import wrap_method
 from ....quantized.weights.parameter_copies import is_read_by_default, make_setstate, reduce_with_class
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
 
 
-_PARAMETER_deepcopy = "bitsandbytes.nn.modules:Params4bit"
+def _empty(original: Params4bit) -> Params4bit:
+    """Return a weight of the class of ``original`` that can be given its data."""
+    import torch
+
+    cls: Any = type(original)
+    if original.is_meta == torch.empty(0).is_meta:  # where bitsandbytes makes it: on torch's default device
+        return cls.__new__(cls)
+    return torch.Tensor._make_subclass(cls, torch.empty(0, device=original.device))
 
 
-_SET_STATE = "new_instance.__setstate__(state)"
+def _reduce_ex(weight: Params4bit, reduce: Callable[..., tuple[Any, ...]], protocol: int) -> tuple[Any, ...]:
+    """Return what ``Parameter.__reduce_ex__`` does, with the class of a weight that is quantized or has a layer."""
+    plain = quant_states.get_quant_state(weight) is None and weight.module is None
+    reduced = reduce(protocol)
+    return reduced if plain and is_read_by_default(protocol) else reduce_with_class(reduced, weight)
 
 
 def defect_deepcopy() -> Finding:
@@ -36,16 +48,6 @@ def defect_deepcopy() -> Finding:
     )
 
 
-def _empty(original: Params4bit) -> Params4bit:
-    """A weight of the class of ``original`` that can be given its data."""
-    import torch
-
-    cls: Any = type(original)
-    if original.is_meta == torch.empty(0).is_meta:  # where bitsandbytes makes it: on torch's default device
-        return cls.__new__(cls)
-    return torch.Tensor._make_subclass(cls, torch.empty(0, device=original.device))
-
-
 def defect_offloaded() -> Finding:
     """Copy a layer that accelerate keeps in CPU memory."""
     import copy
@@ -61,26 +63,8 @@ def defect_offloaded() -> Finding:
         copied = copy.deepcopy(layer)
     except RuntimeError as error:
         return Finding(True, f"deepcopy: {error}")
-    return Finding(
-        type(copied.weight) is not type(layer.weight), f"deepcopy gives a weight of type {type(copied.weight).__name__}"
-    )
-
-
-_PARAMETER_offloaded = "bitsandbytes.nn.modules:Params4bit"
-
-
-_EMPTY: dict[str, Any] = {"find": "type(self).__new__(type(self))", "replace": "_patches_empty(self)"}
-
-
-def _make_reduce_ex(original: None) -> Callable[[Params4bit, int], tuple[Any, ...]]:
-    from bitsandbytes.nn.modules import Params4bit
-
-    def __reduce_ex__(self: Params4bit, protocol: int) -> tuple[Any, ...]:
-        reduced = super(Params4bit, self).__reduce_ex__(protocol)
-        plain = quant_states.get_quant_state(self) is None and self.module is None
-        return reduced if plain and is_read_by_default(protocol) else reduce_with_class(reduced, self)
-
-    return __reduce_ex__
+    kind = type(copied.weight)
+    return Finding(kind is not type(layer.weight), f"deepcopy gives a weight of type {kind.__name__}")
 
 
 def defect_pickle() -> Finding:
@@ -93,12 +77,12 @@ def defect_pickle() -> Finding:
     file = io.BytesIO()
     torch.save(Linear4bit(64, 64, quant_type="nf4").to("cpu"), file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    return Finding(
-        type(loaded.weight).__name__ != "Params4bit",
-        f"a saved and loaded Linear4bit has a weight of type {type(loaded.weight).__name__}",
-    )
+    kind = type(torch.load(file, weights_only=False).weight).__name__
+    return Finding(kind != "Params4bit", f"a saved and loaded Linear4bit has a weight of type {kind}")
 
+
+_PARAMETER = "bitsandbytes.nn.modules:Params4bit"
+_SET_STATE = "new_instance.__setstate__(state)"
 
 PATCH = Patch(
     id="bitsandbytes-params4bit-copies",
@@ -162,16 +146,16 @@ PATCH = Patch(
             "0.50.2",
             (
                 Rewrite(
-                    f"{_PARAMETER_deepcopy}.__deepcopy__",
+                    f"{_PARAMETER}.__deepcopy__",
                     _SET_STATE,
                     f"{_SET_STATE}\nmemo[id(self)] = new_instance\nnew_instance.module = memo.get(id(self.module))",
                 ),
                 Rewrite(
-                    f"{_PARAMETER_deepcopy}.__deepcopy__",
+                    f"{_PARAMETER}.__deepcopy__",
                     "copy.deepcopy(state['quant_state'])",
                     "copy.deepcopy(state['quant_state'], memo)",
                 ),
-                Rewrite(f"{_PARAMETER_deepcopy}.__copy__", _SET_STATE, f"{_SET_STATE}\nnew_instance.module = None"),
+                Rewrite(f"{_PARAMETER}.__copy__", _SET_STATE, f"{_SET_STATE}\nnew_instance.module = None"),
             ),
             defect_deepcopy,
         ),
@@ -180,7 +164,7 @@ PATCH = Patch(
             ("bitsandbytes>=0.46.1",),
             "0.50.2",
             tuple(
-                Rewrite(f"{_PARAMETER_offloaded}.{name}", **_EMPTY, names={"_patches_empty": _empty})
+                Rewrite.to_call(f"{_PARAMETER}.{name}", "type(self).__new__(type(self))", _empty, "self")
                 for name in ("__deepcopy__", "__copy__")
             ),
             defect_offloaded,
@@ -190,7 +174,7 @@ PATCH = Patch(
             ("bitsandbytes>=0.46.1",),
             "0.50.2",
             (
-                SetAttribute("bitsandbytes.nn.modules:Params4bit.__reduce_ex__", make=_make_reduce_ex),
+                wrap_method("Params4bit", "__reduce_ex__", _reduce_ex),
                 *(
                     SetAttribute(
                         f"bitsandbytes.nn.modules:{layer}.__setstate__",

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def _moves_with(device: torch.device | None, state: QuantState) -> bool:
-    """Whether the statistics follow a weight to ``device``. The statistics of a repacked one fit its own packed bytes only."""
+    """Tell whether the statistics follow a weight to ``device``. If it is repacked, they fit its own bytes only."""
     return device is None or device.type != "meta" or quant_states.is_for_cpu_kernel(state)
 
 
-def _holds_codes(weight: Params4bit) -> bool:
-    """Whether ``weight`` need not be quantized any more. Raises if its contents cannot be a weight."""
+def _holds_packed(weight: Params4bit) -> bool:
+    """Tell whether ``weight`` need not be quantized any more. Raises if its contents cannot be a weight."""
     state, quantized = quant_states.get_quant_state(weight), quant_states.is_marked(weight)
     if not quantized or state is None or state.shape is None:
         return quantized
@@ -40,7 +40,7 @@ def _holds_codes(weight: Params4bit) -> bool:
 
 
 def damage() -> tuple[str, ...]:
-    """Weights whose statistics went to meta before the patch was applied."""
+    """Name the weights whose statistics went to meta before the patch was applied."""
     from bitsandbytes.nn import Params4bit
 
     states = map(quant_states.get_quant_state, live_objects.find_instances(Params4bit))
@@ -116,8 +116,8 @@ PATCH = Patch(
         Rewrite(
             _TO,
             find="not self.bnb_quantized",
-            replace="not _patches_holds_codes(self)",
-            names={"_patches_holds_codes": _holds_codes},
+            replace="not _patches_holds_packed(self)",
+            names={"_patches_holds_packed": _holds_packed},
         ),
         *meta_weights.FOUR_BIT,
     ),

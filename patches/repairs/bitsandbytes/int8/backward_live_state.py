@@ -25,7 +25,7 @@ class _Weight(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What backward reads on ``ctx``, under the names that it has there."""
+    """The attributes of ``ctx`` that backward reads."""
 
     state: _Weight
     tensors: tuple[Tensor | None, ...] = (None, None, None)
@@ -34,20 +34,19 @@ class _Kept(NamedTuple):
 
 
 _UNNEEDED = _Kept(_Weight(None, None, 0.0))
-_NO_TENSORS, _NO_TENSOR_STATES = (None, None, None), (None, None)
 
 
 def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: Any, A: Any) -> None:
     """Keep for backward the weight ``B`` of ``state``, by reference if it is resident; else save it with autograd.
 
-    What the gradient of the weight needs, if that is trained, is saved in any case.
+    If the weight is trained, the tensors that its gradient needs are saved in any case.
     """
     needs = ctx.needs_input_grad
     # Packed weights of a floating-point weight belong to no parameter.
     if needs[1] or state.has_fp16_weights or not saved_for_backward.is_resident(B):
         _save(ctx, B, state, CAt, subA, SCAt, idx, A)
         return
-    ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, _NO_TENSORS, _NO_TENSOR_STATES, None
+    ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, _UNNEEDED.tensors, _UNNEEDED.tensor_states, None
     if needs[0]:
         CB, SCB = row_scales.pair_of_product(state)
         try:
@@ -64,18 +63,19 @@ def _save(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
     CB, SCB = row_scales.pair_of_product(state) if ctx.needs_input_grad[0] else (None, None)
     if not ctx.needs_input_grad[1]:
         CAt = subA = SCAt = idx = A = None
-    if saved_for_backward.is_savable(CB, SCB, CAt, subA, SCAt, idx, A):
-        ctx.save_for_backward(_codes(B, CB), SCB, CAt, subA, SCAt, idx, A)
+    ctx._patches_noted = None
+    ctx._patches_saved = saved_for_backward.is_savable(CB, SCB, CAt, subA, SCAt, idx, A)
+    if ctx._patches_saved:
+        ctx.save_for_backward(_through_weight(B, CB), SCB, CAt, subA, SCAt, idx, A)
         ctx.state = ctx.tensors = ctx.tensor_states = ctx.A = _ELSEWHERE
-        ctx.threshold, ctx._patches_noted = state.threshold, None
+        ctx.threshold = state.threshold
     else:
         ctx.state = _Weight(CB, SCB, state.threshold)
         ctx.tensors, ctx.tensor_states, ctx.A = (CAt, subA, A), (SCAt, idx), A
-        ctx._patches_noted = CB, SCB, B, None, None, None
 
 
-def _codes(B: Tensor, CB: Tensor | None) -> Tensor | None:
-    """``CB``, or the same packed weights seen through the weight, whose version counter tells of a refill."""
+def _through_weight(B: Tensor, CB: Tensor | None) -> Tensor | None:
+    """Return ``CB``, or the same memory as a view of the weight, whose version counter tells of a refill."""
     import torch
 
     if CB is None or torch.compiler.is_compiling() or B.dtype != torch.int8 or B.data_ptr() != CB.data_ptr():
@@ -84,13 +84,16 @@ def _codes(B: Tensor, CB: Tensor | None) -> Tensor | None:
 
 
 def _recall(ctx: Any) -> Any:
-    """An object with ``state``, ``tensors``, ``tensor_states`` and ``A`` of forward: ``ctx``, if it has them."""
+    """Return an object with ``state``, ``tensors``, ``tensor_states`` and ``A`` of forward: ``ctx``, if it has them."""
     needs = ctx.needs_input_grad
     if not (needs[0] or needs[1]):  # the bias alone is trained
         return _UNNEEDED
-    noted = getattr(ctx, "_patches_noted", ())
-    if not noted:
-        return ctx if noted == () else _saved(ctx)  # () of a forward without the patch
+    noted = getattr(ctx, "_patches_noted", None)
+    if noted is None:
+        if not getattr(ctx, "_patches_saved", False):  # a forward without the patch, or one that left it all on ctx
+            return ctx
+        CB, SCB, CAt, subA, SCAt, idx, A = ctx.saved_tensors  # once, as saved-tensor hooks demand
+        return _Kept(_Weight(CB, SCB, ctx.threshold), (CAt, subA, A), (SCAt, idx), A)
     CB, SCB, B, version, scales_version, weight_version = noted
     if version is not None and (CB._version != version or SCB._version != scales_version):
         saved_for_backward.raise_version_error((CB, SCB), (version, scales_version))
@@ -104,13 +107,8 @@ def _recall(ctx: Any) -> Any:
     return _Kept(_Weight(CB, SCB, state.threshold))
 
 
-def _saved(ctx: Any) -> _Kept:
-    CB, SCB, CAt, subA, SCAt, idx, A = ctx.saved_tensors  # once, as saved-tensor hooks demand
-    return _Kept(_Weight(CB, SCB, ctx.threshold), (CAt, subA, A), (SCAt, idx), A)
-
-
 def _half(A: Tensor) -> Tensor:
-    """``A`` in float16, for a kernel that writes to it and undoes that."""
+    """Return ``A`` in float16, for a kernel that writes to it and undoes that."""
     import torch
 
     half = A.to(torch.float16)
@@ -118,7 +116,7 @@ def _half(A: Tensor) -> Tensor:
 
 
 def defect() -> Finding:
-    """A layer takes the next weight (streaming of layers) between its forward and its backward."""
+    """Give a layer the next weight (streaming of layers) between its forward and its backward."""
     import bitsandbytes as bnb
     import torch
 
@@ -141,12 +139,15 @@ _FP = "bitsandbytes.autograd._functions:MatMul8bitFp"
 _SINCE_FP = "bitsandbytes>=0.47"
 _KEEP = "(_patches_save_int8 if torch.compiler.is_compiling() else _patches_keep_int8)"
 _NAMES = {
-    "_patches_keep_int8": _keep, "_patches_save_int8": _save, "_patches_recall_int8": _recall, "_patches_half": _half,
-}  # fmt: skip
+    "_patches_keep_int8": _keep,
+    "_patches_save_int8": _save,
+    "_patches_recall_int8": _recall,
+    "_patches_half": _half,
+}
 
 
 def _backward(function: str, *attributes: str, when: str = "") -> tuple[Rewrite, ...]:
-    """First recall what forward kept, then read it where the original reads ``ctx``."""
+    """Return the edits that recall what forward kept, and read ``attributes`` there and not on ``ctx``."""
     first = "req_gradA, req_gradB, _, req_gradBias, _ = ctx.needs_input_grad"
     return (
         Rewrite(f"{function}.backward", first, f"_patches_kept = _patches_recall_int8(ctx)\n{first}", when=when),

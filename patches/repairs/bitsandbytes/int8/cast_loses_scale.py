@@ -6,7 +6,7 @@ from ....engine import Finding, Patch, Rewrite
 
 
 def defect() -> Finding:
-    """A weight in another dtype, dequantized by hand."""
+    """Cast a weight to another dtype, and dequantize it by hand."""
     import bitsandbytes as bnb
     import torch
 

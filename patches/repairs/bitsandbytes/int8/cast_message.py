@@ -6,32 +6,26 @@ import functools
 import logging
 
 from ....engine import Finding, Message, Patch, Rewrite
+from ...reproducers.log_records import record_logs
+
+LOGGER = logging.getLogger("bitsandbytes.autograd._functions")
 
 
 @functools.cache
 def _say_once(message: str, dtype: object) -> None:
-    logging.getLogger("bitsandbytes.autograd._functions").warning(message, dtype, stacklevel=2)
+    LOGGER.warning(message, dtype, stacklevel=2)
 
 
 def defect() -> Finding:
-    """Five forwards in another dtype than float16."""
+    """Run five forwards in another dtype than float16."""
     import bitsandbytes as bnb
     import torch
 
-    messages: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = messages.append  # type: ignore[assignment, method-assign]
-    logger = logging.getLogger("bitsandbytes.autograd._functions")
-    logger.addHandler(handler)
-    propagate, logger.propagate = logger.propagate, False
-    try:
+    with record_logs(LOGGER) as records:
         layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu").eval()
         for _ in range(5):
             layer(torch.ones(2, 64))
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagate
-    return Finding(len(messages) > 1, f"{len(messages)} messages in 5 calls")
+    return Finding(len(records) > 1, f"{len(records)} messages in 5 calls")
 
 
 PATCH = Patch(

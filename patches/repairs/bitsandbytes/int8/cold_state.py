@@ -13,28 +13,29 @@ if TYPE_CHECKING:
 
 
 def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """While tracing: ``layer(x)`` without writing anything, or None if that cannot be done."""
+    """While tracing, compute ``layer(x)`` without writing anything; return None if that cannot be done."""
     import bitsandbytes as bnb
 
-    settled, weight = layer.state, layer.weight
-    if settled.has_fp16_weights or not row_scales.has_scales(weight):
+    state, weight = layer.state, layer.weight
+    if state.has_fp16_weights or not row_scales.has_scales(weight):
         return None  # tied, sharded or given by functional_call: the state belongs to another weight
-    # The weight first: with `int8-requantized-codes` it shows the scales of the state, so that an eager forward in
-    # between, which settles the layer, changes nothing that is read here, and the graph holds. detach(), not .data: an
+    # The weight first: with `int8-requantized-weights` it shows the scales of the state. So an eager forward in between,
+    # which moves them to the state, changes nothing that is read here, and the graph holds. detach(), not .data: an
     # operation that the graph holds too, where torch.export would make a constant of the value that it read.
     scale = row_scales.get_scales(weight)
     if scale is None:
-        codes, scale = row_scales.pair_of_product(settled)
+        packed, scale = row_scales.pair_of_product(state)
     else:
-        codes = weight.detach()
-    if codes is None or scale is None or codes.device != x.device or scale.device != x.device:
+        packed = weight.detach()
+    if packed is None or scale is None or packed.device != x.device or scale.device != x.device:
         return None
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    product: torch.Tensor = bnb.matmul(x, weight, bias=bias, state=row_scales.make_state(layer, codes, scale))
+    product: torch.Tensor = bnb.matmul(x, weight, bias=bias, state=row_scales.make_state(layer, packed, scale))
     return product
 
 
 def defect() -> Finding:
+    """Compile a checkpoint over a layer that has not run yet."""
     import bitsandbytes as bnb
     import torch
     from torch.utils.checkpoint import checkpoint

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
 from ....quantized.int8 import row_scales
 from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
+from ....quantized.weights.layer_methods import wrap_method
 from ....quantized.weights.parameter_copies import (
     is_read_by_default,
     make_cut,
@@ -21,34 +23,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _make_reduce_ex(original: None) -> Callable[[Int8Params, int], tuple[Any, ...]]:
-    from bitsandbytes.nn.modules import Int8Params
-
-    def __reduce_ex__(self: Int8Params, protocol: int) -> tuple[Any, ...]:
-        reduced = super(Int8Params, self).__reduce_ex__(protocol)
-        return (
-            reduced
-            if is_read_by_default(protocol)
-            else reduce_with_class(reduced, self, SCB=row_scales.get_scales(self))
-        )
-
-    return __reduce_ex__
+def _reduce_ex(weight: Int8Params, reduce: Callable[..., tuple[Any, ...]], protocol: int) -> tuple[Any, ...]:
+    """Return what ``Parameter.__reduce_ex__`` does, with the class and the row scales of ``weight``."""
+    reduced = reduce(protocol)
+    if is_read_by_default(protocol):
+        return reduced
+    return reduce_with_class(reduced, weight, SCB=row_scales.get_scales(weight))
 
 
-def _make_copy(original: None) -> Callable[[Int8Params], Int8Params]:
-    from bitsandbytes.nn.modules import Int8Params
+def _copy(weight: Int8Params) -> Int8Params:
+    """Return a copy of ``weight`` with its class and row scales, for ``copy.copy``."""
+    from torch.nn import Parameter
 
-    def __copy__(self: Int8Params) -> Int8Params:
-        rebuild, arguments, *_ = reduce_with_class(
-            super(Int8Params, self).__reduce_ex__(4), self, SCB=row_scales.get_scales(self)
-        )
-        return rebuild(*arguments)
-
-    return __copy__
+    rebuild, arguments, *_ = _reduce_ex(weight, partial(Parameter.__reduce_ex__, weight), 4)
+    return rebuild(*arguments)
 
 
 def _pieces(whole: Int8Params, parts: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
-    """``parts``, what torch made of ``whole``, with the scales of their rows."""
+    """Return ``parts``, what torch made of ``whole``, with the scales of their rows."""
     import torch
 
     scale = row_scales.get_scales(whole)
@@ -60,11 +52,10 @@ def _pieces(whole: Int8Params, parts: tuple[Tensor, ...], dim: int) -> tuple[Ten
 
 
 def defect() -> Finding:
-    """A quantized weight through each way to copy or split it."""
+    """Copy or split a quantized weight in each way."""
     import copy
     import io
     import pickle
-    from functools import partial
 
     import bitsandbytes as bnb
     import torch
@@ -125,8 +116,8 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(f"{_PARAM}.__reduce_ex__", make=_make_reduce_ex, when="bitsandbytes>=0.47"),
-        SetAttribute(f"{_PARAM}.__copy__", make=_make_copy, when="bitsandbytes<0.47"),
+        wrap_method("Int8Params", "__reduce_ex__", _reduce_ex, when="bitsandbytes>=0.47"),
+        SetAttribute(f"{_PARAM}.__copy__", value=_copy, when="bitsandbytes<0.47"),
         *(SetAttribute(f"{_PARAM}.{name}", make=make_cut("Int8Params", name, _pieces)) for name in ("chunk", "split")),
         *(
             SetAttribute(

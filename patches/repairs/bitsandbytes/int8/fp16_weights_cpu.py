@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def _trains_on_cpu(A: Tensor, B: Tensor, state: Any) -> bool:
-    """Whether ``MatMul8bitLt`` would need the kernel that the CPU lacks."""
+    """Tell whether ``MatMul8bitLt`` would need the kernel that the CPU lacks."""
     return A.device.type == "cpu" and state.has_fp16_weights and B.requires_grad
 
 
 def defect() -> Finding:
-    """A training step on (batch, sequence, features), then an evaluation."""
+    """Make a training step on (batch, sequence, features), then evaluate."""
     import bitsandbytes as bnb
     import torch
 

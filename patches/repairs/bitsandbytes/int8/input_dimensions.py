@@ -6,7 +6,7 @@ from ....engine import Finding, Message, Patch, Rewrite
 
 
 def defect() -> Finding:
-    """An INT8 layer in eval mode on (batch, heads, sequence, features), and a backward."""
+    """Run an INT8 layer in eval mode on (batch, heads, sequence, features), and a backward."""
     import bitsandbytes as bnb
     import torch
 

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 def _scale_to_fill(layer: Any) -> Tensor | None:
-    """The scales that the checkpoint's are copied into; None if the layer is not quantized."""
+    """Return the scales that the checkpoint's are copied into, or None if ``layer`` is not quantized."""
     import torch
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
     if "weight" not in layer._parameters and "weight" not in layer._buffers:
         return None  # pruned or parametrized: what makes the weight has keys of its own
-    assigned = type(weight.data) is torch.Tensor and not isinstance(weight, Int8Params)
-    if weight.dtype == torch.int8 and assigned:  # the DTensor of FSDP2 is no such thing, and stays
-        empty = torch.empty(weight.shape[0], device=weight.device, dtype=torch.float32)  # whatever the default is
+    is_plain = type(weight.data) is torch.Tensor and not isinstance(weight, Int8Params)  # the DTensor of FSDP2 stays
+    if weight.dtype == torch.int8 and is_plain:  # assign=True has just put it there
+        empty = torch.empty(weight.shape[0], device=weight.device, dtype=torch.float32)
         layer.weight = Int8Params(weight.data, False, False, weight.data, empty)
         scale_ownership.clear_state(layer)
     if layer.weight.dtype != torch.int8:
-        return None  # a new weight: what the state has is of another one
+        return None  # a new weight: the scales in the state belong to another one
     scale_ownership.on_state_dict_loaded(layer)
     return row_scales.scales_to_save(layer)
 
@@ -51,8 +51,8 @@ def defect() -> Finding:
 
 
 _TARGET = "bitsandbytes.nn.modules:Linear8bitLt._load_from_state_dict"
-_NAMES = {"_patches_scale_to_fill": _scale_to_fill}
 _CALL = "_patches_scale_to_fill(self)"
+_NAMES = {"_patches_scale_to_fill": _scale_to_fill}
 
 PATCH = Patch(
     id="bitsandbytes-int8-load-state-dict",

@@ -10,7 +10,7 @@ from ....quantized.weights import meta_weights
 from ....quantized.weights.module_moves import make_apply
 
 
-def _settle(layer: Any, old: dict[str, Any], address: int) -> None:
+def _follow_weight(layer: Any, old: dict[str, Any], address: int) -> None:
     """Put the packed weights and scales of a quantized ``layer`` where its weight is now."""
     from bitsandbytes.nn import Int8Params
 
@@ -20,7 +20,7 @@ def _settle(layer: Any, old: dict[str, Any], address: int) -> None:
 
 
 def defect() -> Finding:
-    """A quantized model to meta and back, as before loading a checkpoint."""
+    """Move a quantized model to meta and back, as before loading a checkpoint."""
     import copy
 
     import bitsandbytes as bnb
@@ -74,7 +74,9 @@ PATCH = Patch(
     tested_up_to="0.50.2",
     edits=(
         *(
-            SetAttribute(f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Int8Params", _settle))
+            SetAttribute(
+                f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Int8Params", _follow_weight)
+            )
             for layer in ("Linear8bitLt", "Embedding8bit")
         ),
         Rewrite(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def outliers(A: torch.Tensor, columns: torch.Tensor | None, *of_the_layer: torch.Tensor) -> torch.Tensor:
-    """An empty tensor like ``A[:, columns]``, or like the empty vector that stands for no columns.
+    """Return an empty tensor like ``A[:, columns]``, or like the empty vector that stands for no columns.
 
     Outside of a compiler the shape function is called if something of the layer is on meta: then there is no result.
     """
@@ -29,6 +29,7 @@ def outliers(A: torch.Tensor, columns: torch.Tensor | None, *of_the_layer: torch
 
 
 def defect() -> Finding:
+    """Compare the result that the shape function declares with the real one."""
     import bitsandbytes.functional as F
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,7 +49,7 @@ def defect() -> Finding:
 
 
 def shape_function() -> FunctionType:
-    """What bitsandbytes gave to ``torch.library.register_fake``: a function without a name of its own."""
+    """Find the function that bitsandbytes gave to ``torch.library.register_fake``; it has no name of its own."""
     from torch._library.simple_registry import singleton
 
     wrapper = getattr(singleton.find("bitsandbytes::int8_mixed_scaled_mm").fake_impl.kernel, "func", None)

@@ -14,40 +14,36 @@ if TYPE_CHECKING:
 
 
 def traced(function: Any, A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) -> torch.Tensor:
-    """While tracing: ``function.apply(A, B, out, bias, state)``, or the operator that stands for it."""
-    if out is None and tracing.for_this_process() and _fits(A, state):
-        from bitsandbytes.autograd._functions import MatMul8bitLt
+    """While tracing, compute ``function.apply(A, B, out, bias, state)``, or the operator that stands for it."""
+    from bitsandbytes.autograd._functions import MatMul8bitLt
 
-        if id(function) == id(MatMul8bitLt):  # Dynamo cannot compare two Functions with `is`
-            return _operator(A, bias, state)
+    if id(function) == id(MatMul8bitLt):  # Dynamo cannot compare two Functions with `is`
+        return traced_lt(A, B, out, bias, state)
     output: torch.Tensor = function.apply(A, B, out, bias, state)
     return output
 
 
 def traced_lt(A: torch.Tensor, B: torch.Tensor, out: Any, bias: Any, state: Any) -> torch.Tensor:
-    """The same for ``MatMul8bitLt``, where Dynamo is too old to be asked which function it has."""
+    """Do the same for ``MatMul8bitLt``, also where Dynamo is too old to be asked which function it has."""
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
     if out is None and tracing.for_this_process() and _fits(A, state):
-        return _operator(A, bias, state)
+        from ....operators import int8_linear
+
+        return int8_linear.OPERATOR(A, *row_scales.pair_of_product(state), bias, float(state.threshold))
     output: torch.Tensor = MatMul8bitLt.apply(A, B, out, bias, state)
     return output
 
 
-def _operator(A: torch.Tensor, bias: Any, state: Any) -> torch.Tensor:
-    from ....operators import int8_linear
-
-    return int8_linear.OPERATOR(A, *row_scales.pair_of_product(state), bias, float(state.threshold))
-
-
 def _fits(A: torch.Tensor, state: Any) -> bool:
-    codes, scale = row_scales.pair_of_product(state)
-    if state.has_fp16_weights or codes is None or scale is None:
+    packed, scale = row_scales.pair_of_product(state)
+    if state.has_fp16_weights or packed is None or scale is None:
         return False
     return state.threshold > 0.0 and A.dim() in (2, 3)
 
 
 def defect() -> Finding:
+    """Compile a layer with a threshold that has run once."""
     import bitsandbytes as bnb
     import torch
 
@@ -55,18 +51,17 @@ def defect() -> Finding:
     layer = bnb.nn.Linear8bitLt(32, 16, bias=False, has_fp16_weights=False, threshold=6.0).to("cpu").eval()
     x = torch.randn(4, 32)
     x[:, 3] *= 20
-    layer(x)  # so that what is left is the columns, not the state that the first call settles
+    layer(x)  # so that the columns are all that breaks the graph, not the state that the first call writes
     # Not fullgraph=True: that alone turns capture_dynamic_output_shape_ops on in newer torch.
     return show_graphs(layer, x)
 
 
-_TARGET = "bitsandbytes.autograd._functions:matmul"
-_LT = "MatMul8bitLt.apply(A, B, out, bias, state)"
-_FP = "MatMul8bitFp.apply(A, B, out, bias, state)"
-
-
-def _while_tracing(replacement: str, otherwise: str) -> str:
-    return f"({replacement} if torch.compiler.is_compiling() else {otherwise})"
+def _while_tracing(function: str, replacement: str, ours: Any, when: str) -> Rewrite:
+    """Return the edit that computes a product of ``function`` by ``ours``, which ``replacement`` calls, in a trace."""
+    call = f"{function}.apply(A, B, out, bias, state)"
+    replace = f"({replacement} if torch.compiler.is_compiling() else {call})"
+    names = {replacement.partition("(")[0]: ours}
+    return Rewrite("bitsandbytes.autograd._functions:matmul", call, replace, names=names, when=when)
 
 
 PATCH = Patch(
@@ -101,26 +96,15 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",
     edits=(
-        Rewrite(
-            _TARGET,
-            find=_LT,
-            replace=_while_tracing("_patches_int8_traced_as(MatMul8bitLt, A, B, out, bias, state)", _LT),
-            names={"_patches_int8_traced_as": traced},
-            when="torch>=2.13",
+        _while_tracing(
+            "MatMul8bitLt", "_patches_int8_traced_as(MatMul8bitLt, A, B, out, bias, state)", traced, "torch>=2.13"
         ),
-        Rewrite(
-            _TARGET,
-            find=_LT,
-            replace=_while_tracing("_patches_int8_traced_lt(A, B, out, bias, state)", _LT),
-            names={"_patches_int8_traced_lt": traced_lt},
-            when="torch<2.13",
-        ),
-        Rewrite(
-            _TARGET,
-            find=_FP,
-            replace=_while_tracing("_patches_int8_traced_as(MatMul8bitFp, A, B, out, bias, state)", _FP),
-            names={"_patches_int8_traced_as": traced},
-            when="bitsandbytes>=0.47 and torch>=2.13",
+        _while_tracing("MatMul8bitLt", "_patches_int8_traced_lt(A, B, out, bias, state)", traced_lt, "torch<2.13"),
+        _while_tracing(
+            "MatMul8bitFp",
+            "_patches_int8_traced_as(MatMul8bitFp, A, B, out, bias, state)",
+            traced,
+            "bitsandbytes>=0.47 and torch>=2.13",
         ),
     ),
     defect=defect,

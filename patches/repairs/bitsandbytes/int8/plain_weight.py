@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _plain_forward(layer: Any, x: Tensor) -> Tensor:
-    """Forward with a weight that carries no packed weights or scales of its own."""
+    """Run the forward of ``layer`` with a weight that carries no packed weights or scales of its own."""
     import bitsandbytes as bnb
     import torch
 
@@ -31,12 +31,12 @@ def _plain_forward(layer: Any, x: Tensor) -> Tensor:
     return product
 
 
-def _note(layer: Any, old: dict[str, Any], address: int) -> None:
+def _record_quantized(layer: Any, old: dict[str, Any], address: int) -> None:
     plain_weights.record_quantized_to(layer)
 
 
 def defect() -> Finding:
-    """A head tied to its embedding, as transformers does it."""
+    """Tie a head to its embedding, as transformers does it."""
     import bitsandbytes as bnb
     import torch
 
@@ -97,7 +97,7 @@ PATCH = Patch(
         ),
         scale_ownership.SCALES_OF_THE_LAYER,
         SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr("Linear8bitLt", plain_weights.keep_replaced_weight)),
-        SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_note)),
+        SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_record_quantized)),
     ),
     defect=defect,
 )

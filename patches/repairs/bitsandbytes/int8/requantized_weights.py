@@ -9,7 +9,7 @@ from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT
 
 
 def _damage() -> tuple[str, ...]:
-    """Layers whose packed weights were quantized a second time: every scale is 127 exactly."""
+    """Name the layers whose packed weights were quantized a second time: every scale is 127 exactly."""
     from bitsandbytes.nn import Linear8bitLt
 
     found = []
@@ -23,7 +23,7 @@ def _damage() -> tuple[str, ...]:
 
 
 def defect() -> Finding:
-    """A layer under accelerate's offload hook, forward twice, against the same layer without."""
+    """Run a layer under accelerate's offload hook twice, and the same layer without the hook."""
     import bitsandbytes as bnb
     import torch
 

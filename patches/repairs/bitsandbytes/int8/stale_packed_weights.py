@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _must_quantize(B: Tensor, state: Any) -> bool:
-    """Whether the packed weights in ``state`` may belong to another weight than ``B``."""
+    """Tell whether the packed weights in ``state`` may belong to another weight than ``B``."""
     import torch
 
     if not state.has_fp16_weights or state.is_training or torch.compiler.is_compiling():
@@ -24,15 +24,14 @@ def _must_quantize(B: Tensor, state: Any) -> bool:
 
 
 def _contents(weight: Tensor) -> tuple[int, int, int] | None:
-    """Address, size and checksum of ``weight``; None where that is no way to know it again."""
+    """Return address, size in bytes and checksum of ``weight``; None if they do not identify it."""
     if not weight.is_cpu or not weight.is_contiguous() or not weight.nbytes:
         return None
-    address, size = weight.data_ptr(), weight.nbytes
-    return address, size, fingerprint(weight)
+    return weight.data_ptr(), weight.nbytes, fingerprint(weight)
 
 
 def defect() -> Finding:
-    """Two training steps, the gradients set to zero between them."""
+    """Take two training steps, and set the gradients to zero between them."""
     import bitsandbytes as bnb
     import torch
 
@@ -50,10 +49,6 @@ def defect() -> Finding:
     error = float((layer(x).detach() - expected).norm() / expected.norm())
     return Finding(error > 0.05, f"relative error of the output in the second step {error:.1e}")
 
-
-_EXPRESSION = "state.is_training and not has_grad"
-_CALL = "_patches_must_quantize(B, state)"
-_NAMES = {"_patches_must_quantize": _must_quantize}
 
 PATCH = Patch(
     id="bitsandbytes-int8-stale-packed-weights",
@@ -85,15 +80,15 @@ PATCH = Patch(
     """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
-    edits=(
-        Rewrite("bitsandbytes.autograd._functions:MatMul8bitLt.forward", _EXPRESSION, _CALL, names=_NAMES),
-        Rewrite(
-            "bitsandbytes.autograd._functions:MatMul8bitFp.forward",
-            _EXPRESSION,
-            _CALL,
-            names=_NAMES,
-            when="bitsandbytes>=0.48",
-        ),
+    edits=tuple(
+        Rewrite.to_call(
+            f"bitsandbytes.autograd._functions:{function}.forward",
+            "state.is_training and not has_grad",
+            _must_quantize,
+            "B, state",
+            when=when,
+        )
+        for function, when in (("MatMul8bitLt", ""), ("MatMul8bitFp", "bitsandbytes>=0.48"))
     ),
     defect=defect,
 )

@@ -12,15 +12,11 @@ if TYPE_CHECKING:
 
 
 def _scale(layer: Any) -> Tensor:
-    """The row scales as ``state_dict`` saves them; absent for a layer that is not quantized."""
+    """Return the row scales as ``state_dict`` saves them; absent for a layer that is not quantized."""
     scale = row_scales.scales_to_save(layer)
     if scale is None:
         raise AttributeError(f"{type(layer).__name__!r} object has no attribute 'SCB': it is not quantized")
     return scale
-
-
-def _set_scale(layer: Any, scale: Tensor) -> None:
-    plain_weights.set_scale(layer, scale)
 
 
 def _delete_scale(layer: Any) -> None:
@@ -28,7 +24,7 @@ def _delete_scale(layer: Any) -> None:
 
 
 def _format(layer: Any) -> Tensor:
-    """The layout of the packed weights as ``state_dict`` saves it, 0 for rows; absent where there are no scales."""
+    """Return the layout of the packed weights as ``state_dict`` saves it, 0 for rows; absent where there are no scales."""
     import torch
 
     _scale(layer)
@@ -36,11 +32,11 @@ def _format(layer: Any) -> Tensor:
 
 
 def _ignore(layer: Any, value: Tensor | None = None) -> None:
-    """Rows are the only layout there is."""
+    """Accept any layout: rows are the only one there is."""
 
 
 def defect() -> Finding:
-    """``get_model_state_dict`` of a model with one INT8 layer."""
+    """Call ``get_model_state_dict`` on a model with one INT8 layer."""
     import bitsandbytes as bnb
     import torch
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -76,7 +72,7 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(f"{_LAYER}.SCB", value=property(_scale, _set_scale, _delete_scale)),
+        SetAttribute(f"{_LAYER}.SCB", value=property(_scale, plain_weights.set_scale, _delete_scale)),
         SetAttribute(f"{_LAYER}.weight_format", value=property(_format, _ignore, _ignore)),
     ),
     defect=defect,

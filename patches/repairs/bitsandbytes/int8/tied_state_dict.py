@@ -7,7 +7,7 @@ from ....quantized.int8 import plain_weights
 
 
 def defect() -> Finding:
-    """The state dict of a head that is tied to its embedding."""
+    """Make the state dict of a head that is tied to its embedding."""
     import bitsandbytes as bnb
     import torch
 
@@ -47,11 +47,11 @@ PATCH = Patch(
             "getattr(self.weight, scb_name)",
             "getattr(self.weight, scb_name, None)",
         ),
-        Rewrite(
+        Rewrite.to_call(
             "bitsandbytes.nn.modules:Linear8bitLt._save_to_state_dict",
             "getattr(self.state, scb_name)",
-            "_patches_scale_to_save(self)",
-            names={"_patches_scale_to_save": plain_weights.scale_to_save},
+            plain_weights.scale_to_save,
+            "self",
         ),
     ),
     defect=defect,

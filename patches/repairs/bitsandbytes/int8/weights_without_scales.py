@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, Rewrite
@@ -11,87 +12,85 @@ from ....process.tensor_bits import have_same_bits
 from ....quantized.int8 import row_scales, scale_ownership
 from ....quantized.int8.weight_moves import SCALE_OR_ERROR
 from ....quantized.own_packed_weights import is_own_packed_weight
+from ....quantized.weights.layer_methods import Load
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear8bitLt
     from torch import Tensor
 
-_CODES_CAME = "_patches_codes_came_alone"
+_WEIGHT_CAME = "_patches_weight_came_alone"
 _SCALES_CAME = "_patches_scales_came_alone"
 
 
 def _guarded(load: Callable[..., None], layer: Linear8bitLt) -> Callable[..., None]:
-    """``load`` (the ``_load_from_state_dict`` of ``nn.Module``), for all but packed weights whose scales are not
-    known."""
-
-    def checked(
-        state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *lists: list[str]
-    ) -> None:
-        codes = state_dict.get(prefix + "weight")
-        scales = state_dict.get(prefix + "SCB")
-        if codes is not None and scales is None and not _known(layer, codes, local_metadata):
-            if _in_parts(layer, codes, local_metadata):
-                known = vars(layer.state).pop(_SCALES_CAME, False)
-                load(state_dict, prefix, local_metadata, strict, *lists)
-                if not known:
-                    scale_ownership.own_packed_weight_and(None, layer)
-                    setattr(layer.state, _CODES_CAME, True)
-                return
-            lists[-1].append(
-                f"While loading the INT8 weight {prefix + 'weight'!r}: the state dict has no {prefix + 'SCB'!r}, "
-                "its row scales. Load the model.state_dict() of a quantized model, which has weights and scales; "
-                "named_parameters() has no scales. If you load with broadcast_from_rank0=True, torch gives the scales to "
-                "rank 0 only: load the same state dict on every rank instead"
-            )
-            return
-        if codes is not None and _would_be_cut_off(layer, codes, local_metadata):
-            lists[-1].append(
-                f"While loading the INT8 weight {prefix + 'weight'!r}: the layer is quantized, and the state dict has "
-                f"{codes.dtype}, expected packed INT8. Load it before the layer is moved to a device, which quantizes it"
-            )
-            return
-        if codes is not None and scales is not None and _not_quantized(layer, codes, local_metadata):
-            lists[-1].append(
-                f"While loading the INT8 weight {prefix + 'weight'!r}: Loading a quantized checkpoint into non-quantized "
-                f"{type(layer).__name__} is not supported: its weight is {layer.weight.dtype}. Move the layer to a "
-                "device first, which quantizes it, or call load_state_dict(..., assign=True)"
-            )
-            return
-        if scales is not None:
-            _make_place(layer, scales, codes is None)
-        load(state_dict, prefix, local_metadata, strict, *lists)
-
-    return checked
+    """Return ``load`` (the ``_load_from_state_dict`` of ``nn.Module``), but for packed weights that ``layer`` cannot read."""
+    return partial(_load, layer, load)
 
 
-def _in_parts(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
-    """Whether packed weights of another layer are loaded into packed INT8 weights, and their scales may come from
-    another file."""
+def _load(layer: Linear8bitLt, *args: Any, **kwargs: Any) -> None:
+    load = Load(*args, **kwargs)
+    weight, scales = (load.state_dict.get(load.prefix + name) for name in ("weight", "SCB"))
+    alone = weight is not None and scales is None and not _has_known_scales(layer, weight, load.assign)
+    if alone and _is_part(layer, weight, load.assign):
+        scales_are_new = vars(layer.state).pop(_SCALES_CAME, False)
+        load.run()
+        if not scales_are_new:
+            scale_ownership.own_packed_weight_and(None, layer)
+            setattr(layer.state, _WEIGHT_CAME, True)
+        return
+    error = ""
+    if alone:
+        error = (
+            f"the state dict has no {load.prefix + 'SCB'!r}, "
+            "its row scales. Load the model.state_dict() of a quantized model, which has weights and scales; "
+            "named_parameters() has no scales. If you load with broadcast_from_rank0=True, torch gives the scales to "
+            "rank 0 only: load the same state dict on every rank instead"
+        )
+    elif weight is not None and _would_be_cut_off(layer, weight, load.assign):
+        error = (
+            "the layer is quantized, and the state dict has "
+            f"{weight.dtype}, expected packed INT8. Load it before the layer is moved to a device, which quantizes it"
+        )
+    elif weight is not None and scales is not None and _not_quantized(layer, weight, load.assign):
+        error = (
+            "Loading a quantized checkpoint into non-quantized "
+            f"{type(layer).__name__} is not supported: its weight is {layer.weight.dtype}. Move the layer to a "
+            "device first, which quantizes it, or call load_state_dict(..., assign=True)"
+        )
+    if error:
+        load.error_msgs.append(f"While loading the INT8 weight {load.prefix + 'weight'!r}: {error}")
+        return
+    if scales is not None:
+        _make_place(layer, scales, weight is None)
+    load.run()
+
+
+def _is_part(layer: Linear8bitLt, weight: Any, assign: bool) -> bool:
+    """Tell whether ``weight`` replaces packed weights of ``layer``, and its scales may come from another file."""
     from bitsandbytes.nn import Int8Params
 
-    if local_metadata.get("assign_to_params_buffers", False) or weight.shape != layer.weight.shape:
-        return False
     own = layer.weight
+    if assign or weight.shape != own.shape:
+        return False
     whole = isinstance(own, Int8Params) and row_scales.is_int8(own) and not hasattr(own, "_local_tensor")
     return whole and call_stack.loads_in_parts()
 
 
 def _make_place(layer: Linear8bitLt, scales: Tensor, alone: bool) -> None:
-    """Before ``scales`` are loaded: make place for them in a ``layer`` whose packed weights came before, and note that
-    they came."""
+    """Before ``scales`` are loaded, make place for them if the packed weights came before; note that they came ``alone``."""
     import torch
 
     kept = vars(layer.state)
     kept.pop(_SCALES_CAME, None)
-    if kept.pop(_CODES_CAME, False) and row_scales.known_scales(layer) is None:
+    if kept.pop(_WEIGHT_CAME, False) and row_scales.known_scales(layer) is None:
         empty = torch.empty(layer.weight.shape[0], device=layer.weight.device, dtype=torch.float32)
         scale_ownership.own_packed_weight_and(empty, layer)
     elif alone and (own := row_scales.known_scales(layer)) is not None and not have_same_bits(own, scales.to(own)):
         setattr(layer.state, _SCALES_CAME, True)
 
 
-def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
-    """Whether ``weight`` is not packed weights, or packed weights whose scales are there when it is loaded."""
+def _has_known_scales(layer: Linear8bitLt, weight: Any, assign: bool) -> bool:
+    """Tell whether ``weight`` needs no scales, or they are there when it is loaded: it is the layer's, or carries them."""
     import torch
     from bitsandbytes.nn import Int8Params
 
@@ -99,33 +98,27 @@ def _known(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> 
         return True
     if layer.weight.dtype == torch.int8 and is_own_packed_weight(weight, layer.weight):
         return True
-    assign = local_metadata.get("assign_to_params_buffers", False)
-    carries = (
-        isinstance(weight, Int8Params) and row_scales.is_unsettled(weight) and row_scales.get_scales(weight) is not None
-    )
-    return bool(assign and carries)
+    carries = isinstance(weight, Int8Params) and row_scales.is_unsettled(weight)
+    return assign and carries and row_scales.get_scales(weight) is not None
 
 
-def _not_quantized(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
-    """Whether ``weight`` is packed weights and ``layer`` holds floats, which bitsandbytes sees when the packed weights
-    are in it."""
-    if local_metadata.get("assign_to_params_buffers", False):
-        return False
-    return row_scales.is_int8(weight) and bool(layer.weight.is_floating_point())
+def _not_quantized(layer: Linear8bitLt, weight: Any, assign: bool) -> bool:
+    """Tell whether ``weight`` is packed and ``layer`` holds floats; bitsandbytes sees that when it has loaded ``weight``."""
+    return not assign and row_scales.is_int8(weight) and bool(layer.weight.is_floating_point())
 
 
-def _would_be_cut_off(layer: Linear8bitLt, weight: Any, local_metadata: dict[str, Any]) -> bool:
-    """Whether ``weight`` is unquantized, and torch would copy it into packed INT8 weights by value: zeros, most of
-    them."""
+def _would_be_cut_off(layer: Linear8bitLt, weight: Any, assign: bool) -> bool:
+    """Tell whether ``weight`` is unquantized, and torch would truncate it to integers, most of them 0."""
     quantized = row_scales.is_int8(layer.weight) and not layer.weight.is_meta
     if not quantized or not weight.is_floating_point() or weight.is_meta:
         return False
-    if local_metadata.get("assign_to_params_buffers", False) or hasattr(layer.weight, "_local_tensor"):
+    if assign or hasattr(layer.weight, "_local_tensor"):
         return False
     return bool((weight != weight.round()).any())
 
 
 def defect() -> Finding:
+    """Load packed weights without the scales that belong to them."""
     import bitsandbytes as bnb
     import torch
 
@@ -169,11 +162,11 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(
-        Rewrite(
+        Rewrite.to_call(
             "bitsandbytes.nn.modules:Linear8bitLt._load_from_state_dict",
             "super()._load_from_state_dict",
-            "_patches_guarded(super()._load_from_state_dict, self)",
-            names={"_patches_guarded": _guarded},
+            _guarded,
+            "super()._load_from_state_dict, self",
         ),
         SCALE_OR_ERROR,
     ),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....engine import CannotShow, Finding, Message, Part, Patch, Rewrite, SetAttribute
+from ...reproducers.training import take_steps
 
 if TYPE_CHECKING:
     from bitsandbytes.optim import AdEMAMix32bit
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _of_ademamix(name: str) -> Callable[[Any], Any]:
-    """Take the method ``name`` that ``AdEMAMix`` has: the very function, so that a repair of it is one of both."""
+    """Return a ``make`` that takes the method ``name`` of ``AdEMAMix``: the very function, so that its repairs hold here."""
 
     def make(_: None) -> Any:
         from bitsandbytes.optim import AdEMAMix
@@ -24,7 +25,7 @@ def _of_ademamix(name: str) -> Callable[[Any], Any]:
 
 
 def update_step(self: AdEMAMix32bit, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-    """The step of ``AdEMAMix`` where it has a schedule; where it has none, that is the one of the base."""
+    """Make the step of ``AdEMAMix`` if there is a schedule, else the step of its base class."""
     from bitsandbytes.optim import AdEMAMix
     from bitsandbytes.optim.optimizer import Optimizer2State
 
@@ -39,60 +40,44 @@ def update_step(self: AdEMAMix32bit, group: dict[str, Any], p: Tensor, gindex: i
 
 
 def defect_32_bits() -> Finding:
-    """Three steps of AdEMAMix32bit, and of AdEMAMix, which has 32 bits unless it is told otherwise."""
+    """Make three steps of AdEMAMix32bit, and of AdEMAMix, which has 32 bits unless it is told otherwise."""
     import torch
     from bitsandbytes.optim import AdEMAMix, AdEMAMix32bit
 
-    said = ""
-
-    def train(kind: Any) -> tuple[torch.Size, Tensor]:
-        nonlocal said
+    layers, states, errors = [], [], []
+    for kind in (AdEMAMix32bit, AdEMAMix):
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 64)
         optimizer = kind(layer.parameters(), t_alpha=4)
-        for _ in range(3):
-            layer(torch.ones(2, 64)).square().sum().backward()
-            try:
-                optimizer.step()
-            except (AttributeError, RuntimeError) as error:  # before 0.50 there is no step on a CPU, but its state
-                said = f"; {error}"
-        return optimizer.state[layer.weight]["state1"].shape, layer.weight.detach()
-
-    shape, weight = train(AdEMAMix32bit)
-    figure = f"the first state of a weight of {tuple(weight.shape)} is {tuple(shape)}{said}"
-    expected, right = train(AdEMAMix)
-    return Finding(shape != expected or not torch.equal(weight, right), figure)
-
-
-_CLASS = "bitsandbytes.optim.ademamix:AdEMAMix32bit"
+        errors.append(take_steps(optimizer, layer, steps=3))
+        layers.append(layer.weight.detach())
+        states.append(optimizer.state[layer.weight]["state1"].shape)
+    wrong = states[0] != states[1] or not torch.equal(*layers)
+    figure = f"the first state of a weight of {tuple(layers[0].shape)} is {tuple(states[0])}"
+    return Finding(wrong, f"{figure}; {errors[0]}" if errors[0] else figure)
 
 
 def defect_paged() -> Finding:
-    """A step of PagedAdEMAMix8bit on a layer with 102,400 weights, and the same of AdEMAMix8bit."""
+    """Make a step of PagedAdEMAMix8bit on a layer with 102,400 weights, and the same of AdEMAMix8bit."""
     import torch
     from bitsandbytes.optim import AdEMAMix8bit, PagedAdEMAMix8bit
 
-    def train(kind: Any) -> torch.Tensor:
+    weights, errors = [], []
+    for kind in (AdEMAMix8bit, PagedAdEMAMix8bit):
         torch.manual_seed(0)
         layer = torch.nn.Linear(320, 320)
-        layer(torch.ones(2, 320)).square().sum().backward()
-        kind(layer.parameters()).step()
-        return layer.weight.detach()
-
-    try:
-        expected = train(AdEMAMix8bit)
-    except RuntimeError as error:
-        raise CannotShow("before 0.50 no optimizer of bitsandbytes steps on a CPU") from error
-    try:
-        found = train(PagedAdEMAMix8bit)
-    except RuntimeError as error:
-        return Finding(True, str(error).splitlines()[0])
-    off = (found - expected).abs().max().item()
+        errors.append(take_steps(kind(layer.parameters()), layer, x=torch.ones(2, 320)))
+        weights.append(layer.weight.detach())
+    if errors[0]:
+        raise CannotShow("before 0.50 no optimizer of bitsandbytes steps on a CPU") from errors[0]
+    if errors[1]:
+        return Finding(True, str(errors[1]).splitlines()[0])
+    off = (weights[1] - weights[0]).abs().max().item()
     return Finding(off > 0, f"weights after a step, paged against not: largest difference {off}")
 
 
+_CLASS = "bitsandbytes.optim.ademamix:AdEMAMix32bit"
 _PAGED = "buff = F.get_paged(*(2, *p.size()), dtype=dtype, device=p.device)"
-
 
 PATCH = Patch(
     id="bitsandbytes-ademamix",
@@ -154,8 +139,10 @@ PATCH = Patch(
             ("bitsandbytes>=0.46.1",),
             "0.50.2",
             (
-                SetAttribute(f"{_CLASS}.init_state", make=_of_ademamix("init_state")),
-                SetAttribute(f"{_CLASS}._get_state_double_buffer", make=_of_ademamix("_get_state_double_buffer")),
+                *(
+                    SetAttribute(f"{_CLASS}.{name}", make=_of_ademamix(name))
+                    for name in ("init_state", "_get_state_double_buffer")
+                ),
                 SetAttribute(f"{_CLASS}.update_step", value=update_step),
             ),
             defect_32_bits,

@@ -7,36 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....optimizers.parameter_overrides import BY_PARAMETER
+from ...reproducers.training import take_steps
 
 if TYPE_CHECKING:
     from bitsandbytes.optim.optimizer import Optimizer8bit
     from torch import Tensor
 
-OWN = ("initialized", "name2qmap", "is_paged", "non_castable_tensor_keys", "args", "optimizer_name")
-"""What their constructors set, beside the managers of the process."""
+_SET_BY_CONSTRUCTORS = ("initialized", "name2qmap", "is_paged", "non_castable_tensor_keys", "args", "optimizer_name")
 _OVERRIDES = "_patches_overrides"
 
 
 def __getstate__(self: Optimizer8bit) -> dict[str, Any]:
-    """What torch gives of an optimizer, and what one of bitsandbytes has beside that."""
+    """Return the state that torch copies, and the attributes and overrides that an optimizer of bitsandbytes has beside it."""
     from torch.optim import Optimizer
 
     given = Optimizer.__getstate__(self)
     own = vars(self)
-    if "mng" in own and not any(map(_is_paged, self.state.values())):
-        given.update({name: own[name] for name in OWN if name in own})
+    paged = any(getattr(value, "is_paged", False) for state in self.state.values() for value in state.values())
+    if "mng" in own and not paged:
+        given.update({name: own[name] for name in _SET_BY_CONSTRUCTORS if name in own})
         given[_OVERRIDES] = list(_overrides(self))
     return given
 
 
-def _is_paged(state: dict[str, Any]) -> bool:
-    return any(getattr(value, "is_paged", False) for value in state.values())
-
-
 def _overrides(optimizer: Optimizer8bit) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """The parameters of ``optimizer`` that have a configuration of their own, and that."""
+    """Yield the parameters of ``optimizer`` that have a configuration of their own, each with that configuration."""
     if not optimizer.initialized:
-        optimizer.check_overrides()  # what its first step would do: looks for overrides that were made by module
+        optimizer.check_overrides()  # as its first step does: look for overrides that were made by module
     manager = optimizer.mng
     for gindex, group in enumerate(optimizer.param_groups):
         for pindex, parameter in enumerate(group["params"]):
@@ -45,8 +42,8 @@ def _overrides(optimizer: Optimizer8bit) -> Iterator[tuple[Tensor, dict[str, Any
                 yield parameter, config
 
 
-def joined(optimizer: Optimizer8bit, state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` for ``__setstate__``: of a copy, with what this process has one of."""
+def with_managers(optimizer: Optimizer8bit, state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` for ``__setstate__``: if it is the one of a copy, with the managers of this process."""
     from bitsandbytes.functional import GlobalPageManager
     from bitsandbytes.optim import GlobalOptimManager
 
@@ -69,15 +66,9 @@ def defect() -> Finding:
 
     def step(model: torch.nn.Module, optimizer: Adam8bit) -> str:
         optimizer.zero_grad()
-        model(torch.ones(2, 64)).square().sum().backward()
-        try:
-            optimizer.step()
-        except RuntimeError as error:  # before 0.50 nothing steps on a CPU
-            if "on the same GPU" not in str(error):
-                raise
-        except AttributeError as error:
-            return str(error)
-        return "steps"
+        error = take_steps(optimizer, model)
+        # Before 0.50 nothing steps on a CPU.
+        return str(error) if error and "on the same GPU" not in str(error) else "steps"
 
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
@@ -137,7 +128,7 @@ PATCH = Patch(
             f"{_OPTIMIZER}.__setstate__",
             "super().__setstate__(state)",
             "super().__setstate__(_patches_joined(self, state))",
-            names={"_patches_joined": joined},
+            names={"_patches_joined": with_managers},
         ),
         BY_PARAMETER,
     ),

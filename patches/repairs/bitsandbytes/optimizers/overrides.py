@@ -6,41 +6,41 @@ import contextlib
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, MutableMapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Part, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Part, Patch, Rewrite
 from ....optimizers.parameter_overrides import BY_PARAMETER
+from ....quantized.weights.layer_methods import wrap_method
+from ...reproducers.training import take_steps
 
 if TYPE_CHECKING:
     from bitsandbytes.optim import GlobalOptimManager
     from torch import Tensor
     from torch.nn import Module
 
+Entry = tuple[Any, str, dict[str, Any]]
+
 
 def _ours(reference: Any) -> None:
-    """Callback of a weak reference of ours: no one else's is the same object, and torch.compile can read it."""
+    """Mark a weak reference as ours: no other has this very callback, and torch.compile can read it."""
 
 
 class _Forget:
-    """Callback of another: an override goes with its parameter."""
+    """Callback of a weak reference of ours that removes the override of a parameter that is gone."""
 
     def __init__(self, configs: dict[int, Any], key: int) -> None:
         self._configs, self._key = configs, key
 
     def __call__(self, reference: Any) -> None:
-        _watched.pop(self._key, None)
+        _with_override.pop(self._key, None)
         self._configs.pop(self._key, None)
 
 
-_watched: dict[int, weakref.ref[Tensor]] = {}
-
-
-"""By ``id()``: the parameters whose overrides go with them."""
+_with_override: dict[int, weakref.ref[Tensor]] = {}
 
 
 def not_ours(references: list[Any]) -> list[Any]:
-    """Those weak references for which torch refuses to swap two tensors."""
+    """Return the weak references for which torch refuses to swap two tensors."""
     return [r for r in references if r.__callback__ is not _ours and not isinstance(r.__callback__, _Forget)]
 
 
@@ -59,7 +59,7 @@ class _Registered:
         return self._module() is None and self._parameter() is None
 
     def __getattr__(self, name: str) -> Any:
-        """What an optimizer asks for: the parameter that the module has now."""
+        """Return what an optimizer asks for: the parameter that the module has now."""
         import torch
 
         module = self._module()
@@ -69,102 +69,77 @@ class _Registered:
         return torch.empty(0) if parameter is None else parameter  # in no optimizer
 
 
+def alive_entries(entries: list[Entry]) -> list[Entry]:
+    """Return the registered modules without the ones that are gone; another thread may register meanwhile."""
+    return [entry for entry in [*entries] if not (isinstance(entry[0], _Registered) and entry[0].is_gone())]
+
+
 def register(manager: GlobalOptimManager, module: Module, name: str, config: dict[str, Any]) -> None:
-    """Note ``config`` for the parameter ``name`` of ``module``, while one of both is alive."""
-    noted = manager.module_weight_config_triple
-    for entry in [*noted]:
-        if not is_alive(entry):
+    """Note ``config`` for the parameter ``name`` of ``module``, as long as one of both is alive."""
+    entries = manager.module_weight_config_triple
+    for entry in [*entries]:
+        if not alive_entries([entry]):
             with contextlib.suppress(ValueError):  # by another thread
-                noted.remove(entry)
-    noted.append((_Registered(module, name), name, config))
+                entries.remove(entry)
+    entries.append((_Registered(module, name), name, config))
 
 
-def make_setstate(owner: str) -> Callable[[Callable[..., None] | None], Callable[..., None]]:
-    """``make`` for ``__setstate__`` of an embedding, by which copies and pickles come: what its constructor registers."""
+def register_copy(embedding: Any, setstate: Callable[..., None], state: dict[str, Any]) -> None:
+    """Run ``__setstate__`` of a copied or unpickled ``embedding``, and register it as its constructor does."""
+    from bitsandbytes.optim import GlobalOptimManager
 
-    def make(original: Callable[..., None] | None) -> Callable[..., None]:
-        import bitsandbytes.nn.modules as nn
-        from bitsandbytes.optim import GlobalOptimManager
-
-        embedding = getattr(nn, owner)
-
-        def __setstate__(self: Any, state: dict[str, Any]) -> None:
-            load = super(embedding, self).__setstate__ if original is None else partial(original, self)
-            load(state)
-            GlobalOptimManager.get_instance().register_module_override(self, "weight", {"optim_bits": 32})
-
-        return __setstate__
-
-    return make
-
-
-def is_alive(entry: tuple[Any, str, dict[str, Any]]) -> bool:
-    return not isinstance(entry[0], _Registered) or not entry[0].is_gone()
-
-
-def alive(noted: list[Any]) -> list[Any]:
-    """The registered modules, without the ones that are gone; another thread may register meanwhile."""
-    return [entry for entry in [*noted] if is_alive(entry)]
+    setstate(state)
+    GlobalOptimManager.get_instance().register_module_override(embedding, "weight", {"optim_bits": 32})
 
 
 def forget_with(parameter: Tensor, configs: dict[int, Any]) -> None:
-    """Before ``configs`` gets an entry for the ``id()`` of ``parameter``: let it go with the parameter."""
+    """Before ``configs`` gets an entry for the ``id()`` of ``parameter``, see that it goes with the parameter."""
     import torch
 
     key = id(parameter)
     if key not in configs and not torch.compiler.is_compiling():  # Dynamo cannot follow
-        _watched[key] = weakref.ref(parameter, _Forget(configs, key))
+        _with_override[key] = weakref.ref(parameter, _Forget(configs, key))
 
 
 def is_noted(parameter: Tensor, configs: dict[int, Any]) -> bool:
-    """Whether ``configs`` has an entry for ``parameter``. If not, it gets one next, and that goes with the parameter."""
+    """Tell whether ``configs`` has an entry for ``parameter``. If not, it gets one next, which goes with the parameter."""
     forget_with(parameter, configs)
     return id(parameter) in configs
 
 
+def own_override(given: dict[str, Any], is_callers: bool) -> MutableMapping[str, Any]:
+    """Return the override ``given`` as a dict of one parameter. The caller may go on to write into its dict."""
+    return ChainMap({}, given) if is_callers else dict(given)
+
+
 def defect_model_that_is_gone() -> Finding:
-    """Train two models with an embedding, then one without, and look what is left of the former."""
+    """Train two models with an embedding, then one without, and look for traces of the first two."""
     import gc
 
     import torch
     from bitsandbytes.nn import StableEmbedding
     from bitsandbytes.optim import Adam8bit
 
-    def train(model: torch.nn.Module, x: torch.Tensor) -> torch.dtype:
-        optimizer = Adam8bit(model.parameters())
-        model(x).sum().backward()
-        with contextlib.suppress(AttributeError, RuntimeError):  # before 0.50 there is no step on a CPU, but its state
-            optimizer.step()
-        state: torch.Tensor = optimizer.state[next(model.parameters())]["state1"]
-        return state.dtype
-
     embeddings = []
     for _ in range(2):
         model = torch.nn.Sequential(StableEmbedding(64, 64), torch.nn.Linear(64, 64))
         embeddings.append(weakref.ref(model[0].weight))
-        train(model, torch.arange(8))
+        take_steps(Adam8bit(model.parameters()), model, x=torch.arange(8))
         del model
     gc.collect()
     alive = sum(weight() is not None for weight in embeddings)
-    dtype = train(torch.nn.Linear(64, 64), torch.ones(8, 64))
+    layer = torch.nn.Linear(64, 64)
+    optimizer = Adam8bit(layer.parameters())
+    take_steps(optimizer, layer)
+    dtype = optimizer.state[layer.weight]["state1"].dtype
     return Finding(
         alive > 0 or dtype != torch.uint8,
         f"{alive} of 2 deleted embeddings in memory; 8-bit state of the next model: {dtype}",
     )
 
 
-_MODULE = "bitsandbytes.optim.optimizer"
-
-
-def own(given: dict[str, Any], is_callers: bool) -> MutableMapping[str, Any]:
-    """What one parameter has of ``given``, and what only it will have. The caller may go on to write into its dict."""
-    return ChainMap({}, given) if is_callers else dict(given)
-
-
 def defect_list_of_parameters() -> Finding:
     """Give two layers a learning rate, then the second one 32 bits, and look what the first has."""
-    import contextlib
-
     import torch
     from bitsandbytes.optim import Adam8bit, GlobalOptimManager
 
@@ -175,12 +150,12 @@ def defect_list_of_parameters() -> Finding:
     manager.override_config(second, "optim_bits", 32)
     manager.register_parameters(model.parameters())
     optimizer = Adam8bit(model.parameters())
-    model(torch.ones(2, 64)).sum().backward()
-    with contextlib.suppress(AttributeError, RuntimeError):  # before 0.50 there is no step on a CPU, but its state
-        optimizer.step()
+    take_steps(optimizer, model)
     dtype = optimizer.state[first]["state1"].dtype
     return Finding(dtype != torch.uint8, f"8-bit state of the other layer: {dtype}")
 
+
+_MODULE = "bitsandbytes.optim.optimizer"
 
 PATCH = Patch(
     id="bitsandbytes-overrides",
@@ -239,23 +214,23 @@ PATCH = Patch(
             ("bitsandbytes>=0.46.1",),
             "0.50.2",
             (
-                Rewrite(
+                Rewrite.to_call(
                     f"{_MODULE}:GlobalOptimManager.register_module_override",
                     "self.module_weight_config_triple.append((module, param_name, config))",
-                    "_patches_register(self, module, param_name, config)",
-                    names={"_patches_register": register},
+                    register,
+                    "self, module, param_name, config",
                 ),
-                Rewrite(
+                Rewrite.to_call(
                     f"{_MODULE}:GlobalOptimManager.override_config",
                     "id(p) in self.pid2config",
-                    "_patches_is_noted(p, self.pid2config)",
-                    names={"_patches_is_noted": is_noted},
+                    is_noted,
+                    "p, self.pid2config",
                 ),
-                Rewrite(
+                Rewrite.to_call(
                     f"{_MODULE}:Optimizer8bit.check_overrides",
                     "self.mng.module_weight_config_triple",
-                    "_patches_alive(self.mng.module_weight_config_triple)",
-                    names={"_patches_alive": alive},
+                    alive_entries,
+                    "self.mng.module_weight_config_triple",
                 ),
                 Rewrite(
                     f"{_MODULE}:Optimizer8bit.check_overrides",
@@ -275,10 +250,7 @@ PATCH = Patch(
                     )
                     for swapped in ("t1", "t2")
                 ),
-                *(
-                    SetAttribute(f"bitsandbytes.nn.modules:{owner}.__setstate__", make=make_setstate(owner))
-                    for owner in ("StableEmbedding", "Embedding")
-                ),
+                *(wrap_method(owner, "__setstate__", register_copy) for owner in ("StableEmbedding", "Embedding")),
             ),
             defect_model_that_is_gone,
         ),
@@ -288,10 +260,10 @@ PATCH = Patch(
             "0.50.2",
             (
                 Rewrite(
-                    "bitsandbytes.optim.optimizer:GlobalOptimManager.override_config",
+                    f"{_MODULE}:GlobalOptimManager.override_config",
                     "self.pid2config[id(p)] = key_value_dict",
                     "self.pid2config[id(p)] = _patches_own(key_value_dict, key is None or value is None)",
-                    names={"_patches_own": own},
+                    names={"_patches_own": own_override},
                 ),
             ),
             defect_list_of_parameters,

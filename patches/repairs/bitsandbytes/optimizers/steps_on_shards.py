@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
+from ....distributed.dtensors import is_sharded
 from ....engine import CannotShow, Finding, Message, Patch, Rewrite
 from ....optimizers.state_bits import BLOCK, SAME_BITS
+from ...reproducers.training import one_rank, take_steps
 
 if TYPE_CHECKING:
     import torch
@@ -15,26 +16,22 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
-def _is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether ``tensor`` is spread over ranks; nothing is imported to find out."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def _cuts(parameter: DTensor) -> list[tuple[Placement, int]]:
-    """For each time that ``parameter`` was cut: how, and in how many parts."""
+    """Return how ``parameter`` was cut, and into how many parts, for each dimension of the mesh that cuts it."""
     sizes = parameter.device_mesh.shape
-    return [(at, size) for at, size in zip(parameter.placements, sizes) if not at.is_replicate() and size > 1]
+    return [(how, size) for how, size in zip(parameter.placements, sizes) if not how.is_replicate() and size > 1]
 
 
 def cuts_blocks(parameter: Tensor) -> bool:
-    """Whether a block of ``parameter`` would lie on two ranks, or the ranks have not the same number of them."""
-    if not _is_sharded(parameter) or not (cuts := _cuts(parameter)):
+    """Tell whether a block of ``parameter`` would lie on two ranks, or one rank would have more blocks than another."""
+    if not is_sharded(parameter) or not (cuts := _cuts(parameter)):
         return False
-    how, parts = cuts[0]
-    even = parameter.shape[0] % parts == 0 == parameter.numel() % (parts * BLOCK)
-    if even and len(cuts) == 1 and how.is_shard(0):
-        return False
+    if len(cuts) == 1:
+        how, ranks = cuts[0]
+        same_rows = parameter.shape[0] % ranks == 0
+        whole_blocks = parameter.numel() % (ranks * BLOCK) == 0
+        if how.is_shard(0) and same_rows and whole_blocks:
+            return False
     warnings.warn(
         f"Parameter of shape {tuple(parameter.shape)}: its shard size is not a multiple of {BLOCK}; using 32-bit "
         "optimizer state.",
@@ -44,47 +41,47 @@ def cuts_blocks(parameter: Tensor) -> bool:
 
 
 def is_unpaged(parameter: Tensor) -> bool:
-    """Whether a paged state of ``parameter`` is made as one that is not."""
-    if not _is_sharded(parameter):
+    """Tell whether a paged state of ``parameter`` is allocated like one that is not paged."""
+    if not is_sharded(parameter):
         return False
     warnings.warn("Parameters are sharded: using optimizer states that are not paged.", stacklevel=2)
     return True
 
 
-def scales(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros of ``shape``, the last dimension of which counts the blocks of ``parameter``; sharded as that is."""
+def zero_scales(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros of ``shape``, whose last dimension counts the blocks of ``parameter``, sharded like ``parameter``."""
     import torch
 
-    if not _is_sharded(parameter):
+    if not is_sharded(parameter):
         return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
     from torch.distributed.tensor import Replicate, Shard, zeros
 
     last = Shard(len(shape) - 1)
-    placements = [Replicate() if at.is_replicate() else last for at in parameter.placements]
+    placements = [Replicate() if how.is_replicate() else last for how in parameter.placements]
     return zeros(*shape, dtype=torch.float32, device_mesh=parameter.device_mesh, placements=placements)
 
 
-def double(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros for two states of ``parameter``, one behind the other; sharded as that is."""
+def zero_double_state(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros for two states of ``parameter``, one behind the other, sharded like ``parameter``."""
     import torch
 
-    if not _is_sharded(parameter):
+    if not is_sharded(parameter):
         return torch.zeros((2, *parameter.size()), dtype=dtype, device=parameter.device)
     return torch.stack([torch.zeros_like(parameter, dtype=dtype)] * 2)
 
 
-def local(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float = 0.0) -> tuple[Any, ...]:
-    """What this rank has of a parameter, of its gradient and of its states."""
-    if not _is_sharded(p):
+def local_shards(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float = 0.0) -> tuple[Any, ...]:
+    """Return the shards that this rank has of a parameter, of its gradient and of its states."""
+    if not is_sharded(p):
         return p, g, *states
     if max_unorm > 0.0 and _cuts(p):
         raise NotImplementedError(
             "Under FSDP2, LARS and LAMB cannot step on parameters with 32-bit optimizer state: they limit an update by its "
             "norm (max_unorm), and no rank has the whole update. Use another optimizer."
         )
-    if _is_sharded(g) and g.placements != p.placements:
+    if is_sharded(g) and g.placements != p.placements:
         g = g.redistribute(p.device_mesh, p.placements)
-    if not all(state is None or _is_sharded(state) for state in states):
+    if not all(state is None or is_sharded(state) for state in states):
         raise ValueError(
             f"An optimizer state of a sharded parameter of shape {tuple(p.shape)} is not sharded. To load the state dict "
             "of a single process, use torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with "
@@ -93,72 +90,45 @@ def local(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float = 0.0) 
     own = p.to_local()
     if not own.is_contiguous():
         raise NotImplementedError(f"The shard of a parameter of shape {tuple(p.shape)} is not contiguous in memory.")
-    return own, _shard(g).contiguous(), *(None if state is None else _shard(state) for state in states)
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if _is_sharded(tensor) else tensor
+    gradient: Any
+    gradient, *shards = (tensor.to_local() if is_sharded(tensor) else tensor for tensor in (g, *states))
+    return own, gradient.contiguous(), *shards
 
 
 def defect() -> Finding:
-    """Three steps of AdamW8bit on a layer of FSDP2, on one rank, and the same without FSDP2."""
+    """Make three steps of AdamW8bit on a layer of FSDP2, on one rank, and the same without FSDP2."""
     import copy
-    import tempfile
 
     import torch
-    import torch.distributed as dist
     from bitsandbytes.optim import AdamW8bit
 
-    if not dist.is_available():
-        raise CannotShow("this torch is built without torch.distributed")
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    def train(model: torch.nn.Module) -> None:
-        optimizer = AdamW8bit(model.parameters())
-        for _ in range(3):
-            model(torch.ones(2, 64)).square().sum().backward()
-            optimizer.step()
-
     torch.manual_seed(0)
-    whole = torch.nn.Linear(64, 64)
+    whole: Any = torch.nn.Linear(64, 64)
     sharded = copy.deepcopy(whole)
-    try:
-        train(whole)
-    except RuntimeError as error:
+    if error := take_steps(AdamW8bit(whole.parameters()), whole, steps=3):
         raise CannotShow("before 0.50 no optimizer of bitsandbytes steps on a CPU, sharded or not") from error
-    with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("gloo", store=dist.FileStore(file.name, 1), rank=0, world_size=1)  # type: ignore[attr-defined]
-        try:
-            fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
-            train(sharded)
-            assert isinstance(sharded.weight, DTensor)
-            found = sharded.weight.full_tensor()
-        except (RuntimeError, NotImplementedError) as error:
+    with one_rank() as mesh:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(sharded, mesh=mesh)
+        if error := take_steps(AdamW8bit(sharded.parameters()), sharded, steps=3):
             return Finding(True, f"{type(error).__name__}: {str(error).partition('.default ')[2][:60].strip()}")
-        finally:
-            dist.destroy_process_group()
-    off = (found - whole.weight).abs().max().item()
+        off = (sharded.weight.full_tensor() - whole.weight).abs().max().item()
     return Finding(off > 0, f"weights after 3 steps, sharded against not: largest difference {off}")
 
 
 _OPTIMIZER = "bitsandbytes.optim.optimizer"
 _ADEMAMIX = "bitsandbytes.optim.ademamix:AdEMAMix"
-_SCALES = {"_patches_scales": scales}
-_CUTS = {"_patches_cuts_blocks": cuts_blocks}
-_UNPAGED = {"_patches_is_unpaged": is_unpaged}
-_ROWS = "torch.zeros((blocks,), dtype=torch.float32, device=p.device)"
+_SCALES = {"_patches_scales": zero_scales}
 
 
 def _init_state(target: str, scales_of: int) -> tuple[Rewrite, ...]:
+    zeros = "torch.zeros((blocks,), dtype=torch.float32, device=p.device)"
+    small = 'p.numel() < config["min_8bit_size"]'
+    in_32_bits = f"{small} or (dtype == torch.uint8 and _patches_cuts_blocks(p))"
     return (
-        Rewrite(target, _ROWS, "_patches_scales(p, (blocks,))", count=scales_of, names=_SCALES),
-        Rewrite(
-            target,
-            'p.numel() < config["min_8bit_size"]',
-            'p.numel() < config["min_8bit_size"] or (dtype == torch.uint8 and _patches_cuts_blocks(p))',
-            names=_CUTS,
-        ),
+        Rewrite(target, zeros, "_patches_scales(p, (blocks,))", count=scales_of, names=_SCALES),
+        Rewrite(target, small, in_32_bits, names={"_patches_cuts_blocks": cuts_blocks}),
     )
 
 
@@ -215,18 +185,18 @@ PATCH = Patch(
             "_patches_scales(p, (2, blocks))",
             names=_SCALES,
         ),
-        Rewrite(
+        Rewrite.to_call(
             f"{_ADEMAMIX}._get_state_double_buffer",
             "torch.zeros((2, *p.size()), dtype=dtype, device=p.device)",
-            "_patches_double(p, dtype)",
-            names={"_patches_double": double},
+            zero_double_state,
+            "p, dtype",
         ),
         *(
             Rewrite(
                 target,
                 "not self.is_paged or p.numel() < 1e5",
                 "not self.is_paged or p.numel() < 1e5 or _patches_is_unpaged(p)",
-                names=_UNPAGED,
+                names={"_patches_is_unpaged": is_unpaged},
             )
             for target in (f"{_OPTIMIZER}:Optimizer8bit.get_state_buffer", f"{_ADEMAMIX}._get_state_double_buffer")
         ),
@@ -236,14 +206,14 @@ PATCH = Patch(
             "p, g, state1, state2 = _patches_local(p, g, state1, state2, max_unorm=max_unorm)\n"
             "if p.numel() == 0:\n    return\n"  # a rank without a row
             "param_norm = 0.0",
-            names={"_patches_local": local},
+            names={"_patches_local": local_shards},
         ),
         Rewrite(
             "bitsandbytes.functional:optimizer_update_8bit_blockwise",
             "is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])",
             "p, g, state1, state2, absmax1, absmax2 = _patches_local(p, g, state1, state2, absmax1, absmax2)\n"
             "is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])",
-            names={"_patches_local": local},
+            names={"_patches_local": local_shards},
         ),
         *SAME_BITS,
     ),

@@ -9,7 +9,7 @@ from ....engine import Finding, Message, Patch, SetAttribute
 
 
 def make_new(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
-    """``__new__`` that leaves out keyword arguments which the one of this release does not know."""
+    """Return a ``__new__`` that leaves out keyword arguments which the one of this release does not know."""
     construct = original.__func__
     known = frozenset(inspect.signature(construct).parameters)
 

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def floating(layer: Any, x: Tensor) -> bool:
-    """True, if ``layer`` can compute with ``x``."""
+def is_floating(layer: Any, x: Tensor) -> bool:
+    """Return True, or raise if ``layer`` cannot compute with ``x``."""
     if not x.dtype.is_floating_point:
         _refuse(layer, x)
     return True
 
 
-def state_of(x: Tensor, state: Any) -> Any:
-    """``state``, of a ``Linear8bitLt`` that is given ``x``; None of no layer."""
+def checked_state(x: Tensor, state: Any) -> Any:
+    """Return ``state``, or raise if its ``Linear8bitLt`` cannot compute with ``x``. It is None if there is no layer."""
     if state is not None and not x.dtype.is_floating_point:
         _refuse(row_scales.layer_of(state), x)
     return state
@@ -35,7 +35,7 @@ def _refuse(layer: Any, x: Tensor) -> None:
 
 
 def defect() -> Finding:
-    """Activations that the code of a model has cast to the dtype of the weight, in a 4-bit layer."""
+    """Cast activations to the dtype of the weight, as the code of a model does, in a 4-bit layer."""
     import torch
     from bitsandbytes.nn import Linear4bit
 
@@ -90,13 +90,13 @@ PATCH = Patch(
             "bitsandbytes.nn.modules:Linear4bit.forward",
             find=_ASKED,
             replace=f"_patches_floating(self, x) and {_ASKED}",
-            names={"_patches_floating": floating},
+            names={"_patches_floating": is_floating},
         ),
         Rewrite(
             "bitsandbytes.autograd._functions:matmul",
             find="state or MatmulLtState()",
             replace="_patches_state_of(A, state) or MatmulLtState()",
-            names={"_patches_state_of": state_of},
+            names={"_patches_state_of": checked_state},
         ),
     ),
     defect=defect,

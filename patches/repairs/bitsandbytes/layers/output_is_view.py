@@ -6,7 +6,7 @@ from ....engine import Finding, Message, Patch, Rewrite
 
 
 def defect() -> Finding:
-    """An activation in place behind each layer, on (batch, sequence, features)."""
+    """Run an activation in place behind each layer, on (batch, sequence, features)."""
     import torch
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
@@ -68,24 +68,18 @@ PATCH = Patch(
             "output.reshape(output_shape)",
             "output.reshape(output_shape).detach()",  # always a view
         ),
-        Rewrite(
-            f"{_FUNCTIONS}:MatMul8bitFp.forward",
-            "return output",
-            f"return output.detach() if {_VIEW} else output",
-            when="bitsandbytes>=0.47",
-        ),
-        # Before 0.50 `out` is ignored.
-        Rewrite(
-            f"{_FUNCTIONS}:MatMul4Bit.forward",
-            "return output",
-            f"return output.detach() if {_VIEW} else output",
-            when="bitsandbytes<0.50",
-        ),
-        Rewrite(
-            f"{_FUNCTIONS}:MatMul4Bit.forward",
-            "return output",
-            f"return output.detach() if out is None and {_VIEW} else output",
-            when="bitsandbytes>=0.50",
+        *(
+            Rewrite(
+                f"{_FUNCTIONS}:{function}.forward",
+                "return output",
+                f"return output.detach() if {condition} else output",
+                when=when,
+            )
+            for function, condition, when in (
+                ("MatMul8bitFp", _VIEW, "bitsandbytes>=0.47"),
+                ("MatMul4Bit", _VIEW, "bitsandbytes<0.50"),  # there `out` is ignored
+                ("MatMul4Bit", f"out is None and {_VIEW}", "bitsandbytes>=0.50"),
+            )
         ),
     ),
     defect=defect,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....engine import CannotShow, Finding, Message, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....quantized.four_bit import quant_states
 from ....quantized.int8 import row_scales
 from ....quantized.weights.weight_assignment import make_setattr
+from ...reproducers.training import one_rank, shard_quantized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
 _SCALES = "_patches_scales_of_sharded"
 
 
-def _shards(old: Any, new: Any) -> bool:
-    """Whether ``new`` is what FSDP2 makes of the weight ``old``."""
-    return hasattr(new, "_local_tensor") and old is not None and new.shape == old.shape
+def _is_shard_of(weight: Any, old: Any) -> bool:
+    """Tell whether ``weight`` is what FSDP2 makes of the weight ``old``."""
+    return hasattr(weight, "_local_tensor") and old is not None and weight.shape == old.shape
 
 
 def _note_storage(layer: Any, old: Any) -> None:
     weight = layer._parameters.get("weight")
-    if quant_states.is_packed(old) and _shards(old, weight):
+    if quant_states.is_packed(old) and _is_shard_of(weight, old):
         layer.quant_storage = weight.dtype
 
 
@@ -32,12 +33,12 @@ def _note_scales(layer: Any, old: Any) -> None:
         return
     if row_scales.has_scales(weight):
         vars(layer).pop(_SCALES, None)
-    elif row_scales.is_int8(old) and row_scales.has_scales(old) and _shards(old, weight):
+    elif row_scales.is_int8(old) and row_scales.has_scales(old) and _is_shard_of(weight, old):
         setattr(layer, _SCALES, row_scales.get_scales(old))
 
 
-def scales(layer: Any) -> Tensor | None:
-    """The row scales of an ``Embedding8bit``: the scales of its weight, or of the weight that FSDP2 took."""
+def find_scales(layer: Any) -> Tensor | None:
+    """Return the row scales of an ``Embedding8bit``: of its weight, or of the weight that FSDP2 took."""
     weight = layer.weight
     if row_scales.has_scales(weight):
         return row_scales.get_scales(weight)
@@ -46,40 +47,23 @@ def scales(layer: Any) -> Tensor | None:
 
 
 def defect() -> Finding:
-    """A forward of each embedding under ``fully_shard``."""
-    import tempfile
-
+    """Run each embedding under ``fully_shard``."""
     import torch
-    import torch.distributed as dist
     from bitsandbytes.nn import Embedding8bit, EmbeddingNF4
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     ids, refused = torch.tensor([[1, 2, 3]]), []
-    with tempfile.NamedTemporaryFile() as file:
-        store = dist.FileStore(file.name, 1)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            for make in (EmbeddingNF4, Embedding8bit):
-                layer = make(8, 64, dtype=torch.float32).requires_grad_(False).to("cpu")
-                expected = layer(ids)
-                try:
-                    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-                except RuntimeError as error:  # torch 2.8
-                    if "floating point dtype can require gradients" not in str(error):
-                        raise
-                    raise CannotShow("FSDP2 of this torch cannot shard integer weights") from error
-                try:
-                    if not torch.equal(layer(ids), expected):
-                        refused.append(f"{make.__name__}: other numbers")
-                except (AttributeError, RuntimeError) as error:
-                    refused.append(f"{make.__name__}: {error}")
-        finally:
-            dist.destroy_process_group()
+    with one_rank() as mesh:
+        for make in (EmbeddingNF4, Embedding8bit):
+            layer = make(8, 64, dtype=torch.float32).requires_grad_(False).to("cpu")
+            expected = layer(ids)
+            shard_quantized(layer, mesh)
+            try:
+                if not torch.equal(layer(ids), expected):
+                    refused.append(f"{make.__name__}: other numbers")
+            except (AttributeError, RuntimeError) as error:
+                refused.append(f"{make.__name__}: {error}")
     return Finding(bool(refused), "; ".join(refused) or "both embeddings give the outputs of one process")
 
-
-_EIGHT = "bitsandbytes.nn.modules:Embedding8bit"
 
 PATCH = Patch(
     id="bitsandbytes-embeddings-sharded",
@@ -117,21 +101,21 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",
     edits=(
-        SetAttribute(
-            "bitsandbytes.nn.modules:Embedding4bit.__setattr__", make=make_setattr("Embedding4bit", _note_storage)
+        *(
+            SetAttribute(f"bitsandbytes.nn.modules:{owner}.__setattr__", make=make_setattr(owner, note))
+            for owner, note in (("Embedding4bit", _note_storage), ("Embedding8bit", _note_scales))
         ),
-        SetAttribute(f"{_EIGHT}.__setattr__", make=make_setattr("Embedding8bit", _note_scales)),
-        Rewrite(
-            f"{_EIGHT}.forward",
-            find='not hasattr(self.weight, "SCB")',
-            replace='not hasattr(self.weight, "SCB") and _patches_scales(self) is None',
-            names={"_patches_scales": scales},
-        ),
-        Rewrite(
-            f"{_EIGHT}.forward",
-            find="self.weight.SCB",
-            replace="_patches_scales(self)",
-            names={"_patches_scales": scales},
+        *(
+            Rewrite(
+                "bitsandbytes.nn.modules:Embedding8bit.forward", find, replace, names={"_patches_scales": find_scales}
+            )
+            for find, replace in (
+                (
+                    'not hasattr(self.weight, "SCB")',
+                    'not hasattr(self.weight, "SCB") and _patches_scales(self) is None',
+                ),
+                ("self.weight.SCB", "_patches_scales(self)"),
+            )
         ),
     ),
     defect=defect,

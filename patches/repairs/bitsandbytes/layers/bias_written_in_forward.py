@@ -18,12 +18,12 @@ if self.bias is not None and self.bias.dtype != x.dtype:
 
 
 def cast_bias(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """``bias`` in ``dtype``, the parameter itself untouched."""
+    """Return ``bias`` in ``dtype``, and leave the parameter as it is."""
     return None if bias is None else bias.to(dtype)
 
 
 def defect() -> Finding:
-    """One bf16 forward through each layer; how far did the fp32 bias move?"""
+    """Run one bf16 forward through each layer: how far did the fp32 bias move?"""
     import torch
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 

@@ -1,1 +1,0 @@
-"""What 4-bit and INT8 layers have in common."""

@@ -1,0 +1,1 @@
+"""4-bit and INT8 layers alike."""
