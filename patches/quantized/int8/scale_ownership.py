@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...engine import SetAttribute
@@ -167,17 +167,11 @@ def _scales() -> Scales:
 SCALES_OF_THE_LAYER = SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", make=make_scales)
 
 
-def make_setstate(original: Callable[..., None] | None) -> Callable[..., None]:
-    """Return ``Linear8bitLt.__setstate__``: copies and layers from a pickle have their scales in one place, too."""
-    from bitsandbytes.nn.modules import Linear8bitLt
-
-    def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        load = super(Linear8bitLt, self).__setstate__ if original is None else partial(original, self)
-        load(state)
-        settle_again(self)
-        record_original(self)
-
-    return __setstate__
+def load_pickled(layer: Any, inherited: Callable[..., None], state: dict[str, Any]) -> None:
+    """Run ``__setstate__`` of ``layer``, a copy or from a pickle, and let its scales be in one place, too."""
+    inherited(state)
+    settle_again(layer)
+    record_original(layer)
 
 
 def settle_again(layer: Any) -> None:

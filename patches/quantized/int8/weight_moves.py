@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Rewrite, SetAttribute
+from ..layer_methods import wrap_method
 from . import plain_weights, row_scales, scale_ownership
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
         plain_weights.scale_to_save,
         "self",
     ),
-    SetAttribute("bitsandbytes.nn.modules:Linear8bitLt.__setstate__", make=scale_ownership.make_setstate),
+    wrap_method("Linear8bitLt", "__setstate__", scale_ownership.load_pickled),
     Rewrite(
         _TO,
         'self.data.device.type == "cpu"',
