@@ -16,9 +16,8 @@ COMPUTE, THRESHOLD = "bnb_4bit_compute_dtype", "llm_int8_threshold"
 CHOSEN = "chosen"  # the user gave the compute dtype for a checkpoint that has one of its own
 MAX_ENTRIES = 1000
 
-_names_by_id: OrderedDict[int, tuple[float, frozenset[str]]] = (
-    OrderedDict()
-)  # holds the float, so that its id stays its own
+# Holds the float, so that its id stays its own.
+_names_by_id: OrderedDict[int, tuple[float, frozenset[str]]] = OrderedDict()
 
 
 def record_arguments(threshold: Any, compute_dtype: Any) -> Any:

@@ -41,6 +41,6 @@ def reads_packed_weights(conversion: Any) -> bool:
 
 
 def is_bitsandbytes(quantizer: Any) -> bool:
-    """Tell whether ``quantizer`` makes or reads a model in 4 bits or INT8."""
+    """Tell whether ``quantizer``, which may be None, is a quantizer of transformers for bitsandbytes."""
     config = getattr(quantizer, "quantization_config", None)
-    return bool(getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False))
+    return getattr(config, "quant_method", None) == "bitsandbytes"

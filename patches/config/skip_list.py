@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def find_linear_layers(model: Module) -> list[str]:
-    """Paths of the layers of ``model`` that bitsandbytes may quantize."""
+    """Return the paths of the layers of ``model`` that bitsandbytes may quantize."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -20,14 +20,14 @@ def find_linear_layers(model: Module) -> list[str]:
 
 
 def path_up_to(path: str, name: str) -> str:
-    """The beginning of ``path`` up to the components that are ``name``; empty if they are not in it."""
+    """Return ``path`` up to the components that are ``name``; empty if they are not in it."""
     around = f".{path}."
     at = around.find(f".{name.strip('.')}.")
     return "" if at < 0 else around[1 : at + len(name.strip(".")) + 1]
 
 
 def skips_layer(name: str, path: str) -> bool:
-    """Whether the installed transformers leaves the layer at ``path`` as it is for ``name``."""
+    """Tell whether the installed transformers leaves the layer at ``path`` as it is for ``name``."""
     try:
         from transformers.quantizers.quantizers_utils import should_convert_module
     except ImportError:  # transformers 4
@@ -42,7 +42,7 @@ def skips_layer(name: str, path: str) -> bool:
 
 
 def checked_skip_list(names: Any) -> list[str]:
-    """``names``, if it is a list of names."""
+    """Return ``names`` as a list; raise if it is no list of names."""
     if not isinstance(names, (list, tuple, set, frozenset)):
         raise TypeError(
             f"llm_int8_skip_modules must be a list of names of modules, got {type(names).__name__}: {names!r}. "
@@ -63,7 +63,7 @@ def also_skip(quantizer: Any, names: Iterable[str]) -> None:
 
 
 def set_list(quantizer: Any, names: Iterable[str]) -> None:
-    """Make ``names`` the list of the configuration that the model is saved with; the user's own object stays as it is."""
+    """Make ``names`` the list of the configuration that the model is saved with, a copy of the user's object."""
     config = copy.copy(quantizer.quantization_config)
     config.llm_int8_skip_modules = list(dict.fromkeys(names))
     quantizer.quantization_config = config

@@ -1,20 +1,21 @@
-"""What ``torch.distributed.checkpoint.load`` reads into other tensors first: where the saved form is not the form needed.
+"""Let ``torch.distributed.checkpoint.load`` read into other tensors first, where the saved form is not the form needed.
 
 ``dcp.load`` copies the tensors that it reads straight into the tensors of the state dict that it was given, of which it compares
 only names and sizes. Three things of bitsandbytes have a form that depends on who saved them:
 
 - an optimizer state has 8 bits or 32, by how many ranks the parameter was sharded over;
 - the quantization state of 4-bit layers is not in a checkpoint that was saved sharded without the plugin;
-- the packed entry of it is JSON text, as long as its digits are.
+- its packed entry is JSON text, whose length varies with the digits of its numbers.
 
 These are read into stand-ins, and put where they belong once all is read, still inside the step whose errors DCP
-collects: what fails on one rank is an error on every rank.
+collects: an error on one rank is an error on every rank.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..engine import Rewrite
@@ -29,17 +30,19 @@ _PACKED = re.compile(r"(.*)\.quant_state\.bitsandbytes__\w+")
 _STATISTICS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _ATTRIBUTE = "_patches_stand_ins"
 
-Settle = Callable[[], str]
-"""Puts the read tensors into place; says what is wrong, or nothing."""
-
 
 class StandIns:
-    """The tensors that one call reads into instead of the given ones."""
+    """The tensors that one call of ``dcp.load`` reads into instead of the given ones.
+
+    ``settle`` puts the read tensors into place; ``without_state`` are packed weights that the checkpoint has without their
+    quantization state, by name: the weight of the model, and the saved one once it is read.
+    """
 
     def __init__(self, given: dict[str, Any], saved: dict[str, Any]) -> None:
         self.given, self.saved = given, saved
         self.entries = dict(given)
-        self.settles: list[Settle] = []
+        self.settle: list[Callable[[], None]] = []
+        self.without_state: dict[str, tuple[Any, Any]] = {}
         for key in given:
             if state := state_bits.STATE.fullmatch(key):
                 self._optimizer_state(key, *state.groups())
@@ -67,12 +70,10 @@ class StandIns:
             device = _local(target).device
             parts = [torch.empty(self.saved[name].size, dtype=torch.float32, device=device) for name in (table, scales)]
             self.entries.update(zip((table, scales), parts))
-            self.settles.append(lambda: _fill_float(target, read, *parts))
+            self.settle.append(partial(_fill_float, target, read, *parts))
         else:
-            own = [self.given[name] for name in (table, scales)]
-            for name in (table, scales):
-                self.entries.pop(name)
-            self.settles.append(lambda: _fill_8_bits(target, read, *own))
+            own = [self.entries.pop(name) for name in (table, scales)]
+            self.settle.append(partial(_fill_8_bits, target, read, *own))
 
     def _statistics(self, key: str, weight: str) -> None:
         import torch
@@ -81,7 +82,7 @@ class StandIns:
         if saved is not None:
             if tuple(saved.size) != tuple(target.shape):
                 read = self.entries[key] = torch.empty(saved.size, dtype=torch.uint8, device=target.device)
-                self.settles.append(lambda: _replace(target, read))
+                self.settle.append(partial(setattr, target, "data", read))  # as long as the saved text
             self._other_storage(weight)
             return
         group = [key, *(name for part in _STATISTICS if (name := f"{weight}.{part}") in self.given)]
@@ -90,12 +91,12 @@ class StandIns:
             return  # DCP says which key is missing
         for name in group:
             self.entries.pop(name)
-        codes = self.given[weight]
-        read = self.entries[weight] = torch.empty_like(codes)
-        self.settles.append(lambda: _compare(weight, codes, read))
+        packed = self.given[weight]
+        self.entries[weight] = torch.empty_like(packed)
+        self.without_state[weight] = packed, self.entries[weight]
 
     def _other_storage(self, weight: str) -> None:
-        """Packed bits in another dtype of the same size (``quant_storage``) would be cast like numbers."""
+        """Read packed bits in another dtype of the same size (``quant_storage``), which would be cast like numbers."""
         import torch
 
         target, saved = self.given.get(weight), self.saved.get(weight)
@@ -103,14 +104,13 @@ class StandIns:
         if target is None or dtype is None or dtype == target.dtype or dtype.itemsize != target.dtype.itemsize:
             return  # of another size it has another shape, which DCP refuses
         read = self.entries[weight] = torch.empty_like(target, dtype=dtype)
-        self.settles.append(lambda: _same_bits_into(target, read))
+        self.settle.append(partial(_copy_bits, target, read))
 
 
-def _same_bits_into(target: Any, read: Any) -> str:
+def _copy_bits(target: Any, read: Any) -> None:
     import torch
 
     _local(target).view(torch.uint8).copy_(_local(read).view(torch.uint8))
-    return ""
 
 
 def _local(tensor: Any) -> Tensor:
@@ -118,62 +118,50 @@ def _local(tensor: Any) -> Tensor:
     return found.detach()
 
 
-def _fill_float(target: Any, codes: Any, table: Tensor, scales: Tensor) -> str:
+def _fill_float(target: Any, quantized: Any, table: Tensor, scales: Tensor) -> None:
     offset: tuple[int, ...] = (0,) * target.dim()
     if hasattr(target, "to_local"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
 
         offset = place(tuple(target.shape), target.device_mesh, target.placements)[1]
-    values = state_bits.to_float(_local(codes), table, scales, tuple(offset), tuple(target.shape))
+    values = state_bits.to_float(_local(quantized), table, scales, tuple(offset), tuple(target.shape))
     _local(target).copy_(values)
-    return ""
 
 
-def _fill_8_bits(target: Any, values: Any, table: Tensor, scales: Any) -> str:
-    codes, found = state_bits.to_8_bits(_local(values), table, _local(scales))
-    _local(target).copy_(codes)
+def _fill_8_bits(target: Any, values: Any, table: Tensor, scales: Any) -> None:
+    quantized, found = state_bits.to_8_bits(_local(values), table, _local(scales))
+    _local(target).copy_(quantized)
     _local(scales).copy_(found)
-    return ""
-
-
-def _replace(target: Tensor, text: Tensor) -> str:
-    target.data = text  # as long as what was saved, in whatever dict it is
-    return ""
-
-
-def _compare(weight: str, codes: Any, read: Any) -> str:
-    return "" if has_bits_of(_local(codes), _local(read)) else weight
 
 
 def read_into_stand_ins(planner: Any) -> dict[str, Any]:
-    """What ``planner`` is to read into: its state dict, with stand-ins."""
+    """Return the dict that ``planner`` is to read into: its state dict, with stand-ins."""
     import torch
 
     flat = {key: value for key, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
     found = StandIns(flat, planner.metadata.state_dict_metadata)
-    if not found.settles:
-        return planner.state_dict  # type: ignore[no-any-return]
-    removed = flat.keys() - found.entries.keys()
-    given = planner.state_dict
-    planner.state_dict = {k: v for k, v in {**given, **found.entries}.items() if k not in removed}
-    setattr(planner, _ATTRIBUTE, (given, found.settles))
+    if found.settle or found.without_state:
+        given, removed = planner.state_dict, flat.keys() - found.entries.keys()
+        planner.state_dict = {k: v for k, v in {**given, **found.entries}.items() if k not in removed}
+        setattr(planner, _ATTRIBUTE, (given, found))
     return planner.state_dict  # type: ignore[no-any-return]
 
 
 def settle_stand_ins(planner: Any) -> None:
-    """Put what was read into stand-ins where it belongs; raises if packed weights came without what they are read
-    with."""
+    """Put the read tensors where they belong; raise if packed weights came without their quantization state."""
     import torch
 
     checkpoint_plans.raise_left_error(planner)
-    found: tuple[dict[str, Any], list[Settle]] | None = getattr(planner, _ATTRIBUTE, None)
-    if found is None:
+    left: tuple[dict[str, Any], StandIns] | None = getattr(planner, _ATTRIBUTE, None)
+    if left is None:
         return
     delattr(planner, _ATTRIBUTE)
-    given, settles = found
+    given, found = left
     given.update((k, v) for k, v in planner.state_dict.items() if k in given and not isinstance(v, torch.Tensor))
     planner.state_dict = given
-    foreign = [problem for settle in settles if (problem := settle())]
+    for settle in found.settle:
+        settle()
+    foreign = [name for name, (own, read) in found.without_state.items() if not has_bits_of(_local(own), _local(read))]
     if foreign:
         others = f" and {len(foreign) - 1} more differ" if len(foreign) > 1 else " differs"
         raise RuntimeError(

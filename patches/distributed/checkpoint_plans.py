@@ -14,22 +14,23 @@ from typing import Any
 from ..engine import Rewrite
 from . import rank_agreement
 
-_OF_4_BITS = re.compile(r"(.*)\.(absmax|quant_state\.bitsandbytes__\w+)")
-_OF_INT8 = re.compile(r"(.*\.|)SCB")
+_STATE_OF_4_BITS = re.compile(r"(.*)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)")
+_STATE_OF_INT8 = re.compile(r"(.*\.|)(SCB|weight_format)")
 _HERE = "checkpoint"
+_LACKING = "_patches_lacking"
 Step = Callable[..., Any]
 
 
-def _weight_of(key: str) -> str:
-    """The packed weight that is read with ``key``; empty if that is no quantization state."""
-    if found := _OF_4_BITS.fullmatch(key):
+def weight_of(key: str) -> str:
+    """Return the key of the packed weight whose quantization state ``key`` is a part of; empty if it is none."""
+    if found := _STATE_OF_4_BITS.fullmatch(key):
         return found[1]
-    return f"{found[1]}weight" if (found := _OF_INT8.fullmatch(key)) else ""
+    return f"{found[1]}weight" if (found := _STATE_OF_INT8.fullmatch(key)) else ""
 
 
 def ranks_lacking_state(plans: Sequence[set[str]]) -> list[int]:
-    """The ranks whose plan has a packed weight and lacks its quantization state, where another rank's plan has that."""
-    statistics = {key: weight for plan in plans for key in plan if (weight := _weight_of(key))}
+    """Return the ranks whose plan has a packed weight without its quantization state, which another rank's plan has."""
+    statistics = {key: weight for plan in plans for key in plan if (weight := weight_of(key))}
     return [
         rank
         for rank, plan in enumerate(plans)
@@ -37,42 +38,42 @@ def ranks_lacking_state(plans: Sequence[set[str]]) -> list[int]:
     ]
 
 
-def _message(ranks: list[int]) -> str:
+def _message(ranks: list[int], verb: str) -> str:
     return (
         f"bnb-patches is active on some ranks only: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
-        "would not {} the quantization state of quantized layers (absmax, SCB). Start all ranks with the same packages and "
+        f"would not {verb} the quantization state of quantized layers (absmax, SCB). Start all ranks with the same packages and "
         "PATCHES_* variables; patches.check_ranks() says what differs."
     )
 
 
 def check_saved_by_all(plans: list[Any]) -> list[Any]:
-    """``plans`` of all ranks, with a warning where some lack a quantization state; another rank saves it."""
+    """Return ``plans`` of all ranks; warn where some lack a quantization state, which another rank saves."""
     if ranks := ranks_lacking_state([{item.index.fqn for item in plan.items} for plan in plans]):
-        warnings.warn(_message(ranks).format("save"), stacklevel=2)
+        warnings.warn(_message(ranks, "save"), stacklevel=2)
     return plans
 
 
 def check_loaded_by_all(plans: list[Any]) -> list[Any]:
-    """``plans`` of all ranks, or an error where some would keep a quantization state under other packed weights."""
+    """Return ``plans`` of all ranks; raise where some would keep a quantization state under other packed weights."""
     if ranks := ranks_lacking_state([{item.dest_index.fqn for item in plan.items} for plan in plans]):
-        raise RuntimeError(_message(ranks).format("load"))
+        raise RuntimeError(_message(ranks, "load"))
     return plans
 
 
 def _others(wrapper: Any, state: Mapping[str, Any]) -> list[int]:
-    """The other ranks of this checkpoint that have a part of what the quantization states in ``state`` belong to."""
+    """Return the other ranks of this checkpoint that share a packed weight whose quantization state is in ``state``."""
     import torch.distributed as dist
 
-    weights = {weight for key in state if (weight := _weight_of(key))} & state.keys()
+    weights = {weight for key in state if (weight := weight_of(key))} & state.keys()
     meshes = [state[weight].device_mesh.mesh for weight in weights if hasattr(state[weight], "device_mesh")]
     sharing = {rank for mesh in meshes for rank in mesh.flatten().tolist()}
     return sorted(sharing & {*dist.get_process_group_ranks(wrapper.group or dist.group.WORLD)} - {dist.get_rank()})
 
 
 def plan_on_rank(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> tuple[Any, list[int]]:
-    """This rank's part of the plan, and the ranks that lack the plugin, unless this is the first rank, which sees the plans.
+    """Return this rank's part of the plan, and the ranks that lack the plugin: none on the first rank, which sees the plans.
 
-    Nothing is said or asked where no quantized layer is sharded.
+    Ranks tell each other nothing where no quantized layer is sharded.
     """
     others: list[int] = []
 
@@ -89,15 +90,15 @@ def plan_on_rank(wrapper: Any, planner: Any, local_step: Step, global_step: Step
 
 
 def plan_save(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> Any:
-    """:func:`plan_on_rank`, with a warning."""
+    """Return the plan of :func:`plan_on_rank`; warn of ranks that lack the plugin."""
     plan, ranks = plan_on_rank(wrapper, planner, local_step, global_step)
     if ranks:
-        warnings.warn(_message(ranks).format("save"), stacklevel=2)
+        warnings.warn(_message(ranks, "save"), stacklevel=2)
     return plan
 
 
 def plan_load(wrapper: Any, planner: Any, local_step: Step, global_step: Step) -> Any:
-    """:func:`plan_on_rank`; the error waits for the next step, whose errors reach all ranks."""
+    """Return the plan of :func:`plan_on_rank`; leave the error to the next step, whose errors reach all ranks."""
     plan, ranks = plan_on_rank(wrapper, planner, local_step, global_step)
     if ranks:
         setattr(planner, _LACKING, ranks)
@@ -108,10 +109,9 @@ def raise_left_error(planner: Any) -> None:
     """Raise the error that :func:`plan_load` has left."""
     if ranks := getattr(planner, _LACKING, None):
         delattr(planner, _LACKING)
-        raise RuntimeError(_message(ranks).format("load"))
+        raise RuntimeError(_message(ranks, "load"))
 
 
-_LACKING = "_patches_lacking"
 _PLAN = 'distW.reduce_scatter("plan", local_step, global_step)'
 
 SAME_ON_ALL_RANKS = (

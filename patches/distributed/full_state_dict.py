@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -13,7 +12,7 @@ from ..engine import Rewrite
 from ..quantized.four_bit import quant_states
 from ..quantized.int8 import row_scales
 from ..quantized.own_packed_weights import has_bits_of
-from . import rank_agreement
+from . import checkpoint_plans, rank_agreement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 _TARGET = "torch.distributed._state_dict_utils:_broadcast_state_dict"
 _MOVE = "local_state_dict[key] = local_state_dict[key].cpu()"
 _MARK = "bnb_patches"
-_OF_4_BITS = re.compile(r"(.*)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)")
-_OF_INT8 = re.compile(r"(.*\.|)(SCB|weight_format)")
 
 
 class WatchedWeights:
@@ -33,8 +30,7 @@ class WatchedWeights:
         self.layers = {id(layer.weight): layer for layer in _sharded_layers(model)}
         self.kept: list[tuple[Any, Tensor]] = []
         self.number = next(_CALLS)
-        self.took = False
-        """Whether quantization states were sent."""
+        self.took_quant_states = False
         rank_agreement.tell_ranks(f"here/{self.number}")
 
     def keep(self, key: str, sent: dict[str, Any], weight: Any) -> None:
@@ -53,7 +49,7 @@ class WatchedWeights:
 
     def judge(self) -> None:
         """Raise on every rank if on one of them a packed weight is another than before; all get back what they had."""
-        if self.took and (ranks := rank_agreement.silent_ranks(f"here/{self.number}")):
+        if self.took_quant_states and (ranks := rank_agreement.silent_ranks(f"here/{self.number}")):
             warnings.warn(
                 f"Ranks {ranks} seem to run without bnb-patches: they would drop the quantization states that rank 0 sends. "
                 "Call patches.check_ranks() on every rank.",
@@ -86,7 +82,7 @@ def _is_int8(layer: Any) -> bool:
 
 
 def _sharded_layers(model: Module) -> Iterator[Any]:
-    """The quantized layers of ``model`` whose weight FSDP2 has sharded."""
+    """Yield the quantized layers of ``model`` whose weight FSDP2 has sharded."""
     import torch
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
@@ -100,7 +96,7 @@ def _sharded_layers(model: Module) -> Iterator[Any]:
 
 
 def watch_broadcast(model: Module, broadcast: Callable[..., None]) -> Callable[..., None]:
-    """``broadcast``, that may not put other packed weights under the quantization state of ``model``."""
+    """Wrap ``broadcast``: it may not put other packed weights under the quantization state of ``model``."""
 
     def run(*args: Any, **options: Any) -> None:
         watched = WatchedWeights(model)
@@ -118,7 +114,7 @@ def watch_broadcast(model: Module, broadcast: Callable[..., None]) -> Callable[.
 
 
 def mark_sent_keys(sent: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 tells the others of its state dict, and that it has the plugin; ranks without it pass that over."""
+    """Add to what rank 0 tells of its state dict that it has the plugin, which ranks without the plugin pass over."""
     return {**sent, _MARK: True} if sent else sent
 
 
@@ -136,13 +132,11 @@ def take_quant_states(sent: dict[str, Any], local: dict[str, Any]) -> None:
     for key in sent:
         if key in local:
             continue
-        found = _OF_4_BITS.fullmatch(key)
-        owner = found[1] if found else f"{int8[1]}weight" if (int8 := _OF_INT8.fullmatch(key)) else ""
-        if owner in local:
+        if checkpoint_plans.weight_of(key) in local:
             local[key] = torch.empty(0)  # the sent tensor takes its place
             took = True
     if (watched := _WATCHED.get()) is not None:
-        watched.took = took
+        watched.took_quant_states = took
         for key, weight in local.items():
             watched.keep(key, sent, weight)
 

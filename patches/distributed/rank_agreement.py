@@ -1,4 +1,4 @@
-"""What ranks tell each other without a collective, in which ranks without the plugin would not take part."""
+"""Words between ranks without a collective, in which ranks without the plugin would not take part."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ def tell_ranks(about: str, word: str = "1") -> None:
 
 
 def silent_ranks(about: str, patience: timedelta = SHORT_TIMEOUT) -> list[int]:
-    """The ranks that have said nothing about that, also not within ``patience``."""
+    """Return the ranks of the default group that have told nothing about that within ``patience``."""
     import torch.distributed as dist
 
     store, ranks = _store(), range(dist.get_world_size())
     try:
         store.wait([_key(about, rank) for rank in ranks], patience)
     except RuntimeError:  # dist.DistStoreError: time is up
-        return [rank for rank in ranks if not store.check([_key(about, rank)])]
+        return absent_ranks(about, ranks)
     return []
 
 
 def absent_ranks(about: str, ranks: Iterable[int]) -> list[int]:
-    """The ``ranks`` that have not said anything about that, where all of them have been there."""
+    """Return the ``ranks`` that have told nothing by now, although all of them have passed the point to tell it."""
     store = _store()
     return [rank for rank in ranks if not store.check([_key(about, rank)])]
 
 
 def all_agree(mine: bool, about: str, here: str) -> bool:
-    """Whether ``mine`` is true on every rank; each rank of the default group calls it. Raises if one does not answer.
+    """Tell whether ``mine`` is true on every rank; each rank of the default group calls it. Raise if one does not answer.
 
-    A rank that comes to it has said ``here`` before: one that has not runs without the plugin.
+    Ranks with the plugin have told ``here`` before: the others run without it.
     """
     import torch.distributed as dist
 
@@ -49,13 +49,13 @@ def all_agree(mine: bool, about: str, here: str) -> bool:
     store, began = _store(), time.monotonic()
     missing = list(range(dist.get_world_size()))
     while True:
-        missing = [rank for rank in missing if not store.check([_key(about, rank)])]
+        missing = absent_ranks(about, missing)
         if not missing:
             return all(store.get(_key(about, rank)) == b"1" for rank in range(dist.get_world_size()))
         if failed := [rank for rank in missing if store.check([_key(_failed(about), rank)])]:
             raise RuntimeError(f"Ranks {failed} raised an error while rank 0 sent its state dict; see their logs.")
         if time.monotonic() - began > ANSWER_TIMEOUT.seconds:
-            absent = [rank for rank in missing if not store.check([_key(here, rank)])]
+            absent = absent_ranks(here, missing)
             why = (
                 "run without bnb-patches: call patches.check_ranks() on every rank"
                 if absent

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..config.quantizers import is_bitsandbytes
 from ..offload.offload_map import (
     OFFLOADED,
     OffloadMap,
@@ -36,9 +37,9 @@ def _any_offloaded(values: Iterable[Place]) -> bool:
 
 def supports_offload(quantizer: Any) -> bool:
     """Tell whether ``quantizer`` makes a model whose layers can be offloaded quantized, and is not asked to leave them."""
-    config: Any = getattr(quantizer, "quantization_config", None)
-    if str(getattr(config, "quant_method", "")).rpartition(".")[2].lower() not in ("bitsandbytes", "bits_and_bytes"):
+    if not is_bitsandbytes(quantizer):
         return False
+    config = quantizer.quantization_config
     if config.llm_int8_enable_fp32_cpu_offload or config.llm_int8_has_fp16_weight:
         return False
     from transformers.integrations import is_deepspeed_zero3_enabled

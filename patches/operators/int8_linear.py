@@ -1,7 +1,6 @@
 """``bnb_patches::int8_linear_…``: one INT8 linear layer inside a compiled graph.
 
-Imported only while torch.compile traces a patched function. An operator, once defined, stays in
-the dispatcher for the life of the process; without the patch nothing calls it.
+Imported only while torch.compile traces a patched function.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from typing import Any
 import bitsandbytes.functional as F
 import torch
 
-from .code_digest import versioned_name
+from .code_digest import define_operator
 
 
 def _int8_linear(
     x: torch.Tensor, CB: torch.Tensor, SCB: torch.Tensor, bias: torch.Tensor | None, threshold: float
 ) -> torch.Tensor:
-    """LLM.int8() product of ``x`` [..., K] with packed weights [N, K] and row scales [N]; [..., N] of x's dtype."""
+    """Return the LLM.int8() product of ``x`` [..., K] and packed weights [N, K] with row scales [N]: [..., N], x's dtype."""
     if x.numel() == 0:
         return x.new_empty((*x.shape[:-1], CB.shape[0]))
     rows = x.reshape(-1, x.shape[-1])
@@ -29,9 +28,7 @@ def _int8_linear(
     return output.reshape(*x.shape[:-1], CB.shape[0]).detach()
 
 
-def _int8_linear_fake(
-    x: torch.Tensor, CB: torch.Tensor, SCB: torch.Tensor, bias: torch.Tensor | None, threshold: float
-) -> torch.Tensor:
+def _int8_linear_fake(x: torch.Tensor, CB: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], CB.shape[0]))
 
 
@@ -45,7 +42,7 @@ def _int8_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
 def _int8_linear_backward(
     ctx: Any, grad: torch.Tensor
 ) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None, None]:
-    """The roundings of ``MatMul8bitLt.backward``, in its order."""
+    """Return the gradients of ``x`` and ``bias``, rounded as in ``MatMul8bitLt.backward``, in its order."""
     CB, SCB = ctx.saved_tensors
     grad_x = grad_bias = None
     if ctx.needs_input_grad[3]:
@@ -57,17 +54,14 @@ def _int8_linear_backward(
     return grad_x, None, None, grad_bias, None
 
 
-_NAME = versioned_name("int8_linear", _int8_linear, _int8_linear_fake, _int8_linear_setup, _int8_linear_backward)
-_library = torch.library.Library("bnb_patches", "FRAGMENT")
-_library.define(
-    f"{_NAME}(Tensor x, Tensor CB, Tensor SCB, Tensor? bias, float threshold) -> Tensor",
+OPERATOR: Callable[..., torch.Tensor] = define_operator(
+    "int8_linear",
+    "(Tensor x, Tensor CB, Tensor SCB, Tensor? bias, float threshold) -> Tensor",
+    "CompositeExplicitAutograd",
+    _int8_linear,
+    _int8_linear_fake,
+    _int8_linear_backward,
+    _int8_linear_setup,
     # How many outlier columns there are is read back from the device: no CUDA graph can hold that.
     tags=tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)),
 )
-_library.impl(_NAME, _int8_linear, "CompositeExplicitAutograd")
-torch.library.register_fake(f"bnb_patches::{_NAME}", _int8_linear_fake, lib=_library)
-torch.library.register_autograd(
-    f"bnb_patches::{_NAME}", _int8_linear_backward, setup_context=_int8_linear_setup, lib=_library
-)
-
-OPERATOR: Callable[..., torch.Tensor] = getattr(torch.ops.bnb_patches, _NAME).default

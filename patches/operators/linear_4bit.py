@@ -1,7 +1,6 @@
 """``bnb_patches::linear_4bit_…``: one 4-bit linear layer inside a compiled graph.
 
-Imported only while torch.compile traces a patched function. An operator, once defined, stays in
-the dispatcher for the life of the process; without the patch nothing calls it.
+Imported only while torch.compile traces a patched function.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import bitsandbytes.functional as F
 import torch
 from bitsandbytes.autograd._functions import MatMul4Bit
 
-from .code_digest import versioned_name
+from .code_digest import define_operator
 
 
 def _linear_4bit(
@@ -30,7 +29,7 @@ def _linear_4bit(
     blocksize2: int,
     dtype2: torch.dtype,
 ) -> torch.Tensor:
-    """The library's own 4-bit function on a quantization state put together from its parts."""
+    """Return the library's own 4-bit product, on a quantization state put together from its parts."""
     state2 = None
     if absmax2 is not None:
         state2 = F.QuantState(absmax=absmax2, code=code2, blocksize=blocksize2, dtype=dtype2)
@@ -47,14 +46,11 @@ def _linear_4bit(
     return output
 
 
-_NAME = versioned_name("linear_4bit", _linear_4bit)
-_library = torch.library.Library("bnb_patches", "FRAGMENT")
-_library.define(
-    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, Tensor absmax, SymInt[] shape, ScalarType dtype, "
-    "int blocksize, str quant_type, Tensor? offset, Tensor? absmax2, Tensor? code2, int blocksize2, "
-    "ScalarType dtype2) -> Tensor"
+OPERATOR: Callable[..., torch.Tensor] = define_operator(
+    "linear_4bit",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor absmax, SymInt[] shape, ScalarType dtype, int blocksize, str quant_type, "
+    "Tensor? offset, Tensor? absmax2, Tensor? code2, int blocksize2, ScalarType dtype2) -> Tensor",
+    # Composite: Dynamo puts one operator into its graph, AOT autograd expands it to what stood there before.
+    "CompositeImplicitAutograd",
+    _linear_4bit,
 )
-# Composite: Dynamo puts one operator into its graph, AOT autograd expands it to what stood there before.
-_library.impl(_NAME, _linear_4bit, "CompositeImplicitAutograd")
-
-OPERATOR: Callable[..., torch.Tensor] = getattr(torch.ops.bnb_patches, _NAME).default

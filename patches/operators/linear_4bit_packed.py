@@ -9,31 +9,27 @@ and an exported program would need this operator wherever it is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from bitsandbytes.functional import QuantState
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..quantized.four_bit import block_scales
 from . import packed_copies
-from .code_digest import versioned_name
-
-if TYPE_CHECKING:
-    from bitsandbytes.functional import QuantState
+from .code_digest import define_operator
 
 
 def kernel_for(x: Tensor, weight: Tensor, state: QuantState, offloaded: bool) -> packed_copies.Packed | None:
-    """The packed copy to multiply ``x`` by, in the place of ``weight``; None where the canonical way is to be taken."""
+    """Return the packed copy of ``weight`` to multiply ``x`` by; None where ``weight`` itself is to be taken."""
     if not packed_copies.has_few_rows(x, state.shape):
         return None
-    statistics, nested_blocksize = block_scales.statistics_of(state)
-    book, shape, blocksize = state.code, state.shape, state.blocksize
-    return packed_copies.find_packed_copy(weight, statistics, book, shape, blocksize, nested_blocksize, offloaded)
+    return packed_copies.find_packed_copy(weight, state, offloaded)
 
 
 def is_watched() -> bool:
-    """Whether a mode, a tracer, a transform or tangents have to see each operator that is called."""
+    """Tell whether a mode, a tracer, a transform or tangents have to see each operator that is called."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
@@ -53,13 +49,13 @@ def _linear(
     nested_blocksize: int,
     quant_type: str,
 ) -> Tensor:
-    if packed_copies.has_few_rows(x, shape):
-        packed = packed_copies.find_packed_copy(
-            weight, tuple(statistics), code, tuple(shape), blocksize, nested_blocksize
-        )
-        if packed is not None:
-            return packed.product(x, bias)
-    return block_scales.linear_4bit(x, weight, statistics, bias, shape, blocksize, nested_blocksize, quant_type)
+    absmax, *nested = statistics
+    state = QuantState(absmax, torch.Size(shape), code, blocksize, quant_type)
+    if nested:
+        state.offset, absmax2, code2 = nested
+        state.nested, state.state2 = True, QuantState(absmax2, code=code2, blocksize=nested_blocksize)
+    packed = kernel_for(x, weight, state, offloaded=False)
+    return block_scales.linear_4bit(x, weight, state, bias) if packed is None else packed.product(x, bias)
 
 
 def _linear_fake(
@@ -69,20 +65,16 @@ def _linear_fake(
     code: Tensor,
     bias: Tensor | None,
     shape: Sequence[int],
-    blocksize: int,
-    nested_blocksize: int,
-    quant_type: str,
+    *_: Any,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
-_NAME = versioned_name("linear_4bit_packed", _linear, _linear_fake)
-_library = torch.library.Library("bnb_patches", "FRAGMENT")
-_library.define(
-    f"{_NAME}(Tensor x, Tensor weight, Tensor[] statistics, Tensor code, Tensor? bias, int[] shape, "
-    "int blocksize, int nested_blocksize, str quant_type) -> Tensor"
+OPERATOR: Callable[..., Tensor] = define_operator(
+    "linear_4bit_packed",
+    "(Tensor x, Tensor weight, Tensor[] statistics, Tensor code, Tensor? bias, int[] shape, int blocksize, "
+    "int nested_blocksize, str quant_type) -> Tensor",
+    "CPU",
+    _linear,
+    _linear_fake,
 )
-_library.impl(_NAME, _linear, "CPU")
-torch.library.register_fake(f"bnb_patches::{_NAME}", _linear_fake, lib=_library)
-
-OPERATOR: Callable[..., Tensor] = getattr(torch.ops.bnb_patches, _NAME).default

@@ -1,4 +1,4 @@
-"""The packed kernel of bitsandbytes, called in its native library, for :mod:`.packed_weights`. Imports torch.
+"""The packed kernel of bitsandbytes, called in its native library, for :mod:`.packed_copies`. Imports torch.
 
 The way there through torch's dispatcher takes longer than everything else around a product; without it, looking at
 the contents of a weight before each product costs nothing more than upstream's way did.
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def bind_kernel(
-    codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int
+    packed: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int
 ) -> Callable[[Tensor], Tensor] | None:
-    """The product with a packed weight, as a function of contiguous bf16 rows; None where another kernel is in use."""
+    """Return the product with a packed weight, a function of contiguous bf16 rows; None if another kernel is in use."""
     from bitsandbytes.backends.cpu import ops
     from bitsandbytes.cextension import lib
 
@@ -23,7 +23,7 @@ def bind_kernel(
         return None
     kernel = getattr(lib, f"gemv_4bit_inference_cpu_{'fp4' if book[1] > 0 else 'nf4'}_bf16")
     outputs, columns = shape
-    weight, absmax = ctypes.c_void_p(codes.data_ptr()), ctypes.c_void_p(scales.data_ptr())
+    weight, absmax = ctypes.c_void_p(packed.data_ptr()), ctypes.c_void_p(scales.data_ptr())
     n, k, block = map(ctypes.c_int64, (outputs, columns, blocksize))
 
     def product(x: Tensor) -> Tensor:

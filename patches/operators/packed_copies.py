@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from bitsandbytes.functional import QuantState
 from torch import Tensor
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
+from ..quantized.four_bit import block_scales
 from . import native_kernel
 from .tensor_contents import Contents
 
@@ -43,28 +45,27 @@ alive: weakref.WeakSet[Packed] = weakref.WeakSet()
 class Packed:
     """A packed copy: packed weights (uint8, ``(N, K / 2)``) and scales (bf16, ``(K / blocksize, N)``)."""
 
-    __slots__ = ("_native", "blocksize", "book", "codes", "contents", "scales", "shape", "usage", "__weakref__")
     contents: Contents
     usage: _Usage
 
-    def __init__(self, codes: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int) -> None:
-        self.codes, self.scales, self.book, self.shape, self.blocksize = codes, scales, book, shape, blocksize
+    def __init__(self, weight: Tensor, scales: Tensor, book: Tensor, shape: tuple[int, ...], blocksize: int) -> None:
+        self.weight, self.scales, self.book, self.shape, self.blocksize = weight, scales, book, shape, blocksize
         alive.add(self)
-        self._native = native_kernel.bind_kernel(codes, scales, book, shape, blocksize)
+        self._native = native_kernel.bind_kernel(weight, scales, book, shape, blocksize)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x`` times the transpose of the weight, plus ``bias``."""
+        """Return ``x`` times the transpose of the weight, plus ``bias``."""
         x = x.contiguous()  # the kernel walks each row with stride 1
         if self._native is not None and x.dtype == torch.bfloat16 and not _profiler_enabled():
             result = self._native(x)
         else:
             result = torch.ops.bitsandbytes.gemv_4bit.default(
-                x, self.codes, self.shape, self.scales, self.book, self.blocksize
+                x, self.weight, self.shape, self.scales, self.book, self.blocksize
             )
         return result if bias is None else result.add_(bias)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, quant_state: object) -> Tensor:
-        """In the place of ``bitsandbytes.matmul_4bit``."""
+        """Return :meth:`product`, called as ``bitsandbytes.matmul_4bit``."""
         return self.product(x, bias)
 
 
@@ -73,61 +74,50 @@ class _Copies(dict[int, Packed]):
 
 
 class _Usage:
-    """How often the copies of one weight were used."""
-
-    __slots__ = ("forget", "kept", "uses", "wait", "wasted")
+    """Counts of how often the copies of one weight were used."""
 
     def __init__(self) -> None:
-        self.uses: int | None = None
-        """Of the present copy; None if there is none, or if it was given up with good reason."""
-        self.wasted = 0
-        """How many copies in a row were not used enough."""
-        self.wait = 0
-        """Calls that are still to go by until the next is made."""
-        self.kept = False
-        """Whether training leaves the copy alone: it has come back from training before."""
+        self.uses: int | None = None  # of the present copy; None without one, and after training has freed it
+        self.copies_wasted = 0  # in a row
+        self.calls_to_wait = 0  # until the next copy is made
+        self.kept_in_training = False  # once training has freed a copy and it was made again
         self.forget: weakref.finalize[..., object] | None = None
 
     def allows(self, seen: bool) -> bool:
-        """Whether to make a copy now, the one before being gone; ``seen``: the packed weights lie where they lay
-        before."""
+        """Tell whether to make a copy now that there is none; ``seen``: the packed weights lie where they lay before."""
         if self.uses is not None:
-            self.wasted = self.wasted + 1 if self.uses < _ENOUGH_USES else 0
-            self.wait = _ENOUGH_USES << min(self.wasted - 1, 10) if self.wasted else 0
+            self.copies_wasted = self.copies_wasted + 1 if self.uses < _ENOUGH_USES else 0
+            self.calls_to_wait = _ENOUGH_USES << min(self.copies_wasted - 1, 10) if self.copies_wasted else 0
             self.uses = None
-        if self.wasted and not seen:
+        if self.copies_wasted and not seen:
             return False
-        self.wait -= 1
-        return self.wait < 0
+        self.calls_to_wait -= 1
+        return self.calls_to_wait < 0
 
 
 def has_few_rows(x: Tensor, shape: Sequence[int]) -> bool:
-    """Whether ``x`` fits a weight of ``shape`` and has so few rows that the packed kernel is the faster one."""
+    """Tell whether ``x`` fits a weight of ``shape`` and has so few rows that the packed kernel is the faster one."""
     rows, columns = shape
     most = columns * (_FEW if rows * columns < _LARGE else _FEW_FOR_LARGE)
     return 0 < x.numel() <= most and x.shape[-1] == columns
 
 
-def find_packed_copy(
-    weight: Tensor,
-    statistics: tuple[Tensor, ...],
-    book: Tensor,
-    shape: tuple[int, ...],
-    blocksize: int,
-    nested_blocksize: int,
-    offloaded: bool = False,
-) -> Packed | None:
-    """The packed copy of ``weight`` as it is now; None if there is none and none is worth making.
+def find_packed_copy(weight: Tensor, state: QuantState, offloaded: bool) -> Packed | None:
+    """Return the packed copy of ``weight``, quantized to ``state``, as it is now; None if none is worth making.
 
-    ``statistics`` are the scales, or (8-bit scales, offset, their scales, their code book) if nested. ``offloaded``
-    weights may come in new memory each time.
+    ``offloaded`` weights may come in new memory each time.
     """
     with torch._C.DisableTorchFunctionSubclass():  # Params4bit would send each look at it through Python
-        sources = (weight, *statistics, book)
+        statistics, _ = block_scales.statistics_of(state)
+        sources = (weight, *statistics, state.code)
         copies: _Copies | None = vars(weight.untyped_storage()).get(_COPIES)
         address = weight.data_ptr()
         if copies and (packed := copies.get(address)) is not None:
-            if packed.contents.are_those_of(sources) and packed.shape == shape and packed.blocksize == blocksize:
+            if (
+                packed.contents.are_those_of(sources)
+                and packed.shape == state.shape
+                and packed.blocksize == state.blocksize
+            ):
                 packed.usage.uses += 1  # type: ignore[operator]  # None where there is no copy
                 return packed
             copies.pop(address, None)
@@ -136,10 +126,10 @@ def find_packed_copy(
             vars(weight.untyped_storage())[_COPIES] = _Copies()
             if offloaded:
                 return None
-        usage = _usage_of(statistics[0])
+        usage = _usage_of(state.absmax)
         if not usage.allows(seen) or not all(t.is_cpu and t.is_contiguous() for t in sources):
             return None
-        packed = _pack(weight, statistics, book, shape, blocksize, nested_blocksize)
+        packed = _pack(weight, state)
         packed.contents, packed.usage, usage.uses = Contents(sources), usage, 0
         _keep(weight, packed)
         return packed
@@ -154,8 +144,8 @@ def free_packed_copy(weight: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         copies: Any = vars(weight.untyped_storage()).get(_COPIES)
         packed = copies.get(weight.data_ptr()) if copies else None
-        if packed is not None and not packed.usage.kept:
-            packed.usage.kept, packed.usage.uses = True, None
+        if packed is not None and not packed.usage.kept_in_training:
+            packed.usage.kept_in_training, packed.usage.uses = True, None
             del copies[weight.data_ptr()]
 
 
@@ -187,21 +177,13 @@ def _drop(copies: weakref.ref[_Copies], address: int, packed: weakref.ref[Packed
 
 
 @torch.no_grad()
-def _pack(
-    weight: Tensor,
-    statistics: tuple[Tensor, ...],
-    book: Tensor,
-    shape: tuple[int, ...],
-    blocksize: int,
-    nested_blocksize: int,
-) -> Packed:
-    """bitsandbytes' own conversion, on a private state: it writes to the one that it is given."""
-    from bitsandbytes.functional import QuantState, _convert_weight_packed_for_cpu
+def _pack(weight: Tensor, state: QuantState) -> Packed:
+    """Convert ``weight`` by bitsandbytes' own function, with a copy of ``state``, because it writes to its argument."""
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu
 
-    state = QuantState(statistics[0], shape=torch.Size(shape), code=book, blocksize=blocksize, dtype=torch.bfloat16)
-    if nested_blocksize:
-        _, state.offset, absmax, code = statistics
-        state.nested = True
-        state.state2 = QuantState(absmax, code=code, blocksize=nested_blocksize, dtype=torch.float32)
-    codes, state = _convert_weight_packed_for_cpu(weight.detach().reshape(-1), state)
-    return Packed(codes, state.absmax, book, shape, blocksize)
+    own = QuantState(state.absmax, state.shape, state.code, state.blocksize, dtype=torch.bfloat16)
+    if (nested := state.state2) is not None:
+        own.nested, own.offset = True, state.offset
+        own.state2 = QuantState(nested.absmax, code=nested.code, blocksize=nested.blocksize, dtype=torch.float32)
+    converted, own = _convert_weight_packed_for_cpu(weight.detach().reshape(-1), own)
+    return Packed(converted, own.absmax, state.code, state.shape, state.blocksize)

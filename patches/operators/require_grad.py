@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .code_digest import versioned_name
+from .code_digest import define_operator
 
 
 class _Tie(torch.autograd.Function):
@@ -30,12 +30,9 @@ def _tie(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 
 # An operator rather than the Function itself: the AOT autograd cache takes no custom Function.
 # Composite: it expands to the clone, which Inductor fuses away.
-_NAME = versioned_name("tie", _tie)
-_library = torch.library.Library("bnb_patches", "FRAGMENT")
-_library.define(f"{_NAME}(Tensor x, Tensor anchor) -> Tensor")
-_library.impl(_NAME, _tie, "CompositeImplicitAutograd")
-
-OPERATOR: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = getattr(torch.ops.bnb_patches, _NAME).default
+OPERATOR: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = define_operator(
+    "tie", "(Tensor x, Tensor anchor) -> Tensor", "CompositeImplicitAutograd", _tie
+)
 
 anchor = torch.zeros((), requires_grad=True)
 """Requires grad and gets none. An input of the graph, so that a graph without parameters has a backward too."""

@@ -46,20 +46,19 @@ class StraightThrough(torch.autograd.Function):
 
 
 def _static_scale(weight: Any) -> torch.Tensor | None:
-    """The scale that activations get whatever they hold, so that large ones are clipped. None if it is measured."""
+    """Return the fixed scale of the activations, by which large ones are clipped; None if it is measured."""
     scale: torch.Tensor | None = getattr(weight, "act_quant_scale", None)
     return scale
 
 
 def _unclipped(x: torch.Tensor, weight: Any) -> torch.Tensor:
-    """Which of ``x`` 8 bits can hold at the static scale of ``weight``: clipped values have no
-    gradient."""
+    """Return a mask of the values of ``x`` that are not clipped at the static scale of ``weight``: others have no gradient."""
     smoothed, zero_point = (getattr(weight, name, None) for name in ("act_pre_scale", "act_quant_zero_point"))
     if smoothed is not None:
         x = x * smoothed
-    codes: torch.Tensor = (x.float() / weight.act_quant_scale).round()
+    rounded: torch.Tensor = (x.float() / weight.act_quant_scale).round()
     if zero_point is not None:
-        codes = codes + zero_point
+        rounded = rounded + zero_point
     bounds = torch.iinfo(torch.int8)
     halved = 2 if getattr(weight.act_quant_kwargs, "reduce_range", False) else 1
-    return (codes >= bounds.min // halved) & (codes <= bounds.max // halved)
+    return (rounded >= bounds.min // halved) & (rounded <= bounds.max // halved)

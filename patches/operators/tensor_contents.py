@@ -41,16 +41,14 @@ _memcmp = ctypes.PyDLL("msvcrt" if os.name == "nt" else None).memcmp
 
 
 class Contents:
-    """What some tensors held when this was made."""
-
-    __slots__ = ("_parts",)
+    """The contents of some tensors at the time when this was made."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """``tensors`` are contiguous and on the CPU. No reference to them is kept."""
+        """Take the contents of ``tensors``, contiguous and on the CPU, and keep no reference to them."""
         self._parts = [_Whole(t) if t.nbytes <= WHOLE or t.nbytes % _WORD else _Sampled(t) for t in tensors]
 
     def are_those_of(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether ``tensors``, as many as there were, lie where they lay and hold what they held."""
+        """Tell whether ``tensors``, as many as there were, lie where they lay and hold what they held."""
         for part, tensor in zip(self._parts, tensors):
             if not part.is_in(tensor):
                 return False
@@ -59,8 +57,6 @@ class Contents:
 
 class _Whole:
     """The bytes of a small tensor."""
-
-    __slots__ = ("_address", "_arguments", "_copy", "_nbytes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._address, self._nbytes = tensor.data_ptr(), tensor.nbytes
@@ -75,10 +71,6 @@ class _Whole:
 class _Sampled:
     """A checksum for each of the samples that make up a large tensor, and which is next."""
 
-    __slots__ = (
-        "_address", "_checksums", "_factors", "_identity", "_nbytes", "_next", "_step", "_stride", "_version", "_words",
-    )  # fmt: skip
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._address, self._nbytes, self._version = tensor.data_ptr(), tensor.nbytes, _version(tensor)
         # Tells this storage from another that was given the same address after it.
@@ -86,9 +78,7 @@ class _Sampled:
         memory: Any = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
         self._words = numpy.frombuffer(memory, dtype=numpy.int64)
         self._stride = sample_stride(self._nbytes)
-        self._step = int(
-            self._stride * _GOLDEN
-        )  # the next words lie where the words of former calls left the widest gap
+        self._step = int(self._stride * _GOLDEN)  # the next words lie in the widest gap that former calls left
         self._factors = _odd_numbers(-(-len(self._words) // self._stride))
         self._checksums = [self._checksum(i) for i in range(self._stride)]
         self._next = 0
@@ -106,7 +96,7 @@ class _Sampled:
         return self._checksum(i) == self._checksums[i]
 
     def _checksum(self, i: int) -> int:
-        """Of sample ``i``: each word times an odd number of its own, added up, modulo 2**64.
+        """Return the sum of the words of sample ``i``, each times an odd number of its own, modulo 2**64.
 
         A change of one word changes it for sure, one of several in all but very few cases.
         """
@@ -115,7 +105,7 @@ class _Sampled:
 
 
 def sample_stride(nbytes: int) -> int:
-    """How many words there are for each that is looked at in a call."""
+    """Return the distance of the words that one call looks at, in words."""
     words = nbytes // _WORD
     return next((stride for stride in _STRIDES if words <= stride * _MOST_WORDS), _STRIDES[-1])
 

@@ -18,28 +18,33 @@ BLOCK = 256
 """Values of an 8-bit state that share a scale."""
 
 
-def to_float(codes: Tensor, table: Tensor, scales: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """Values of ``codes``, the part at ``offset`` of a state of ``shape`` whose ``scales`` are whole."""
+def to_float(
+    quantized: Tensor, table: Tensor, scales: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> Tensor:
+    """Return the float32 values of ``quantized``, the part at ``offset`` of a state of ``shape``; ``scales`` are of all of it."""
     import torch
 
     if scales.dim() == 2:
-        parts = [to_float(part, table, own, offset[1:], shape[1:]) for part, own in zip(codes, scales[offset[0] :])]
-        return torch.stack(parts) if parts else codes.float()
-    at = torch.zeros((), dtype=torch.int64, device=codes.device)
-    for first, length, whole in zip(offset, codes.shape, shape):
-        rows = torch.arange(first, first + length, device=codes.device)
+        parts = [to_float(part, table, own, offset[1:], shape[1:]) for part, own in zip(quantized, scales[offset[0] :])]
+        return torch.stack(parts) if parts else quantized.float()
+    at = torch.zeros((), dtype=torch.int64, device=quantized.device)
+    for first, length, whole in zip(offset, quantized.shape, shape):
+        rows = torch.arange(first, first + length, device=quantized.device)
         at = at.unsqueeze(-1) * whole + rows
-    return table.to(codes.device)[codes.long()] * scales.to(codes.device)[at // BLOCK]
+    return table.to(quantized.device)[quantized.long()] * scales.to(quantized.device)[at // BLOCK]
 
 
 def to_8_bits(values: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales, of the shape of ``scales``, of a part that begins and ends with a block or with the state."""
+    """Return ``values`` in 8 bits and their scales, in the shape of ``scales``.
+
+    ``values`` are a part of a state that begins and ends with a block or with the state.
+    """
     import torch
     from bitsandbytes.functional import quantize_blockwise
 
     if scales.dim() == 2:
-        codes, own = zip(*(to_8_bits(part, table, row) for part, row in zip(values, scales)))
-        return torch.stack(codes), torch.stack(own)
+        quantized, own = zip(*(to_8_bits(part, table, row) for part, row in zip(values, scales)))
+        return torch.stack(quantized), torch.stack(own)
     if not values.numel():
         return values.to(torch.uint8), scales
     found, state = quantize_blockwise(values.contiguous(), code=table.to(values.device), blocksize=BLOCK)
@@ -47,11 +52,11 @@ def to_8_bits(values: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Te
 
 
 STATE = re.compile(r"(.*__bnb_optimizer_quant_state__\.)state([12])")
-"""The name of a state in a flat state dict, up to where its table and scales have other names, and its number."""
+"""The name of a state in a flat state dict, in two groups: the prefix that its table and scales share, and its number."""
 
 
 def same_bits(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
-    """``full``, flat and whole, with each state in the bits of the sharded one in ``local`` that it is written into."""
+    """Return ``full``, flat and unsharded, with each state in the bits of the sharded state in ``local`` that takes it."""
     import torch
 
     for key, value in list(full.items()):
@@ -84,4 +89,4 @@ SAME_BITS = tuple(
     )
     for function in ("_broadcast_state_dict", "_distribute_state_dict")
 )
-"""A full state dict is brought into the bits that the ranks have."""
+"""The edits that bring a full state dict into the bits that the ranks have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def format_bytes(number: int) -> str:
-    """Bytes in the unit in which they are short."""
+    """Return ``number`` bytes in the largest unit in which they are at least one."""
     size, unit = float(number), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 999.5 or unit == "TB":

@@ -1,4 +1,4 @@
-"""What the functions that run at this moment hold."""
+"""Answers from the local variables of the functions that run at this moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def name_of(module: Module) -> str:
-    """The longest dotted name of ``module`` in a model that a local variable of this stack is; empty if there is none.
+    """Return the longest dotted name of ``module`` in a model among the local variables of this stack; else "".
 
     A caller of a layer nearly always has its model at hand, and a look at a stack takes a thousandth of the time of a look
     at everything that is alive.
@@ -24,12 +24,13 @@ def name_of(module: Module) -> str:
         for value in [*frame.f_locals.values()]:
             if issubclass(type(value), Module) and id(value) not in seen:  # not isinstance: a proxy would be asked
                 seen.add(id(value))
-                found = max(found, _name_in(value, module), key=len)
+                names = (name for name, part in value.named_modules() if part is module)
+                found = max(found, next(names, ""), key=len)
     return found
 
 
 def mover_of(weight: object) -> Module | None:
-    """The module whose ``_apply`` runs in this stack (``to``, ``cuda``, ``half``) and has ``weight`` among its parameters."""
+    """Return the module with the parameter ``weight`` whose ``_apply`` runs in this stack (``to``, ``cuda``, ``half``)."""
     from torch.nn import Module
 
     for frame in _frames():
@@ -42,21 +43,21 @@ def mover_of(weight: object) -> Module | None:
 
 
 def running_module(*kinds: type[Module]) -> Module | None:
-    """The innermost module of ``kinds`` of which a method runs in this stack."""
+    """Return the innermost module of ``kinds`` with a method that runs in this stack, or None."""
     found = (frame.f_locals.get("self") for frame in _frames())
     return next((module for module in found if issubclass(type(module), kinds)), None)
 
 
 def loads_strictly() -> bool:
-    """Whether no ``load_state_dict(strict=False)`` runs in this stack. torch tells the modules that it loads True either way."""
+    """Tell whether no ``load_state_dict(strict=False)`` runs in this stack; torch itself tells modules True either way."""
     frame = _load_state_dict()
     return frame is None or frame.f_locals.get("strict") is not False
 
 
 def loads_in_parts() -> bool:
-    """Whether a program's ``load_state_dict(strict=False)`` runs in this stack: the missing keys may come in the next one.
+    """Tell whether a program's ``load_state_dict(strict=False)`` runs in this stack: missing keys may come in the next.
 
-    Not so where torch.distributed calls it, which sends all keys at once.
+    False where torch.distributed calls it, which sends all keys at once.
     """
     frame = _load_state_dict()
     if frame is None or frame.f_locals.get("strict") is not False or frame.f_back is None:
@@ -72,7 +73,7 @@ def _load_state_dict() -> FrameType | None:
 
 
 def target_name() -> str:
-    """The name of the module that peft puts an adapter at in this stack; empty if it puts none."""
+    """Return the name of the module that peft adds an adapter to in this stack; empty if it adds none."""
     for frame in _frames():
         if frame.f_code.co_name == "_create_and_replace" and isinstance(name := frame.f_locals.get("current_key"), str):
             return name
@@ -80,12 +81,8 @@ def target_name() -> str:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of the callers of this module, the innermost first."""
+    """Yield the frames of the callers of this module, the innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _name_in(model: Module, module: Module) -> str:
-    return next((name for name, part in model.named_modules() if part is module), "")

@@ -20,7 +20,7 @@ _WAITING_THREADS = "compile_worker"  # of Inductor: they live as long as the pro
 
 
 def forget_compiled_code() -> str | None:
-    """Reset the compiler if something was compiled. Returns what to tell: None if it cannot be done now."""
+    """Reset the compiler if something was compiled. Return a message: empty if nothing was, None if it cannot be done now."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or getattr(dynamo.__spec__, "_initializing", False) or not _used(dynamo):
         return ""
@@ -33,7 +33,7 @@ def forget_compiled_code() -> str | None:
 
 
 def _used(dynamo: ModuleType) -> bool:
-    """Whether Dynamo has seen a frame."""
+    """Tell whether Dynamo has seen a frame."""
     return any(dynamo.utils.counters.values()) or bool(dynamo.convert_frame.input_codes.seen)
 
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-BYTES_TO_TRIM = 2**25
-"""Bytes that the process has more than after the last time: then it is worth the milliseconds that it takes."""
+BYTES_TO_TRIM = 2**25  # more than after the last time: then it is worth the milliseconds that it takes
 
 _then = 0
 
 
 def trim_after_quantizing(packed: Tensor) -> None:
-    """Called for the packed weights of each weight that was quantized: on a CPU, gives back what was freed meanwhile.
+    """Give memory back to the system after a weight was quantized to ``packed`` on a CPU.
 
-    The C library keeps it. Packed weights and statistics, which stay, lie between, and it would add up to the whole model.
+    The C library keeps the memory of the original weights, because packed weights and statistics lie in between: it would
+    add up to the whole model.
     """
     global _then
     if packed.device.type != "cpu":
@@ -33,7 +33,7 @@ def trim_after_quantizing(packed: Tensor) -> None:
 
 
 def _private() -> int:
-    """Bytes of memory that are this process's own; 0 where the system does not say, which is no Linux."""
+    """Return the bytes of memory that only this process has; 0 on systems other than Linux, which do not say."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             resident, shared = file.read().split()[1:3]

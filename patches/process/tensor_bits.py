@@ -9,12 +9,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-_ROW, _SLAB = 1 << 14, 16
-"""How many words are summed to one, and how many such rows at once: what a processor keeps near it."""
+_ROW, _SLAB = 1 << 14, 16  # words that are summed to one, and such rows at once: as many as a processor's cache holds
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether dtype, shape, device and every bit of both are the same, a NaN's too. Nothing on meta has bits."""
+    """Tell whether dtype, shape, device and every bit of both are the same, NaNs included; False on meta."""
     import torch
 
     if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device) or one.is_meta:
@@ -24,7 +23,7 @@ def have_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A number that other bits, or the same at other places, do not have but by chance; the same on every device."""
+    """Return a number that other bits, or the same in another order, have by chance only; the same on every device."""
     import torch
 
     bits = tensor.data.as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
@@ -40,7 +39,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def _weighted(words: Tensor, factors: Tensor) -> Tensor:
-    """The sum of each row of ``words``, each of which counts by its place; the last row may be short."""
+    """Return the sum of each row of ``words``, each word times the factor of its place; the last row may be short."""
     import torch
 
     whole = words.numel() // _ROW * _ROW
@@ -50,11 +49,11 @@ def _weighted(words: Tensor, factors: Tensor) -> Tensor:
 
 
 _known: dict[torch.device, Tensor] = {}
-"""What :func:`_factors` made, 128 KiB for each device."""
+"""The factors on each device, 128 KiB."""
 
 
 def _factors(device: torch.device) -> Tensor:
-    """An odd number for each place in a row: without a pattern, and always the same."""
+    """Return an odd number for each place in a row: without a pattern, and always the same."""
     import torch
 
     if device in _known:

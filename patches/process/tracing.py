@@ -12,7 +12,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def for_this_process() -> bool:
-    """Whether torch.compile traces. What torch.export makes is loaded where our operators are not defined."""
+    """Tell whether torch.compile traces. What torch.export makes is loaded where our operators are not defined."""
     import torch
 
     # The flag behind is_exporting(), which Dynamo takes for true in all that it traces before torch 2.13. Before 2.7
@@ -21,16 +21,16 @@ def for_this_process() -> bool:
 
 
 def never_compile(function: Function) -> Function:
-    """``function``, which Dynamo does not compile, and nothing that it calls: a decorator with a type."""
+    """Return ``function`` so that Dynamo compiles neither it nor the functions that it calls: a decorator with a type."""
     import torch
 
     return cast(Function, torch.compiler.disable(function))
 
 
 def never_compile_code(code: CodeType) -> bool:
-    """Tell Dynamo to compile neither ``code`` nor the functions that it calls, and import no Dynamo for that, as `never_compile` does.
+    """Tell Dynamo to compile neither ``code`` nor the functions that it calls, without importing Dynamo.
 
-    Returns whether it could be told: only torch 2.13 and later can.
+    Return whether it could be told: only torch 2.13 and later can.
     """
     if not satisfied("torch>=2.13"):
         return False

@@ -9,13 +9,16 @@ if TYPE_CHECKING:
 
 
 def hooks_on(module: Module) -> tuple[Any, ...]:
-    """The hooks on ``module``: one, or several in one. Its own: asked by ``getattr``, a wrapper of peft gives the hook of the wrapped layer."""
+    """Return the hooks on ``module`` itself: one, or the parts of a sequence.
+
+    Not by ``getattr``: a wrapper of peft would give the hook of the wrapped layer.
+    """
     hook = vars(module).get("_hf_hook")
     return tuple(getattr(hook, "hooks", () if hook is None else (hook,)))
 
 
 def hook_of(module: Module, visited: bool = False) -> Any:
-    """The hook that offloads the weights of ``module``, or None.
+    """Return the hook that offloads the weights of ``module``, or None.
 
     With ``visited``, also if they are on their device at the moment, because of a :class:`Visit`.
     """

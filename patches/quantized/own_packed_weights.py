@@ -8,16 +8,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def is_own_packed_weight(codes: Tensor, weight: Tensor) -> bool:
-    """Whether ``codes``, of any dtype or sharded, equal the bits of ``weight``.
+def is_own_packed_weight(packed: Tensor, weight: Tensor) -> bool:
+    """Tell whether ``packed``, of any dtype or sharded, equal the bits of ``weight``.
 
-    They are if they are the weight itself, or its memory: loading them changes nothing. Who writes into the memory of a
-    weight before loading it (``dcp.load``, ``broadcast_from_rank0``) has compared the bits that it wrote: see ``checkpoint_loads``
-    and ``full_state_dict``.
+    They do if they are the weight itself, or its memory: loading them changes nothing. ``dcp.load`` and
+    ``broadcast_from_rank0``, which write into the memory of a weight before it is loaded, have compared the bits that they
+    wrote (``checkpoint_loads``, ``full_state_dict``).
     """
     import torch
 
-    here, new = (getattr(t, "_local_tensor", t).detach().as_subclass(torch.Tensor) for t in (weight, codes))
+    here, new = (getattr(t, "_local_tensor", t).detach().as_subclass(torch.Tensor) for t in (weight, packed))
     if here.is_meta or new.is_meta:
         return here.is_meta and new.is_meta  # nothing is copied
     if _is_same_memory(here, new):
@@ -26,7 +26,7 @@ def is_own_packed_weight(codes: Tensor, weight: Tensor) -> bool:
 
 
 def has_bits_of(here: Tensor, new: Tensor) -> bool:
-    """Whether ``new``, in the dtype of ``here``, is that bit for bit; as bfloat16 some packed weights are NaN."""
+    """Tell whether ``new``, in the dtype of ``here``, equals it bit for bit; as bfloat16 some packed weights are NaN."""
     import torch
 
     return torch.equal(here.view(torch.uint8), new.to(here).view(torch.uint8))

@@ -8,5 +8,5 @@ NAMES = ("Experts4bit", "Experts8bit")
 
 
 def is_quantized_experts(parameter: Any) -> bool:
-    """Whether ``parameter`` is quantized experts; asks by name, which needs no import of torch."""
+    """Tell whether ``parameter`` is a tensor of quantized experts."""
     return type(parameter).__name__ in NAMES

@@ -1,14 +1,13 @@
 """How the backward of a quantized product finds the weight that its forward used.
 
-A *resident* weight, a parameter that stays with its module, needs no saving: a reference and its
-version number do. ``ctx.save_for_backward`` would show it to saved-tensor hooks, and these cost:
-``save_on_cpu`` carries every frozen weight to the CPU and back, and non-reentrant checkpointing stops
-recomputing once it has all that was saved, so that weights saved by the last layers make it compute them
-again. What autograd does beside saving, to refuse a tensor that was written to in between, is done here.
+A *resident* weight is a parameter that stays with its module. A reference and its version number are enough; the check
+that autograd makes of a saved tensor, that nobody wrote to it in between, is made here. ``ctx.save_for_backward`` would show
+it to saved-tensor hooks: ``save_on_cpu`` would carry every frozen weight to the CPU and back, and non-reentrant checkpointing,
+which recomputes until it has all that was saved, would recompute the last layers only for their weights.
 
-A *brought* weight is put into its module by a hook of accelerate for one forward and taken out after it.
-A reference would hold it on the device until backward. It is to be saved, and so is whatever is no
-parameter: hooks see it, and checkpointing brings it again instead of keeping it.
+An *onloaded* weight is put into its module by a hook of accelerate for one forward and taken out after it. A reference would
+hold it on the device until backward. So it is saved with autograd, as is every tensor that is no parameter: hooks see
+it, and checkpointing onloads it again instead of keeping it.
 """
 
 from __future__ import annotations
@@ -23,12 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-_brought: dict[int, weakref.ref[Tensor]] = {}
-"""Weights alive that a hook brought, by ``id``. Empty, and so free to ask, where nothing is offloaded."""
+_onloaded: dict[int, weakref.ref[Tensor]] = {}
+"""The living weights that a hook has onloaded, by ``id``. Empty where nothing is offloaded."""
+
+
+_parameter_classes: set[type] = set()
 
 
 def record_onloaded_weight(layer: Module) -> None:
-    """Called in the forward of ``layer``: if its weight was brought by a hook, remember that it was."""
+    """Note in the forward of ``layer`` that its weight was onloaded by a hook, if it was."""
     if vars(layer).get("_hf_hook") is None:
         return
     import torch
@@ -37,31 +39,24 @@ def record_onloaded_weight(layer: Module) -> None:
         return
     weight: Any = layer.weight
     key = id(weight)
-    _brought[key] = weakref.ref(weight, lambda _: _brought.pop(key, None))
+    _onloaded[key] = weakref.ref(weight, lambda _: _onloaded.pop(key, None))
 
 
 def is_resident(parameter: Any) -> bool:
-    """Whether ``parameter`` is one that stays with its module. False for an object that is no parameter, such as None."""
-    if type(parameter) not in _parameters and not _is_parameter(type(parameter)):
-        return False
-    return not (_brought and (known := _brought.get(id(parameter))) is not None and known() is parameter)
+    """Tell whether ``parameter`` is a parameter, and not None or another tensor, that no hook has onloaded."""
+    kind = type(parameter)
+    if kind not in _parameter_classes:
+        import torch
 
-
-_parameters: set[type] = set()
-"""The classes of parameters that were asked for."""
-
-
-def _is_parameter(cls: type) -> bool:
-    import torch
-
-    if issubclass(cls, torch.nn.Parameter):
-        _parameters.add(cls)
-        return True
-    return False
+        if not issubclass(kind, torch.nn.Parameter):
+            return False
+        _parameter_classes.add(kind)  # saves the next forwards the import, which takes 0.5 us
+    onloaded = _onloaded.get(id(parameter)) if _onloaded else None
+    return onloaded is None or onloaded() is not parameter
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """How often each was written to. None if torch does not count, for what was made in inference mode."""
+    """Return how often each of ``tensors`` was written to; None if one was made in inference mode, where torch counts nothing."""
     try:
         return tuple([tensor._version for tensor in tensors])
     except RuntimeError:
@@ -69,7 +64,7 @@ def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
 
 
 def raise_version_error(tensors: Sequence[Tensor], versions: Sequence[int]) -> NoReturn:
-    """Raise autograd's error: one of ``tensors`` has no longer its version of ``versions``."""
+    """Raise autograd's error for the first of ``tensors`` whose version is no longer the one in ``versions``."""
     written, expected = next((t, version) for t, version in zip(tensors, versions) if t._version != version)
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -80,14 +75,14 @@ def raise_version_error(tensors: Sequence[Tensor], versions: Sequence[int]) -> N
 
 
 def is_savable(*tensors: Tensor | None) -> bool:
-    """Whether ``ctx.save_for_backward`` takes them: not what was made in inference mode."""
+    """Tell whether ``ctx.save_for_backward`` takes ``tensors``: it takes none that was made in inference mode."""
     import torch
 
     return torch.compiler.is_compiling() or not any(t is not None and t.is_inference() for t in tensors)
 
 
 class SavedElsewhere:
-    """Stands on ``ctx`` where the original backward looks for tensors that are saved with autograd instead."""
+    """An object on ``ctx`` where the original backward looks for tensors, which are saved with autograd instead."""
 
     def __init__(self, patch: str) -> None:
         self.__dict__["patch"] = patch

@@ -1,14 +1,11 @@
-"""What is alive: every instance, from one walk where several questions follow each other, and from none where none is."""
+"""Every instance that is alive is found, by one walk where several questions follow each other."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
-import sys
 import threading
 import weakref
-from types import ModuleType
 
 import pytest
 
@@ -113,22 +110,6 @@ def walks(monkeypatch):
     return walks
 
 
-def test_where_nothing_is_alive_there_is_no_walk(walks):
-    for made in (0, 1):
-        for _ in range(made):
-            del _Kind().weight, _Below().bias
-            _Weight(torch.zeros(2))
-        with alive.one_walk():
-            assert (
-                not alive.find_instances(_Kind)
-                and not alive.find_instances(_Below)
-                and not alive.find_instances(_Weight)
-            )
-        assert not walks
-    with alive.one_walk():
-        assert not alive.find_instances(torch.nn.Bilinear) and len(walks) == 1, "nobody had asked for it"
-
-
 def cycle() -> weakref.ref:
     layer = _Kind()
     layer.itself = layer
@@ -169,71 +150,22 @@ def test_whatever_is_alive_is_found(walks, what):
         gc.enable()
         gc.collect()
     with alive.one_walk():
+        assert not alive.find_instances(_Kind) and not alive.find_instances(_Weight) and len(walks) == 2
+
+
+def test_one_walk_in_another_is_the_same(walks):
+    with alive.one_walk():
+        with alive.one_walk():
+            assert not alive.find_instances(_Kind)
+        late = _Kind()
         assert not alive.find_instances(_Kind) and not alive.find_instances(_Weight) and len(walks) == 1
-
-
-def test_who_else_names_the_class_is_taken_for_an_instance_at_most(walks, monkeypatch):
-    elsewhere = ModuleType("elsewhere")
-    elsewhere._Kind = elsewhere._Weight = _Kind
-    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
-    monkeypatch.setitem(sys.modules, "elsewhere_again", elsewhere)
-    for count in (0, 1, 5):
-        others = [_Kind] * count
-        for made in (0, 1, 2):
-            layers = [_Kind() for _ in range(made)]
-            with alive.one_walk():
-                assert len(alive.find_instances(_Kind)) == made
-            assert len(walks) == (made + count > 0)
-            walks.clear()
-            del layers
-        del others
-
-
-def test_where_modules_that_know_none_of_them_name_one_it_is_found_all_the_same(walks, monkeypatch):
-    """They are left out of what is counted, as most of all modules."""
-    for name in (f"{start}made_up" for start in alive._UNAWARE):
-        knowing = ModuleType(name)
-        knowing._Kind = knowing._Weight = _Kind
-        monkeypatch.setitem(sys.modules, name, knowing)
-        with alive.one_walk():
-            assert not alive.find_instances(_Kind)
-        layer = _Kind()
-        with alive.one_walk():
-            assert alive.find_instances(_Kind) == [layer]
-        del layer
-
-
-def test_one_walk_in_another_is_the_same_and_knows_what_was_absent_when_it_began(walks):
     with alive.one_walk():
-        names = [_Kind, _Weight]  # as a change does that notes what it edits
-        with alive.one_walk():
-            assert not alive.find_instances(_Kind)
-        assert not alive.find_instances(_Weight) and not walks
-    with alive.one_walk():
-        assert not alive.find_instances(_Kind) and walks
-    del names
-
-
-def test_a_module_that_loads_when_it_is_looked_into_is_not(walks, monkeypatch, tmp_path):
-    """As those of ``importlib.util.LazyLoader``, and objects that stand for a module."""
-    (tmp_path / "lazily.py").write_text("raise AssertionError('it was loaded')")
-    spec = importlib.util.spec_from_file_location("lazily", tmp_path / "lazily.py")
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    lazy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(lazy)
-
-    class Proxy:
-        def __getattribute__(self, name: str) -> object:
-            raise AssertionError(f"it was asked for {name}")
-
-    monkeypatch.setitem(sys.modules, "lazily", lazy)
-    monkeypatch.setitem(sys.modules, "stands_for_one", Proxy())
-    with alive.one_walk():
-        assert not alive.find_instances(_Kind) and not walks
+        assert alive.find_instances(_Kind) == [late] and len(walks) == 2
 
 
 def test_threads_know_nothing_of_each_others_walk(walks):
     with alive.one_walk():
+        assert not alive.find_instances(_Kind)
         layer = _Kind()
         found = []
         thread = threading.Thread(target=lambda: found.extend(alive.find_instances(_Kind)))

@@ -8,7 +8,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from patches.quantized.weights.layer_methods import Load, wrap_method
+from patches.quantized.layer_methods import Load, wrap_method
 
 
 def around(self: Any, inherited: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

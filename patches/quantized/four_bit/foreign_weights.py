@@ -2,30 +2,27 @@
 
 Packed weights do not tell their quantization state, and the state of the layer fits its own packed weights only. So the
 contents are compared when the plain tensor takes the place of the layer's own weight: later there is nothing to compare
-with. A layer that holds others keeps a fingerprint of its own, by which it knows them if they come back. If the layer gets
-another quantization state, or its state another absmax, that is taken to fit what the layer holds.
+with. A layer that holds foreign packed weights keeps a fingerprint of its own, to know them if they come back. If the
+layer gets another quantization state, or its state another absmax, that state is taken to fit the present weight.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...process import call_stack
 from ...process.tensor_bits import fingerprint
 from ..own_packed_weights import is_own_packed_weight
 from . import quant_states
 
-if TYPE_CHECKING:
-    pass
-
 _NOTED = "_patches_packed_replaced"
 Noted = tuple[int, Any, Any, bool]
-"""Fingerprint of the packed weights that the layer was quantized to, its quantization state and absmax at that time, and whether
-it holds other packed weights. Plain values: a pickle of the layer loads without the plugin."""
+"""Fingerprint of the layer's own packed weights, its quantization state and absmax at that time, and whether the present
+packed weights are foreign. A plain tuple: a pickle of the layer loads without the plugin."""
 
 
 def record_replaced_weight(layer: Any, old: Any) -> None:
-    """The weight ``old`` of ``layer`` was replaced: note whether its quantization state still fits."""
+    """Note whether the quantization state of ``layer`` still fits, after its weight ``old`` was replaced."""
     from bitsandbytes.nn import Params4bit
 
     weight, noted = layer._parameters.get("weight"), _noted(layer)
@@ -37,18 +34,15 @@ def record_replaced_weight(layer: Any, old: Any) -> None:
         return
     elif noted is not None:
         setattr(layer, _NOTED, (*noted[:3], fingerprint(weight) != noted[0]))
-    elif (
-        isinstance(old, Params4bit)
-        and quant_states.get_quant_state(old) is quant_states.get_quant_state(layer)
-        and not old.is_meta
-    ):
-        if old.dtype != weight.dtype or not is_own_packed_weight(weight, old):
-            state: Any = quant_states.get_quant_state(layer)
+    elif isinstance(old, Params4bit) and not old.is_meta:
+        state: Any = quant_states.get_quant_state(layer)
+        was_own = quant_states.get_quant_state(old) is state
+        if was_own and (old.dtype != weight.dtype or not is_own_packed_weight(weight, old)):
             setattr(layer, _NOTED, (fingerprint(old), state, state.absmax, True))
 
 
 def _noted(layer: Any) -> Noted | None:
-    """What was noted of ``layer``, as long as it has the statistics that it was noted of."""
+    """Return the note on ``layer``; None, and drop it, if the layer got another quantization state or absmax since."""
     noted: Noted | None = vars(layer).get(_NOTED)
     if noted is None:
         return None
@@ -73,7 +67,7 @@ def refuse_foreign_weight(layer: Any) -> None:
 
 
 def _is_plain_packed(layer: Any, weight: Any) -> bool:
-    """Whether ``weight`` is a whole plain tensor of as many bytes as the packed weights of ``layer``."""
+    """Tell whether ``weight`` is a whole plain tensor of as many bytes as the packed weights of ``layer``."""
     import torch
 
     state = quant_states.get_quant_state(layer)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 _PARTS = "_patches_loaded_in_parts"
 """On a layer: the quantization state that it had when the last part came, and the parts."""
 Group = dict[str, "Tensor"]
-"""Tensors by what follows ``weight.`` in their key; the packed weight itself under ""."""
+"""Tensors by the rest of their key after ``weight.``; the packed weight itself under ""."""
 Parts = dict[str, "Tensor | None"]
-"""The same; None for the packed weight, which the layer holds."""
+"""A group in which None stands for the packed weight, which the layer holds."""
 
 
 def collect_part(layer: Any, group: Group, assign: bool) -> bool:
-    """Keep ``group``, a part of what ``layer`` needs, if the rest may come from another file; else change nothing."""
+    """Keep the incomplete ``group`` if the rest may come from another file, and tell so; else change nothing."""
     weight, packed = layer.weight, group.get("")
     if assign or not quant_states.is_packed(weight) or weight.is_meta or not call_stack.loads_in_parts():
         return False
@@ -41,13 +41,13 @@ def collect_part(layer: Any, group: Group, assign: bool) -> bool:
 
 
 def note_own(layer: Any, group: Group, assign: bool) -> None:
-    """Keep ``group``, a part equal to the layer's own: the rest may differ from the layer's."""
+    """Keep the incomplete ``group``, which equals the layer's own entries: those still to come may differ."""
     if not assign and call_stack.loads_in_parts():
         _keep(layer, {**_parts(layer), **group})
 
 
 def read_with_parts(layer: Any, group: Group, assign: bool) -> tuple[Tensor, QuantState]:
-    """:func:`.quant_state_dict.read_quantized_weight` of ``group``, with the parts that came before if it lacks some."""
+    """Return ``read_quantized_weight`` of ``group``, with the parts that came before if it lacks some."""
     try:
         return read_quantized_weight(layer, group, assign)
     except IncompleteState:
@@ -57,17 +57,17 @@ def read_with_parts(layer: Any, group: Group, assign: bool) -> tuple[Tensor, Qua
 
 
 def is_waiting(layer: Any) -> bool:
-    """Whether parts of what ``layer`` needs were loaded, and it has no quantization state until the rest comes."""
+    """Tell whether ``layer`` was loaded in parts, and has no quantization state until the rest comes."""
     return quant_states.get_quant_state(layer.weight) is None and bool(_parts(layer))
 
 
 def forget_parts(layer: Any) -> None:
-    """All parts of what ``layer`` needs have come."""
+    """Forget the parts of ``layer``, which are complete."""
     vars(layer).pop(_PARTS, None)
 
 
 def refuse_missing_parts(layer: Any) -> None:
-    """Raise if only parts of what ``layer`` needs were loaded."""
+    """Raise if ``layer`` was loaded in parts, and the rest has not come."""
     if not is_waiting(layer):
         return
     try:
@@ -85,7 +85,7 @@ def _keep(layer: Any, parts: Parts) -> None:
 
 
 def _parts(layer: Any) -> Parts:
-    """What came for ``layer``; nothing if it got another quantization state since."""
+    """Return the parts that came for ``layer``; none if it got another quantization state since."""
     state, parts = vars(layer).get(_PARTS, (None, {}))
     same = quant_states.get_quant_state(layer.weight) is state and (
         state is not None or quant_states.get_quant_state(layer) is None

@@ -15,7 +15,7 @@ OWN = {
     "state2": "state2",
     "nested_offset": "offset",
 }
-"""Property of ``Params4bit`` to the attribute of its ``QuantState`` that it shows."""
+"""Properties of ``Params4bit``, and the attributes of its ``QuantState`` that they show."""
 
 NESTED = {
     "nested_absmax": "absmax",
@@ -23,11 +23,11 @@ NESTED = {
     "nested_quant_map": "code",
     "nested_dtype": "dtype",
 }
-"""The same, for the state of the quantized statistics: there only with double quantization."""
+"""The same, of the state of the quantized scales: only with double quantization."""
 
 
 def packed_key(self: QuantState, name: str) -> Any:
-    """``QuantState.__getattr__``: the packed entry of the state dict, such as ``bitsandbytes__nf4``."""
+    """Return the packed entry of the state dict, such as ``bitsandbytes__nf4``: ``QuantState.__getattr__``."""
     if name.startswith("bitsandbytes__"):
         packed = self.as_dict(packed=True)
         if "quant_state." + name in packed:

@@ -19,7 +19,7 @@ MARKS = frozenset({"quant_state", "bnb_quantized", "quant_storage", "blocksize"}
 
 
 def get_quant_state(holder: Any) -> QuantState | None:
-    """The quantization state that ``holder``, a weight or a layer, holds itself."""
+    """Return the quantization state that ``holder``, a weight or a layer, holds itself."""
     state: QuantState | None = getattr(holder, "quant_state", None)
     return state
 
@@ -31,7 +31,7 @@ def set_quant_state(state: QuantState | None, *holders: Any) -> None:
 
 
 def is_marked(weight: Any) -> bool:
-    """Whether ``weight`` says that it was quantized. Its present contents are another matter: see :func:`is_packed`."""
+    """Tell whether ``weight`` is marked as quantized. Whether it still holds packed bytes, :func:`is_packed` tells."""
     return bool(getattr(weight, "bnb_quantized", False))
 
 
@@ -40,12 +40,12 @@ def mark_quantized(weight: Any) -> None:
 
 
 def packed_bytes(shape: Iterable[int]) -> int:
-    """How many bytes as many values take, two to a byte."""
+    """Return how many bytes the values of a weight of ``shape`` take, two to a byte."""
     return -(-prod(shape) // 2)
 
 
 def is_packed(weight: Any) -> bool:
-    """Whether ``weight`` was quantized, and holds packed bytes still."""
+    """Tell whether ``weight`` was quantized, and still holds packed bytes."""
     if not is_marked(weight):
         return False
     state = get_quant_state(weight)
@@ -55,6 +55,6 @@ def is_packed(weight: Any) -> bool:
 
 
 def is_for_cpu_kernel(state: QuantState | None) -> bool:
-    """Whether the bytes under ``state`` are in the layout of the AVX512-BF16 kernel, which nothing else reads."""
+    """Tell whether the bytes under ``state`` are in the layout of the AVX512-BF16 kernel, which nothing else reads."""
     # Not by getattr: QuantState looks up attributes that it lacks.
     return state is not None and bool(state.__dict__.get("packing_format_for_cpu", False))

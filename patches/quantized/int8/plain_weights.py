@@ -1,9 +1,8 @@
-"""Which scales a plain tensor of packed INT8 weights is read with, where it stands in the place of a layer's
-``Int8Params``.
+"""Finding the scales of a plain tensor of packed INT8 weights in the place of a layer's ``Int8Params``.
 
-FSDP2 puts one there, ``functional_call`` does, and users do. Packed weights do not tell their scales. The layer's are
-right only for the packed weights that the layer was quantized to, so the contents are compared; any other packed
-weights are an error, as they are without the plugin, unless their scales come with them.
+FSDP2, ``functional_call`` and users put one there. Packed weights do not tell their scales. The layer's are right only for
+the packed weights that the layer was quantized to, so the contents are compared. Any other packed weights without
+scales of their own are an error, as they are without the plugin.
 """
 
 from __future__ import annotations
@@ -31,43 +30,43 @@ _CAST = (
 )
 
 
-def find_scale_of_plain(layer: Any, codes: Tensor) -> Tensor:
-    """The row scales of ``codes``, which stand in the place of the weight of ``layer``; or an error that names it."""
+def find_scale_of_plain(layer: Any, packed: Tensor) -> Tensor:
+    """Return the row scales of ``packed``, the plain weight of ``layer``; raise an error that names it if they are unknown."""
     import torch
 
     state = layer.state
     kept, known = state.__dict__, state.SCB  # not by getattr: MatmulLtState has one of its own
-    if not kept.get(_SHARDED, False) and kept.get(_GIVEN) is not codes:
+    if not kept.get(_SHARDED, False) and kept.get(_GIVEN) is not packed:
         pair = scale_ownership.original_weight_and_scales(layer)
         if pair is None:
             raise row_scales.make_lost_error(layer)
         own, known = pair[0], pair[1]
-        if _stands_for_own(layer, codes):
-            return _own_scale(codes, known)
-        own = own.to(codes.device)
-        fits = own.shape == codes.shape and own.dtype == codes.dtype
+        if _stands_for_own(layer, packed):
+            return _own_scale(packed, known)
+        own = own.to(packed.device)
+        fits = own.shape == packed.shape and own.dtype == packed.dtype
         if fits and torch.compiler.is_compiling():
-            torch._assert_async((own == codes).all(), _foreign("an INT8 layer"))
-        elif not fits or not torch.equal(own, codes):
+            torch._assert_async((own == packed).all(), _foreign("an INT8 layer"))
+        elif not fits or not torch.equal(own, packed):
             raise RuntimeError(_foreign(f"{type(layer).__name__} {row_scales.name_of(layer)!r}"))
     if row_scales.is_lost(known):
         raise row_scales.make_lost_error(layer)
-    found: Tensor = known.to(codes.device)
+    found: Tensor = known.to(packed.device)
     return found
 
 
-def _stands_for_own(layer: Any, codes: Tensor) -> bool:
-    """Whether torch.export traces ``layer`` with fake ``codes``, which have no contents to compare, for its own weight."""
+def _stands_for_own(layer: Any, packed: Tensor) -> bool:
+    """Tell whether torch.export traces ``layer`` and ``packed`` are fake: without contents, they stand for its own weight."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if torch.compiler.is_dynamo_compiling() or not isinstance(codes, FakeTensor):
+    if torch.compiler.is_dynamo_compiling() or not isinstance(packed, FakeTensor):
         return False
     return not layer.state.__dict__.get(_QUANTIZED, False)
 
 
 def _own_scale(fake: Any, known: Tensor) -> Tensor:
-    """The row scales of the weight that ``fake`` stands for, if it came with some after its layer had run; else ``known``."""
+    """Return the row scales that the weight behind ``fake`` has of its own; ``known`` if it has none."""
     converter = getattr(fake.fake_mode.fake_tensor_converter, "meta_converter", None)
     fakes = getattr(converter, "tensor_memo", {})  # of torch's own; without them, as if there were no other weight
     numbers = getattr(getattr(converter, "describer", None), "lookup_tensor", {})
@@ -87,23 +86,20 @@ def _foreign(which: str) -> str:
 
 
 def check_plain_weight(layer: Any) -> None:
-    """Before ``layer`` is saved or merged: see that its packed weights and scales belong together, or raise."""
+    """Check before ``layer`` is saved or merged that its packed weights and scales belong together; else raise."""
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
     if isinstance(weight, Int8Params):
         scale_ownership.check_weight_matches_state(layer)
-    elif (
-        row_scales.is_int8(weight)
-        and not weight.is_meta
-        and scale_ownership.original_weight_and_scales(layer) is not None
-    ):
-        if row_scales.get_scales(weight) is None:  # a pickle of a weight without its class keeps its scales
+    elif row_scales.is_int8(weight) and not weight.is_meta and row_scales.get_scales(weight) is None:
+        # Without its class, a weight from a pickle still has its scales.
+        if scale_ownership.original_weight_and_scales(layer) is not None:
             find_scale_of_plain(layer, weight)
 
 
 def scale_to_save(layer: Any) -> Tensor | None:
-    """The scales in the state of ``layer``, unless a plain tensor that they are not for stands in the place of its weight."""
+    """Return the scales in the state of ``layer``; None if its weight is plain and not packed. Raise if they do not fit."""
     from bitsandbytes.nn import Int8Params
 
     weight = layer.weight
@@ -116,56 +112,49 @@ def scale_to_save(layer: Any) -> Tensor | None:
 
 
 def refuse_packed_values(layer: Any, weight: Tensor) -> None:
-    """Raise if ``weight``, of floating point, holds the packed weights of a weight instead of the weight. Only of a
-    quantized layer."""
+    """Raise if ``weight``, a floating-point weight of a ``layer`` that was quantized, holds packed weights."""
     import torch
 
-    kept = layer.state.__dict__
-    quantized = (
-        kept.get(_QUANTIZED, False)
-        or kept.get(_ONCE, False)
-        or scale_ownership.original_weight_and_scales(layer) is not None
-    )
+    marked = any(vars(layer.state).get(mark, False) for mark in (_QUANTIZED, _ONCE))
+    quantized = marked or scale_ownership.original_weight_and_scales(layer) is not None
     if not quantized or weight.numel() == 0 or weight.is_meta:
         return
     if torch.compiler.is_compiling():
-        torch._assert_async(~_are_codes(weight), _CAST.format("an INT8 layer"))
+        torch._assert_async(~_looks_packed(weight), _CAST.format("an INT8 layer"))
     elif are_packed_values(weight):
         raise make_cast_error(layer)
 
 
 def make_cast_error(layer: Any) -> RuntimeError:
-    """What to raise where the weight of ``layer``, or of one that is not known, holds packed weights in floating
-    point."""
+    """Return the error for packed weights in floating point; ``layer`` is None if it is unknown."""
     return RuntimeError(
         _CAST.format("an INT8 layer" if layer is None else f"{type(layer).__name__} {row_scales.name_of(layer)!r}")
     )
 
 
 def is_cast_packed_weight(weight: Any, layer: Any) -> bool:
-    """Whether ``weight`` holds the very packed weights that it was quantized to, in floating point."""
+    """Tell whether ``weight`` holds the packed weights that it was quantized to, in floating point."""
     import torch
 
-    codes = vars(weight).get("CB")
-    if codes is None:
-        codes = getattr(getattr(layer, "state", None), "CB", None)
-    if codes is None or codes.shape != weight.shape or codes.is_meta:
+    packed = vars(weight).get("CB")
+    if packed is None:
+        packed = getattr(getattr(layer, "state", None), "CB", None)
+    if packed is None or packed.shape != weight.shape or packed.is_meta:
         return False
-    return torch.equal(codes.to(weight.device, weight.dtype), weight.data.as_subclass(torch.Tensor))
+    return torch.equal(packed.to(weight.device, weight.dtype), weight.data.as_subclass(torch.Tensor))
 
 
 def are_packed_values(weight: Tensor) -> bool:
-    """Whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
-    return bool(_are_codes(weight[:1])) and bool(_are_codes(weight))
+    """Tell whether ``weight``, of floating point, holds whole numbers up to 127: packed weights that were cast."""
+    return bool(_looks_packed(weight[:1])) and bool(_looks_packed(weight))
 
 
-def _are_codes(weight: Tensor) -> torch.Tensor:
+def _looks_packed(weight: Tensor) -> torch.Tensor:
     return (weight == weight.round()).all() & (weight.abs().amax() == _LARGEST)
 
 
 def set_scale(layer: Any, scale: Tensor | None) -> None:
-    """Make ``scale`` the row scales of the weight that ``layer`` has now: its own, or a plain tensor of packed
-    weights."""
+    """Make ``scale`` the row scales of the present weight of ``layer``, an ``Int8Params`` or a plain tensor."""
     weight, state = layer.weight, layer.state
     vars(state).pop(_GIVEN, None)
     if hasattr(weight, "CB"):
@@ -180,15 +169,14 @@ def set_scale(layer: Any, scale: Tensor | None) -> None:
 
 
 def record_quantized_to(layer: Any) -> None:
-    """Note what the weight of ``layer`` was quantized to, if it was, and that it was: the weight may be deleted."""
+    """Note the packed weights of ``layer``, if it is quantized, and that it is: the weight may be deleted."""
     scale_ownership.record_original(layer)
     if not layer.state.__dict__.get(_ONCE, False) and scale_ownership.original_weight_and_scales(layer) is not None:
         setattr(layer.state, _ONCE, True)
 
 
 def keep_replaced_weight(layer: Any, old: Any) -> None:
-    """The weight ``old`` of ``layer`` was replaced: keep its packed weights and scales, if it takes the last reference
-    with it."""
+    """Keep packed weights and scales of ``old``, the former weight of ``layer``, if nothing else has them."""
     import torch
 
     weight, state = layer._parameters.get("weight"), vars(layer).get("state")
@@ -206,24 +194,23 @@ def keep_replaced_weight(layer: Any, old: Any) -> None:
     setattr(state, _QUANTIZED, True)
     if not row_scales.is_int8(weight):
         return
-    codes, scale = old.CB, state.SCB if old.CB is None else old.SCB
+    packed, scale = old.CB, state.SCB if old.CB is None else old.SCB
     if row_scales.is_lost(scale):
         return
     if hasattr(weight, "_local_tensor") and weight.shape == old.shape:  # FSDP2 goes on with parameters of its own
         setattr(state, _SHARDED, True)
         state.SCB = scale
-    elif codes is None or codes.shape != weight.shape or codes.is_meta or weight.is_meta:
+    elif packed is None or packed.shape != weight.shape or packed.is_meta or weight.is_meta:
         return
-    elif torch.equal(codes.to(weight.device), weight):
-        state.CB, state.SCB = codes, scale
+    elif torch.equal(packed.to(weight.device), weight):
+        state.CB, state.SCB = packed, scale
         setattr(state, _OF_PLAIN, True)
 
 
 def _forget_plain(layer: Any, weight: Any) -> None:
-    """``weight`` ends the place of a plain tensor in ``layer``: drop what that left in the state, unless it is of the
-    same packed weights.
+    """Clear the state that a plain tensor has left in ``layer``, unless it fits ``weight``, the new weight.
 
-    The layer has not run: users find packed weights and scales in its state as soon as there are some, and would write there.
+    The layer has not run, and users who find packed weights and scales in its state would write there.
     """
     state = layer.state
     if not vars(state).get(_OF_PLAIN, False):  # before the packed weights are compared: weights are assigned often

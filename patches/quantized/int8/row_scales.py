@@ -1,4 +1,7 @@
-"""What the INT8 patches share: finding a layer's row scales, and naming the layer that lost them."""
+"""Finding the row scales of an INT8 layer, and naming the layer that lost them.
+
+A weight *settles* in its layer at the first forward: see :mod:`.scale_ownership`.
+"""
 
 from __future__ import annotations
 
@@ -20,74 +23,73 @@ MARKS = PLACES | {"has_fp16_weights"}
 
 
 def get_scales(weight: Any) -> Tensor | None:
-    """The row scales of ``weight``, if it has some: its own, or the ones of the layer that it settled in."""
+    """Return the row scales of ``weight``, its own or those of its layer; None if there are none."""
     scale: Tensor | None = getattr(weight, "SCB", None)
     return scale
 
 
 def has_scales(weight: Any) -> bool:
-    """Whether ``weight`` is of the kind that has row scales, if only None by now: no plain tensor."""
+    """Tell whether ``weight`` has an attribute for row scales, be it None: a plain tensor has not."""
     return hasattr(weight, "SCB")
 
 
 def is_unsettled(weight: Any) -> bool:
-    """Whether ``weight`` owns its packed weights and scales: its layer has not run since it came."""
+    """Tell whether ``weight`` owns its packed weights and scales: its layer has not run with it."""
     return getattr(weight, "CB", None) is not None
 
 
 def is_settled(weight: Any) -> bool:
-    """Whether ``weight`` holds packed INT8 weights that its layer has run with: its state owns them, and their
-    scales."""
+    """Tell whether ``weight`` holds packed INT8 weights that the state of its layer owns, with their scales."""
     return is_int8(weight) and has_scales(weight) and not is_unsettled(weight)
 
 
 def current_scales(weight: Any, state: Any) -> Any:
-    """The row scales of ``weight``: of a new one its own, else what ``state`` has.
+    """Return the row scales of ``weight``: its own if its layer has run with another weight; else the ones in ``state``.
 
-    It is new if its layer has run with another. Before a first forward peft itself gives the state scales, and users write there.
+    Before a first forward peft itself gives the state scales, and users write there.
     """
     is_new = is_unsettled(weight) and state.CB is not None and not is_lost(get_scales(weight))
     return get_scales(weight) if is_new else state.SCB
 
 
 def pair_of_product(state: Any) -> tuple[Any, Any]:
-    """The packed weights and scales that a product with ``state`` computes with; None where it has none yet."""
+    """Return the packed weights and scales that a product with ``state`` computes with; None where it has none yet."""
     return state.CB, state.SCB
 
 
 def held_tensors(*owners: Any) -> list[Any]:
-    """Scales and packed weights, None where there are none, of each of ``owners``: a weight, a state."""
+    """Return scales and packed weights, None where there are none, of each of ``owners``: weights and states."""
     return [getattr(owner, name, None) for owner in owners for name in ("SCB", "CB")]
 
 
-def make_state(layer: Any, codes: Tensor | None = None, scale: Tensor | None = None) -> Any:
-    """A state for one product of ``layer``, with ``codes`` and ``scale``: nothing that it writes is kept."""
+def make_state(layer: Any, packed: Tensor | None = None, scale: Tensor | None = None) -> Any:
+    """Return a state for one product of ``layer`` with ``packed`` and ``scale``, which is then thrown away."""
     import bitsandbytes as bnb
 
     state, kept = bnb.MatmulLtState(), layer.state
-    state.CB, state.SCB = codes, scale
+    state.CB, state.SCB = packed, scale
     state.threshold, state.has_fp16_weights, state.is_training = kept.threshold, kept.has_fp16_weights, layer.training
     return state
 
 
-def set_weight_and_scales(weight: Any, codes: Tensor | None, scale: Tensor | None) -> None:
-    """Give ``weight`` the packed weights ``codes`` and the row scales ``scale``; without ``codes`` its layer does not take it for a new one."""
-    weight.CB, weight.SCB = codes, scale
+def set_weight_and_scales(weight: Any, packed: Tensor | None, scale: Tensor | None) -> None:
+    """Give ``weight`` packed weights and row scales; without ``packed`` its layer does not take it for a new weight."""
+    weight.CB, weight.SCB = packed, scale
 
 
 def take_packed_weight_of_data(weight: Any) -> None:
-    """Let a weight that has not settled list the packed weights that it holds, as ``weight.to(weight.device)`` would."""
+    """Let ``weight.CB`` be the data of a ``weight`` that has not settled, as ``weight.to(weight.device)`` would."""
     import torch
 
     if torch.compiler.is_compiling() or not is_int8(weight) or weight.is_meta:
         return
-    codes = vars(weight).get("CB")
-    if codes is not None and codes.data_ptr() != weight.data_ptr():
+    packed = vars(weight).get("CB")
+    if packed is not None and packed.data_ptr() != weight.data_ptr():
         weight.CB = weight.data
 
 
 def is_lost(scale: Tensor | None) -> bool:
-    """Whether ``scale`` holds no values: absent, or on the meta device."""
+    """Tell whether ``scale`` holds no values: absent, or on the meta device."""
     return scale is None or scale.device.type == "meta"
 
 
@@ -104,10 +106,10 @@ def is_int8(weight: Any) -> bool:
 
 
 def find_scales(layer: Any) -> Tensor | None:
-    """The row scales (float, one for each output feature) of a layer's int8 weight, from where they truly are.
+    """Return the row scales (float, one for each output feature) of a layer's int8 weight, or None if they are lost.
 
-    In order: the weight; the offloaded tensors of accelerate; the layer's state, if its packed weights are the very ones of
-    the weight. ``None`` if they are nowhere. Never computed: packed weights do not tell their scale.
+    They are looked for in the weight; the offloaded tensors of accelerate; the layer's state, if its packed weights equal
+    the weight's. They are never computed: packed weights do not tell their scale.
     """
     weight, state = layer.weight, layer.state
     for scale in itertools.chain((get_scales(weight),), _offloaded(layer)):
@@ -120,7 +122,7 @@ def find_scales(layer: Any) -> Tensor | None:
 
 
 def _offloaded(layer: Module) -> Iterator[Tensor | None]:
-    """Scales that accelerate's hooks hold for ``layer``: an entry of their own, or on the offloaded weight."""
+    """Yield the scales that accelerate's hooks hold for ``layer``: an entry of their own, or on the offloaded weight."""
     for part in accelerate_hooks.hooks_on(layer):
         weights = getattr(part, "weights_map", None)
         if weights is None:
@@ -130,7 +132,7 @@ def _offloaded(layer: Module) -> Iterator[Tensor | None]:
 
 
 def _entry(weights: Any, name: str) -> Tensor | None:
-    """The scales in a map that may read them from the disk; None if it has none."""
+    """Return the entry ``name`` of a map that may read it from the disk, or None."""
     try:
         found: Tensor = weights[name]
     except KeyError:
@@ -139,21 +141,19 @@ def _entry(weights: Any, name: str) -> Tensor | None:
 
 
 def known_scales(layer: Any) -> Any:
-    """The row scales of a layer that has them, without a look at contents: what a compiler can follow."""
+    """Return the row scales of the weight or state of ``layer`` without a look at contents, as a compiler needs it."""
     scale = get_scales(layer.weight)
     return layer.state.SCB if scale is None else scale
 
 
 def scales_to_save(layer: Any) -> Tensor | None:
-    """The row scales that ``state_dict`` saves of ``layer``; None if it is not quantized."""
-    if layer.state.has_fp16_weights:
-        return None
-    scale: Tensor | None = known_scales(layer)
+    """Return the row scales that ``state_dict`` saves of ``layer``; None if it is not quantized."""
+    scale: Tensor | None = None if layer.state.has_fp16_weights else known_scales(layer)
     return scale
 
 
 def require_scales(layer: Any) -> Tensor:
-    """``find_scales``, or an error that names the layer and says what to do."""
+    """Return :func:`find_scales` of ``layer``; raise an error that names the layer if they are lost."""
     found = find_scales(layer)
     if found is None:
         raise make_lost_error(layer)
@@ -161,7 +161,7 @@ def require_scales(layer: Any) -> Tensor:
 
 
 def make_lost_error(layer: Any) -> RuntimeError:
-    """The error for an int8 weight without its scales; ``layer`` may be None if it is unknown."""
+    """Return the error for an int8 weight without its scales; ``layer`` is None if it is unknown."""
     which = "a weight" if layer is None else f"{type(layer).__name__} {name_of(layer)!r}"
     return RuntimeError(
         f"{which} has a packed INT8 weight without its row scales (SCB), which cannot be computed from it. "
@@ -171,7 +171,7 @@ def make_lost_error(layer: Any) -> RuntimeError:
 
 
 def name_of(layer: Module) -> str:
-    """The dotted name of ``layer`` in the outermost module that holds it. Slow: for error messages."""
+    """Return the dotted name of ``layer`` in the outermost module that holds it. Slow: for error messages."""
     if found_on_stack := call_stack.name_of(layer):
         return found_on_stack
     module = layer
@@ -183,7 +183,7 @@ def name_of(layer: Module) -> str:
 
 
 def _parent(module: Module) -> tuple[Module, str] | None:
-    """A module that has ``module`` among its children, and under which name."""
+    """Return a module that has ``module`` among its children, and the name of the child."""
     for parent in live_objects.find_holders(module, depth=1):
         for key, child in (vars(parent).get("_modules") or {}).items():
             if child is module:
@@ -192,12 +192,5 @@ def _parent(module: Module) -> tuple[Module, str] | None:
 
 
 def layer_of(state: Any) -> Any:
-    """The layer whose ``MatmulLtState`` is ``state``, or None. Slow: for error messages."""
+    """Return the layer whose ``MatmulLtState`` is ``state``, or None. Slow: for error messages."""
     return next((m for m in live_objects.find_holders(state, depth=1) if vars(m).get("state") is state), None)
-
-
-def live_layers() -> list[Any]:
-    """Every ``Linear8bitLt`` alive in this process."""
-    from bitsandbytes.nn import Linear8bitLt
-
-    return live_objects.find_instances(Linear8bitLt)

@@ -1,17 +1,17 @@
 """Who owns the row scales of an INT8 weight: the weight until its layer has run, the state of the layer from then on.
 
-The first forward of a ``Linear8bitLt`` moves packed weights and scales into ``layer.state``, and from then on computes
-with what is there. ``weight.SCB`` is None from then on, and a holder of the weight alone (a copy, a pickle, a hook that
-moves it) loses the scales. A second reference on the weight would go wrong as soon as someone replaces ``state.SCB``.
-So there is none: ``Int8Params.SCB`` becomes a view of the scales of the layer that the weight has settled in, while it
-is there.
+The first forward of a ``Linear8bitLt`` moves packed weights and scales into ``layer.state``, and each forward computes with
+these: the weight has *settled* in the layer. bitsandbytes sets ``weight.SCB`` to None then, and a program that has the weight
+alone (a copy, a pickle, a hook that moves it) loses the scales. A second reference on the weight would be wrong as soon as
+someone replaces ``state.SCB``. So ``Int8Params.SCB`` becomes a view: it shows the scales of the layer that the weight has
+settled in, while the layer has that weight.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...engine import SetAttribute
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Home(NamedTuple):
-    """Where a weight has settled, and with which packed weights and scales."""
+    """The layer in which a weight has settled, and the packed weights and scales of its state at that time."""
 
     layer: weakref.ref[Module]
     address: int
@@ -34,64 +34,62 @@ class _Home(NamedTuple):
 
 
 _homes: dict[int, _Home] = {}
-"""By ``id()`` of the weight, true while that layer has it: ``torch.utils.swap_tensors`` refuses weakly referenced tensors."""
-_most = 256
+"""By ``id(weight)``, because ``torch.utils.swap_tensors`` refuses weakly referenced tensors: true while the layer has it."""
+_max_homes = 256
 
-_noted: weakref.WeakKeyDictionary[Module, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
-"""Codes and scales of the weight of a layer that has not run yet: ``functional_call`` takes the weight itself away."""
+_originals: weakref.WeakKeyDictionary[Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+"""Weak references to packed weights and scales of layers that have not run: ``functional_call`` takes the weight away."""
 
 
 def record_first_forward(layer: Any) -> None:
-    """The packed weights and scales of the weight of ``layer`` are in its state: from now on the weight shows those."""
+    """Note that the weight of ``layer`` has settled: its packed weights and scales are in the state of ``layer``."""
     import torch
 
     if torch.compiler.is_compiling():
         return
     weight, state = layer._parameters.get("weight"), layer.state
     if weight is not None and state.CB is not None:
-        if len(_homes) >= _most:
-            _forget_stale()
+        if len(_homes) >= _max_homes:
+            _forget_stale_homes()
         scale = None if state.SCB is None else weakref.ref(state.SCB)
         _homes[id(weight)] = _Home(weakref.ref(layer), state.CB.data_ptr(), scale)
 
 
-def _forget_stale() -> None:
-    global _most
+def _forget_stale_homes() -> None:
+    global _max_homes
     for key, home in [*_homes.items()]:
         layer = home.layer()
         if layer is None or id(layer._parameters.get("weight")) != key:
             _homes.pop(key, None)
-    _most = max(256, 2 * len(_homes))
+    _max_homes = max(256, 2 * len(_homes))
+
+
+def layer_settled_in(weight: Any) -> Any:
+    """Return the layer in which ``weight`` has settled, if the layer still has it; else None."""
+    home = _homes.get(id(weight))
+    layer: Any = None if home is None else home.layer()
+    return None if layer is None or layer._parameters.get("weight") is not weight else layer
 
 
 def _state_of(weight: Any) -> Any:
-    """The state that owns the packed weights and scales of ``weight``; None if it has not settled, or left its
-    layer."""
-    home = _homes.get(id(weight))
-    layer: Any = None if home is None else home.layer()
-    if layer is None or vars(weight).get("CB") is not None or layer._parameters.get("weight") is not weight:
+    """Return the state that owns the packed weights and scales of ``weight``; None if the weight owns them."""
+    layer = layer_settled_in(weight)
+    if layer is None or vars(weight).get("CB") is not None:
         return None
     state = layer.state
     return state if state.CB is not None and state.CB.data_ptr() == weight.data_ptr() else None
 
 
 def was_quantized(weight: Any) -> bool:
-    """Whether ``weight`` holds or had packed weights: it keeps them or their scales, or has settled."""
+    """Tell whether ``weight`` holds or had packed weights: it has an attribute of them, or has settled."""
     own = vars(weight)
     return own.get("CB") is not None or own.get("SCB") is not None or layer_settled_in(weight) is not None
 
 
-def layer_settled_in(weight: Any) -> Any:
-    """The layer in which ``weight`` has settled, while it is there; else None."""
-    home = _homes.get(id(weight))
-    layer: Any = None if home is None else home.layer()
-    return None if layer is None or layer._parameters.get("weight") is not weight else layer
-
-
 def is_foreign(module: Any) -> bool:
-    """Whether ``module`` is a layer of torch (by now), which multiplies by its weight as it is.
+    """Tell whether ``module`` is a layer of torch, which multiplies by its weight as it is.
 
-    A module with a forward of its user's may read packed weights and scales of its weight: it is quantized as before.
+    False for a module with a forward of its user, which may read packed weights and scales.
     """
     from bitsandbytes.nn import Embedding8bit, Linear8bitLt
 
@@ -101,27 +99,27 @@ def is_foreign(module: Any) -> bool:
 
 
 def has_other_forward(module: Any) -> bool:
-    """Whether a user gave ``module`` a forward."""
+    """Tell whether a user gave ``module`` a forward."""
     own = vars(module)
     forward = own.get("_old_forward", own.get("forward"))  # the first is what accelerate's hooks call
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def modules_of(weight: Any) -> list[Any]:
-    """The modules whose weight ``weight`` is; none for one that was made just now, and is not in its module yet.
+    """Return the modules that have ``weight``: none if it was just made, and is not in its module yet.
 
-    Slow for one in a layer of torch that has not settled and is not noted: ask only of floats that were quantized.
+    Slow for a weight in a layer of torch that has not settled and is not noted: ask only of floats that were quantized.
     """
     if (layer := layer_settled_in(weight)) is not None:
         return [layer]
     if (mover := call_stack.mover_of(weight)) is not None and not is_foreign(mover):
         return [mover]
-    noted = [layer for layer in [*_noted] if layer._parameters.get("weight") is weight]
+    noted = [layer for layer in [*_originals] if layer._parameters.get("weight") is weight]
     return noted or [m for m in live_objects.find_holders(weight, depth=1) if m._parameters.get("weight") is weight]
 
 
 class Scales:
-    """``Int8Params.SCB``. No property: Dynamo would trace into it, and cannot; this it asks for its value."""
+    """``Int8Params.SCB``. Not a property, because Dynamo cannot trace into it; of this class it takes the value."""
 
     def __get__(self, weight: Any, owner: Any = None) -> Any:
         if weight is None:
@@ -141,9 +139,9 @@ class Scales:
             return
         old, own["SCB"] = own.get("SCB"), scale
         if old is not None and old is not scale:
-            for layer, (_, noted) in [*_noted.items()]:
+            for layer, (_, noted) in [*_originals.items()]:
                 if noted() is old:
-                    _noted.pop(layer, None)
+                    _originals.pop(layer, None)
 
     def __delete__(self, weight: Any) -> None:
         if "SCB" not in vars(weight):
@@ -152,7 +150,7 @@ class Scales:
 
 
 def make_scales(original: Any) -> Scales:
-    """What ``Int8Params.SCB`` becomes: one object, however often it is applied."""
+    """Return the value of ``Int8Params.SCB``: one object, however often it is applied."""
     return _scales()
 
 
@@ -169,21 +167,15 @@ def _scales() -> Scales:
 SCALES_OF_THE_LAYER = SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", make=make_scales)
 
 
-def make_setstate(original: Callable[..., None] | None) -> Callable[..., None]:
-    """``Linear8bitLt.__setstate__``: a copy, and a layer from a pickle, has its scales in one place as well."""
-    from bitsandbytes.nn.modules import Linear8bitLt
-
-    def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        load = super(Linear8bitLt, self).__setstate__ if original is None else partial(original, self)
-        load(state)
-        settle_again(self)
-        record_original(self)
-
-    return __setstate__
+def load_pickled(layer: Any, inherited: Callable[..., None], state: dict[str, Any]) -> None:
+    """Run ``__setstate__`` of ``layer``, a copy or from a pickle, and let its scales be in one place, too."""
+    inherited(state)
+    settle_again(layer)
+    record_original(layer)
 
 
 def settle_again(layer: Any) -> None:
-    """Let the weight of a ``layer`` that has run, and was copied or put together anew, show the scales of its state."""
+    """Let the weight of ``layer``, which has run and was copied or moved, show the scales of its state again."""
     weight, state = layer._parameters.get("weight"), vars(layer).get("state")
     own = {} if weight is None else vars(weight)
     if state is None or state.CB is None or state.SCB is None or "SCB" not in own or own.get("CB") is not None:
@@ -196,7 +188,10 @@ def settle_again(layer: Any) -> None:
 
 
 def on_weight_assigned(layer: Any, weight: Any) -> None:
-    """``weight`` was assigned to ``layer``, which has run: a copy of what the state owns, a new one, or one without scales."""
+    """Decide who owns the scales after ``weight`` was assigned to ``layer``, which has run.
+
+    For a copy of the weight that the layer computes with, and for one without scales, the state; else the new weight.
+    """
     state = layer.state
     if not row_scales.is_settled(weight) or state.CB is None:
         return
@@ -211,23 +206,22 @@ def on_weight_assigned(layer: Any, weight: Any) -> None:
 
 
 def packed_weight_to_settle(layer: Any) -> Tensor | None:
-    """The packed weights that ``layer`` settles with. Called while its state still has the old ones, which tell whose
-    scales it has."""
+    """Return the packed weights that go into the state of ``layer``, and complete their scales while it has the old ones."""
     import torch
 
     saved_for_backward.record_onloaded_weight(layer)
     weight = layer.weight
     if weight.SCB is None and not torch.compiler.is_compiling():
         row_scales.complete_scales(layer)
-    codes: Tensor | None = weight.CB
-    return codes
+    packed: Tensor | None = weight.CB
+    return packed
 
 
 def check_weight_matches_state(layer: Any) -> None:
-    """Before packed weights and scales of a ``layer`` that has run are saved or merged: let its weight hold the packed
-    weights that it computes with.
+    """Let the weight of ``layer``, which is saved or merged, hold the packed weights of its state, as forward would.
 
-    Raises if weight and state hold different packed weights, and nothing tells which of them the scales are for.
+    Raise if they differ and nothing tells which of the two the scales are for: what was replaced since the weight settled is
+    newer, and the scales are for it if they were replaced as well.
     """
     weight, state = layer._parameters.get("weight"), layer.state
     if not row_scales.is_settled(weight) or state.CB is None or weight.is_meta or state.CB.is_meta:
@@ -239,13 +233,14 @@ def check_weight_matches_state(layer: Any) -> None:
             vars(weight)["SCB"] = None  # forward uses the state's, and so does a reader of the weight
             record_first_forward(layer)
         return
-    home = _homes.get(id(weight))
-    settled_in: Any = None if home is None else home.layer()
-    if home is None or settled_in is not layer or vars(weight).get("SCB") is not None:
-        return  # the owner is unknown, or it has scales of its own
-    if home.address == weight.data_ptr():  # others were given to the state: as the next forward does
+    if layer_settled_in(weight) is not layer or vars(weight).get("SCB") is not None:
+        return  # the owner is unknown, or the weight has scales of its own
+    home = _homes[id(weight)]
+    weight_replaced, state_replaced = home.address != weight.data_ptr(), home.address != state.CB.data_ptr()
+    scales_replaced = home.scale is not None and home.scale() is not state.SCB
+    if not weight_replaced:
         weight.data = state.CB
-    elif home.address != state.CB.data_ptr() or home.scale is None or home.scale() is state.SCB:
+    elif state_replaced or not scales_replaced:
         raise RuntimeError(
             f"{type(layer).__name__} {row_scales.name_of(layer)!r} holds two different packed INT8 weights: layer.weight, and "
             "layer.state.CB, which forward uses. The row scales (layer.state.SCB) fit only one of the two. "
@@ -255,7 +250,7 @@ def check_weight_matches_state(layer: Any) -> None:
 
 
 def on_state_dict_loaded(layer: Any) -> None:
-    """Codes were loaded into the weight of ``layer``: if it has run, it computes with those from now on."""
+    """Let ``layer`` compute with the packed weights that were loaded into its weight, also if it has run."""
     weight, state = layer.weight, layer.state
     if row_scales.is_settled(weight) and state.CB is not None and state.CB.data_ptr() != weight.data_ptr():
         state.CB = weight.data
@@ -263,37 +258,35 @@ def on_state_dict_loaded(layer: Any) -> None:
 
 
 def clear_state(layer: Any) -> None:
-    """``layer`` got a weight that owns its packed weights and scales: its state holds tensors of another weight, which
-    no weight owns by now."""
+    """Empty the state of ``layer``, which got a weight that owns its packed weights and scales."""
     layer.state.CB = layer.state.SCB = None
 
 
 def own_packed_weight_and(scale: Tensor | None, layer: Any) -> None:
-    """Let the weight of ``layer`` own its packed weights and ``scale``; without one, forward raises an error."""
+    """Let the weight of ``layer`` own its packed weights and ``scale``; with None, forward raises an error."""
     row_scales.set_weight_and_scales(layer.weight, layer.weight.data, scale)
     clear_state(layer)
-    _noted.pop(layer, None)
+    _originals.pop(layer, None)
 
 
 def record_original(layer: Any) -> None:
-    """Note packed weights and scales of a weight that ``layer`` has got and not run with yet."""
+    """Note the packed weights and scales of a weight that ``layer`` has not run with yet."""
     weight = layer._parameters.get("weight")
-    codes, scale = getattr(weight, "CB", None), getattr(weight, "SCB", None)
-    if codes is not None and scale is not None:
-        _noted[layer] = weakref.ref(codes), weakref.ref(scale)
+    packed, scale = getattr(weight, "CB", None), getattr(weight, "SCB", None)
+    if packed is not None and scale is not None:
+        _originals[layer] = weakref.ref(packed), weakref.ref(scale)
 
 
 def original_weight_and_scales(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """The packed weights that ``layer`` was quantized to, and their scales, whatever stands in the place of its weight
-    now."""
+    """Return the packed weights that ``layer`` was quantized to and their scales, whatever its weight is now."""
     import torch
 
     state = layer.state
-    codes, scale = state.CB, state.SCB
-    if not torch.compiler.is_dynamo_compiling() and (noted := _noted.get(layer)) is not None:
+    packed, scale = state.CB, state.SCB
+    if not torch.compiler.is_dynamo_compiling() and (noted := _originals.get(layer)) is not None:
         others = noted[0](), noted[1]()
-        if others[0] is not None and others[0] is not codes:
-            codes, scale = others
-    if codes is None or scale is None or codes.is_meta or scale.is_meta:
+        if others[0] is not None and others[0] is not packed:
+            packed, scale = others
+    if packed is None or scale is None or packed.is_meta or scale.is_meta:
         return None
-    return codes, scale
+    return packed, scale

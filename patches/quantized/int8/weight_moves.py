@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Rewrite, SetAttribute
+from ..layer_methods import wrap_method
 from . import plain_weights, row_scales, scale_ownership
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, row scales and outliers of the weight ``B``; packed INT8 weights are taken as they are."""
+    """Return packed weights, row scales and outliers of the weight ``B``; packed INT8 weights are taken as they are."""
     import torch
     from bitsandbytes.functional import int8_vectorwise_quant
 
@@ -32,7 +33,7 @@ def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _moved_scale(old: Any, new: Any) -> Tensor | None:
-    """The scale of ``old``, a parameter that was moved to ``new``."""
+    """Return the scale of ``old``, a parameter that was moved to ``new``, on the device of ``new``."""
     if old.SCB is None or (row_scales.is_lost(old.SCB) and new.device.type != "meta"):
         return None
     scale: Tensor = old.SCB.to(new.device)
@@ -40,18 +41,17 @@ def _moved_scale(old: Any, new: Any) -> Tensor | None:
 
 
 def follow_move(layer: Any, weight: Any, address: int) -> None:
-    """Put the packed weights and scales of ``layer`` where its ``weight`` was moved to; its values lay at ``address``
-    before."""
+    """Move packed weights and scales of ``layer`` after its ``weight``, whose values lay at ``address`` before."""
     import torch
 
     state = getattr(layer, "state", None)
     holders: tuple[Any, ...] = (weight,) if state is None else (weight, state)
     for holder in holders:
-        codes = getattr(holder, "CB", None)
-        if codes is not None and codes.data_ptr() in (address, weight.data_ptr()):
+        packed = getattr(holder, "CB", None)
+        if packed is not None and packed.data_ptr() in (address, weight.data_ptr()):
             holder.CB = weight.data
-        elif codes is not None and codes.device != weight.device:  # someone has put others there
-            holder.CB = codes.to(weight.device)
+        elif packed is not None and packed.device != weight.device:  # someone has put others there
+            holder.CB = packed.to(weight.device)
     for holder in holders:
         scale = getattr(holder, "SCB", None)
         if scale is None or scale.device == weight.device:
@@ -65,7 +65,7 @@ def follow_move(layer: Any, weight: Any, address: int) -> None:
 
 
 def follow_data(layer: Any) -> None:
-    """Put the packed weights and scales of a ``layer`` that settles where its weight was brought to by ``.data``."""
+    """Move packed weights and scales in the state of ``layer`` to where ``weight.data`` was put."""
     weight, state = layer.weight, layer.state
     if weight.device == state.CB.device or weight.is_meta or weight.dtype != state.CB.dtype:
         return
@@ -85,7 +85,7 @@ SETTLING = Rewrite(
     "self.state.CB = _patches_before_settling(self)",
     names={"_patches_before_settling": scale_ownership.packed_weight_to_settle},
 )
-"""Of ``init_8bit_state``: the tensors to look at while the state has its former ones."""
+"""Of ``init_8bit_state``: complete the scales while the state has its former tensors."""
 
 
 SCALE_OR_ERROR = Rewrite(
@@ -140,7 +140,7 @@ KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
         plain_weights.scale_to_save,
         "self",
     ),
-    SetAttribute("bitsandbytes.nn.modules:Linear8bitLt.__setstate__", make=scale_ownership.make_setstate),
+    wrap_method("Linear8bitLt", "__setstate__", scale_ownership.load_pickled),
     Rewrite(
         _TO,
         'self.data.device.type == "cpu"',

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ...engine import Rewrite
 from ..four_bit import quant_states
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_WITH_A_FLAG = ("hira", "lora", "oft", "pvera", "randlora", "road", "vera")
+"""Tuners that merge into packed weights, by layers of their own for models that say that they are quantized."""
+
+
 def dequantize_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight of ``layer``, dequantized (to ``dtype``) if bitsandbytes quantized it; else the parameter itself."""
+    """Return the weight of ``layer``, dequantized (to ``dtype``) if bitsandbytes quantized it; else the parameter itself."""
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
     weight: Tensor = layer.weight
@@ -27,29 +31,26 @@ def dequantize_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     import torch
     from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
 
+    dense: Tensor
     if is_packed_int8(layer):
-        # Where scales may be that are not known is asked of contents; a compiler cannot.
+        # Scales that are not known are found by contents, which a compiler cannot follow.
         known = row_scales.known_scales(layer) if torch.compiler.is_compiling() else None
-        dense: Tensor = int8_vectorwise_dequant(
-            weight.data, row_scales.require_scales(layer) if known is None else known
-        )
-        return dense.to(dtype or dense.dtype)
-    if is_plain_packed_int8(layer, weight):
+        dense = int8_vectorwise_dequant(weight.data, row_scales.require_scales(layer) if known is None else known)
+    elif is_plain_packed_int8(layer, weight):
         dense = dequantize_plain(layer, weight)
-        return dense.to(dtype or dense.dtype)
-    if dequantized_in_place.holds_floats(weight):
+    elif dequantized_in_place.holds_floats(weight):
         return weight
-    if isinstance(weight, Params4bit) and (state := quant_states.get_quant_state(weight)) is not None:
+    elif isinstance(weight, Params4bit) and (state := quant_states.get_quant_state(weight)) is not None:
         dense = dequantize_4bit(weight.data, state)
-        return dense.to(dtype or dense.dtype)
-    if _is_sharded(layer):
+    elif _is_sharded(layer):
         dense = dequantize_4bit(weight.data, quant_states.get_quant_state(layer))  # as FSDP2 gathers it
-        return dense.to(dtype or dense.dtype)
-    return weight
+    else:
+        return weight
+    return dense.to(dtype or dense.dtype)
 
 
 def _is_sharded(layer: Any) -> bool:
-    """Whether the weight of ``layer`` is its packed 4-bit weight as FSDP2 keeps it: a plain parameter."""
+    """Tell whether the weight of ``layer`` is its packed 4-bit weight as FSDP2 keeps it: a plain parameter."""
     from bitsandbytes.nn import Linear4bit
 
     return (
@@ -60,7 +61,7 @@ def _is_sharded(layer: Any) -> bool:
 
 
 def dense_dtype(layer: Any) -> torch.dtype:
-    """The dtype of what :func:`dequantize_weight` gives, without dequantizing."""
+    """Return the dtype of the result of :func:`dequantize_weight`, without dequantizing."""
     import torch
 
     weight = layer.weight
@@ -72,7 +73,7 @@ def dense_dtype(layer: Any) -> torch.dtype:
 
 
 def is_packed_int8(layer: Any) -> bool:
-    """Whether the weight of ``layer`` is packed INT8 weights."""
+    """Tell whether the weight of ``layer`` is packed INT8 weights."""
     import torch
     from bitsandbytes.nn import Int8Params
 
@@ -80,7 +81,7 @@ def is_packed_int8(layer: Any) -> bool:
 
 
 def is_plain_packed_int8(layer: Any, weight: Tensor) -> bool:
-    """Whether ``weight`` is packed INT8 weights of ``layer`` in a plain parameter, as FSDP2 gathers them."""
+    """Tell whether ``weight`` is packed INT8 weights of ``layer`` in a plain parameter, as FSDP2 gathers them."""
     import torch
 
     if weight.dtype != torch.int8:
@@ -91,7 +92,7 @@ def is_plain_packed_int8(layer: Any, weight: Tensor) -> bool:
 
 
 def dequantize_plain(layer: Any, weight: Tensor) -> Tensor:
-    """What packed weights stand for that lie in a plain parameter, by the scales that the forward of ``layer`` uses."""
+    """Return packed INT8 weights in a plain parameter dequantized, by the scales that the forward of ``layer`` uses."""
     from bitsandbytes.functional import int8_vectorwise_dequant
 
     dense: Tensor = int8_vectorwise_dequant(weight.data, plain_weights.find_scale_of_plain(layer, weight))
@@ -99,12 +100,12 @@ def dequantize_plain(layer: Any, weight: Tensor) -> Tensor:
 
 
 def weight_or_dense(layer: Any, weight: Tensor) -> Tensor:
-    """``weight``, dequantized if it is packed INT8 weights of ``layer`` in a plain parameter."""
+    """Return ``weight``, dequantized if it is packed INT8 weights of ``layer`` in a plain parameter."""
     return dequantize_plain(layer, weight) if is_plain_packed_int8(layer, weight) else weight
 
 
 def base_weight_for_input(tuner: Any, x: Tensor) -> Tensor:
-    """``tuner.get_base_weight()`` of peft, also of a packed 4-bit weight in a plain parameter, as FSDP2 gathers it.
+    """Return ``tuner.get_base_weight()`` of peft, dequantized also if FSDP2 has gathered it as a plain parameter.
 
     A dequantized weight has the dtype of ``x``, the input that it is multiplied with.
     """
@@ -114,19 +115,19 @@ def base_weight_for_input(tuner: Any, x: Tensor) -> Tensor:
 
 
 def dense_for_input(weight: Tensor, layer: Any, x: Tensor) -> Tensor:
-    """``weight``, dequantized from ``layer``, in the dtype of ``x``, which it is multiplied with; else as it is."""
+    """Return ``weight`` in the dtype of ``x``, its input, if it was dequantized from ``layer``; else as it is."""
     return weight.to(x.dtype) if x.is_floating_point() and describe_packing(layer) else weight
 
 
 def dense_shape(layer: Any) -> torch.Size:
-    """The shape of the weight that ``layer`` stands for, packed or not."""
+    """Return the shape of the dense weight of ``layer``, packed or not."""
     state = quant_states.get_quant_state(layer.weight) if quant_states.is_packed(layer.weight) else None
     shape: torch.Size = layer.weight.shape if state is None else state.shape
     return shape
 
 
 def describe_packing(layer: Any) -> str:
-    """What the weight of ``layer`` holds, in words, if bitsandbytes packed it; else empty. It imports nothing."""
+    """Return "packed INT8 weights" or "packed 4-bit weights" if ``layer`` holds them; else "". It imports nothing."""
     import torch
 
     weight = getattr(layer, "weight", None)  # of a module of a user's it may be a number
@@ -138,18 +139,25 @@ def describe_packing(layer: Any) -> str:
 
 
 def refuse_if_packed(layer: Any, tuner: Any) -> Any:
-    """``layer``, or an error: what ``tuner`` adds to packed weights as if they were weights is lost, wraps around or
-    does not fit."""
-    if what := describe_packing(layer):
-        _refuse(layer, what, tuner)
-    return layer
+    """Return ``layer``; raise if it holds packed weights, to which ``tuner`` would add as if they were values."""
+    what = describe_packing(layer)
+    if not what:
+        return layer
+    name = type(tuner).__module__.partition("peft.tuners.")[2].partition(".")[0]
+    which = f"the tuner {name!r}" if name else "a tuner"
+    said = (
+        f"{type(layer).__name__} {row_scales.name_of(layer)!r} holds {what}, and {which} of peft merges into unquantized "
+        "weights only. Call dequantize() on the base model, load the adapter onto that, and merge there"
+    )
+    if name in _WITH_A_FLAG:
+        said += ". Or set is_loaded_in_8bit (or is_loaded_in_4bit) = True on the model before the adapter is added"
+    raise NotImplementedError(said)
 
 
 def dequantize_in_forward(forward: str, when: str) -> Rewrite:
-    """Return the edit of a ``forward`` of a layer of peft, ``module:Class.forward`` under ``peft.tuners``, that reads the weight.
+    """Return the edit of a ``forward`` of a layer of peft, ``module:Class.forward`` under ``peft.tuners``.
 
-    It casts its input to the dtype of the weight, and then computes with the weight: now dequantized, in the dtype of the
-    input.
+    It casts its input to the dtype of the weight, and computes with the weight: now dequantized, in the input's dtype.
     """
     weight = "self.get_base_layer().weight.data"
     return Rewrite(
@@ -162,10 +170,9 @@ def dequantize_in_forward(forward: str, when: str) -> Rewrite:
 
 
 def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}") -> Rewrite:
-    """The edit of a ``merge`` of a layer of peft, ``module:Class.merge`` under ``peft.tuners``, that adds to packed
-    weights.
+    """Return the edit of a ``merge`` of a layer of peft, ``module:Class.merge`` under ``peft.tuners``.
 
-    ``statement`` is the one with which it gets hold of its base layer.
+    It raises an error for packed weights. ``statement`` is the statement that takes the base layer.
     """
     return Rewrite(
         f"peft.tuners.{merge}",
@@ -177,26 +184,10 @@ def refuse_merge(merge: str, when: str = "", statement: str = "base_layer = {}")
 
 
 def refuse_no_merge(method: str) -> Rewrite:
-    """The edit of a ``method`` that a layer of peft inherits if it cannot merge: an error without a word."""
+    """Return the edit of a ``method`` that layers of peft inherit if they cannot merge: its error has no message."""
     return Rewrite(
         f"peft.tuners.tuners_utils:BaseTunerLayer.{method}",
         find="raise NotImplementedError",
         replace="_patches_unless_codes(self.get_base_layer(), self)\nraise NotImplementedError",
         names={"_patches_unless_codes": refuse_if_packed},
     )
-
-
-_WITH_A_FLAG = ("hira", "lora", "oft", "pvera", "randlora", "road", "vera")
-"""Tuners that merge into packed weights, by layers of their own for models that say that they are quantized."""
-
-
-def _refuse(layer: Any, what: str, tuner: Any) -> NoReturn:
-    name = type(tuner).__module__.partition("peft.tuners.")[2].partition(".")[0]
-    which = f"the tuner {name!r}" if name else "a tuner"
-    said = (
-        f"{type(layer).__name__} {row_scales.name_of(layer)!r} holds {what}, and {which} of peft merges into unquantized "
-        "weights only. Call dequantize() on the base model, load the adapter onto that, and merge there"
-    )
-    if name in _WITH_A_FLAG:
-        said += ". Or set is_loaded_in_8bit (or is_loaded_in_4bit) = True on the model before the adapter is added"
-    raise NotImplementedError(said)

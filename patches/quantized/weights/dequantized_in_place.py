@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def holds_floats(weight: Any) -> bool:
-    """Whether ``weight``, of a class of bitsandbytes, holds the numbers themselves: there is nothing to dequantize."""
+    """Tell whether ``weight``, of a class of bitsandbytes, holds the values themselves, so that it is not dequantized."""
     from bitsandbytes.nn import Int8Params, Params4bit
 
     if isinstance(weight, Int8Params):
-        return bool(weight.dtype.is_floating_point) and not _are_cast_codes(weight)
+        return bool(weight.dtype.is_floating_point) and not _is_cast(weight)
     return isinstance(weight, Params4bit) and not quant_states.is_packed(weight)
 
 
-def _are_cast_codes(weight: Any) -> bool:
-    """Whether ``weight`` holds packed weights in floating point, which are dequantized as packed weights are."""
+def _is_cast(weight: Any) -> bool:
+    """Tell whether ``weight`` holds packed weights in floating point, which are dequantized as packed weights are."""
     import torch
 
     if weight.has_fp16_weights or torch.compiler.is_compiling() or weight.is_meta or not weight.numel():
@@ -36,10 +36,10 @@ def _are_cast_codes(weight: Any) -> bool:
 
 
 def was_never_quantized(layer: Any) -> bool:
-    """Whether ``layer`` is a quantized layer by its class alone: its weight is a plain tensor of the layer's own shape.
+    """Tell whether ``layer`` is quantized by its class alone: its weight is a plain tensor of the layer's own shape.
 
-    A tied embedding is one, and a weight that a checkpoint keeps in 16 bits. Packed weights never are, also not those in
-    floating-point storage that FSDP made plain: they have a quarter of the bytes at most.
+    So are a tied embedding, and a weight that a checkpoint keeps in 16 bits. Packed weights are not, even if FSDP made
+    them plain in floating-point storage: they have a quarter of the bytes at most.
     """
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
@@ -52,7 +52,7 @@ def was_never_quantized(layer: Any) -> bool:
 
 
 def parameter_to_move(module: Any, name: str) -> Tensor:
-    """The parameter or buffer ``name`` of ``module``; a plain parameter from now on if ``module`` reads it as numbers."""
+    """Return the parameter or buffer ``name`` of ``module``; made a plain parameter if ``module`` reads its values."""
     import torch
 
     weight: Tensor = getattr(module, name)
@@ -77,16 +77,16 @@ def _is_plain(module: Any, weight: Any) -> bool:
 
 
 def _was_dequantized(weight: Any) -> bool:
-    """Whether ``weight``, an ``Int8Params``, held packed weights and holds numbers now."""
+    """Tell whether ``weight``, an ``Int8Params``, held packed weights and holds numbers now."""
     if not weight.dtype.is_floating_point or weight.has_fp16_weights or weight.is_meta:
         return False
     return scale_ownership.was_quantized(weight)
 
 
 def to_plain_parameter(weight: Any) -> Any:
-    """``weight``, an ``Int8Params``, as a plain parameter if its module reads numbers; else None: it may be quantized.
+    """Return ``weight``, an ``Int8Params``, as a plain parameter if its module reads values; None if it may be quantized.
 
-    Raises if it holds packed weights that were cast, which a layer of bitsandbytes would quantize as if they were
+    Raise if it holds packed weights that were cast, which a layer of bitsandbytes would quantize as if they were
     numbers. A weight that is in no module yet is quantized: accelerate, on bitsandbytes 0.46, makes one of the packed
     weights that it reads from the disk, and gives it their scales afterwards.
     """

@@ -1,7 +1,7 @@
-"""A weight on the meta device, and an input that is not: the operators answer with uninitialized memory.
+"""An error for a weight on the meta device and an input elsewhere.
 
-The operators of bitsandbytes do, and ``torch.nn.functional.linear`` does (torch 2.13). Without the plugin a quantized layer hardly
-gets to meta. The patches that let one run there bring this check along.
+The operators of bitsandbytes return uninitialized memory then, as does ``torch.nn.functional.linear`` (torch 2.13). Without
+the plugin a quantized layer hardly gets to meta. The patches that make it possible bring this check along.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def refuse_meta_weight(x: Tensor, weight: Tensor, as_plain: Callable[[], AbstractContextManager[None]]) -> None:
     """Raise if ``weight`` is on meta and ``x`` is not.
 
-    ``as_plain`` is ``torch._C.DisableTorchFunction``: Params4bit answers ``is_meta`` in Python, which takes 5 us a call,
-    without it 0.4. Dynamo cannot trace that answer under ``torch.set_default_device``, which is a torch function mode. It is
-    given, because to import torch in here would take 0.8.
+    ``as_plain`` is ``torch._C.DisableTorchFunction``. Without it ``Params4bit`` answers ``is_meta`` in Python, which takes 5
+    us a call instead of 0.4, and which Dynamo cannot trace under ``torch.set_default_device``, a torch function mode. It
+    is an argument, because an import of torch in here would take 0.8 us.
     """
     with as_plain():
         on_meta = weight.is_meta

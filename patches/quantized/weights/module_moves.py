@@ -7,9 +7,10 @@ meta and any other device, and refuses to do so for a subclass that its ``detach
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...engine import SetAttribute
+from ..layer_methods import wrap_method
 from .parameter_copies import make_like
 
 if TYPE_CHECKING:
@@ -20,33 +21,27 @@ Apply = Callable[..., Any]
 Function = Callable[["Tensor"], "Tensor"]
 
 
-def make_apply(
+def follow_moves(
     owner: str, cls: str = "", settle: Callable[[Any, dict[str, Any], int], None] | None = None
-) -> Callable[[Apply | None], Apply]:
-    """``make`` for ``_apply`` of the layer ``owner`` of ``bitsandbytes.nn``.
+) -> SetAttribute:
+    """Return the edit of ``_apply`` of the layer ``owner`` of ``bitsandbytes.nn``.
 
-    Parameters of the class ``cls``, where one is named, keep it and their attributes across meta. Then
-    ``settle(layer, old, address)`` puts right what hangs on the layer, given the parameters that it had, and where the
-    values of its weight lay.
+    Parameters of the class ``cls``, if given, keep their class and attributes across meta. Then
+    ``settle(layer, old, address)`` moves the other tensors of the layer, given its former parameters and the former address
+    of its weight.
     """
 
-    def make(original: Apply | None) -> Apply:
+    def run(layer: Module, inherited: Apply, fn: Function, recurse: bool = True) -> Any:
         import bitsandbytes.nn.modules as nn
 
-        layer, kind = getattr(nn, owner), getattr(nn, cls) if cls else None
+        old = dict(layer._parameters)
+        address = _address(old.get("weight"))
+        result = _across_meta(layer, inherited, fn, recurse, getattr(nn, cls)) if cls else inherited(fn, recurse)
+        if settle is not None:
+            settle(layer, old, address)
+        return result
 
-        def _apply(self: Module, fn: Function, recurse: bool = True) -> Any:
-            inherited = super(layer, self)._apply if original is None else partial(original, self)
-            old = dict(self._parameters)
-            address = _address(old.get("weight"))
-            result = _across_meta(self, inherited, fn, recurse, kind) if kind else inherited(fn, recurse)
-            if settle is not None:
-                settle(self, old, address)
-            return result
-
-        return _apply
-
-    return make
+    return wrap_method(owner, "_apply", run)
 
 
 def _address(weight: Tensor | None) -> int:
@@ -57,7 +52,7 @@ def _address(weight: Tensor | None) -> int:
 
 
 def _across_meta(layer: Module, inherited: Apply, fn: Function, recurse: bool, cls: type) -> Any:
-    """``inherited``, on parameters of the class ``cls`` that stay of their class."""
+    """Return ``inherited(fn, recurse)``, in which parameters of the class ``cls`` keep their class."""
     kept = {name: p for name, p in layer._parameters.items() if isinstance(p, cls)}
 
     def plain_across_meta(tensor: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ...engine import SetAttribute
+from ..layer_methods import wrap_method
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
@@ -17,7 +20,7 @@ _NOT_READ_BY_DEFAULT = 4
 
 
 def make_like(old: Any, data: Tensor, **changes: Any) -> Any:
-    """``data`` as a parameter of the class of ``old``, with its attributes, but for ``changes``."""
+    """Return ``data`` as a parameter with the class and the attributes of ``old``, but for ``changes``."""
     import torch
 
     new = torch.Tensor._make_subclass(type(old), data, old.requires_grad)
@@ -25,44 +28,37 @@ def make_like(old: Any, data: Tensor, **changes: Any) -> Any:
     return new
 
 
-def make_cut(
-    cls: str, name: str, pieces: Callable[[Any, tuple[Tensor, ...], int], tuple[Tensor, ...]]
-) -> Callable[[None], Callable[..., tuple[Tensor, ...]]]:
-    """``make`` for the methods ``chunk`` and ``split`` of ``cls``: ``pieces(whole, parts, dim)``, in eager.
+def cut_into_parameters(
+    cls: str, name: str, pieces: Callable[[Any, tuple[Tensor, ...], int], tuple[Tensor, ...]], when: str = ""
+) -> SetAttribute:
+    """Return the edit of the method ``name`` of ``cls``, "chunk" or "split": in eager it returns ``pieces(whole, parts, dim)``.
 
-    A method, for with a ``__torch_function__`` Dynamo refuses ``weight ** 2``, ``1 - weight`` and more.
+    Not by ``__torch_function__``, with which Dynamo refuses ``weight ** 2``, ``1 - weight`` and more.
     """
 
-    def make(original: None) -> Callable[..., tuple[Tensor, ...]]:
-        import bitsandbytes.nn.modules as nn
+    def run(whole: Any, inherited: Callable[..., tuple[Tensor, ...]], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         import torch
 
-        kind = getattr(nn, cls)
+        parts = inherited(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return parts
+        return pieces(whole, parts, args[1] if len(args) > 1 else kwargs.get("dim", 0))
 
-        def cut(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-            parts: tuple[Tensor, ...] = getattr(super(kind, self), name)(*args, **kwargs)
-            if torch.compiler.is_compiling():
-                return parts
-            return pieces(self, parts, args[1] if len(args) > 1 else kwargs.get("dim", 0))
-
-        cut.__name__ = name
-        return cut
-
-    return make
+    return wrap_method(cls, name, run, when=when)
 
 
 def is_read_by_default(protocol: int) -> bool:
-    """Whether ``torch.load`` may be asked to read with ``weights_only=True`` a pickle of ``protocol``."""
+    """Tell whether ``torch.load`` may be asked to read with ``weights_only=True`` a pickle of ``protocol``."""
     return protocol < _NOT_READ_BY_DEFAULT
 
 
 def reduce_with_class(reduced: tuple[Any, ...], parameter: Any, **attributes_now: Any) -> tuple[Any, ...]:
-    """``reduced``, what ``Parameter.__reduce_ex__`` says of ``parameter``, and that it is of its class.
+    """Add the class of ``parameter`` to ``reduced``, the result of its ``Parameter.__reduce_ex__``.
 
-    The class is one more entry of the state, for torch rebuilds a plain ``Parameter`` and then sets what the
-    state has. So the pickle names nothing of ours, and no constructor is called. An attribute that is the very
-    data of the parameter (``CB``) stays that: pickled once, not twice. ``attributes_now`` are the attributes that the parameter
-    shows and does not hold itself.
+    The class is one more entry of the state, because torch rebuilds a plain ``Parameter`` and then sets the entries of the
+    state. So the pickle names nothing of ours, and no constructor is called. An attribute that is the data of the
+    parameter (``CB``) is pickled once, not twice. ``attributes_now`` are attributes that the parameter shows and does not
+    hold itself.
     """
     if len(reduced[1]) < 4 or not _can_become(type(parameter)):
         return reduced
@@ -75,7 +71,7 @@ def reduce_with_class(reduced: tuple[Any, ...], parameter: Any, **attributes_now
 
 
 def _can_become(cls: type) -> bool:
-    """Whether a plain ``Parameter`` may be given ``cls``; a subclass with slots is laid out otherwise."""
+    """Tell whether a plain ``Parameter`` may be given ``cls``; a subclass with slots is laid out otherwise."""
     import torch
 
     try:
@@ -93,32 +89,22 @@ def _is_same(value: Any, data: Tensor) -> bool:
     return (value.device, value.data_ptr(), value.stride()) == (data.device, data.data_ptr(), data.stride())
 
 
-def make_setstate(
-    owner: str, cls: str, marks: frozenset[str]
-) -> Callable[[Callable[..., None] | None], Callable[..., None]]:
-    """``make`` for ``__setstate__`` of the layer ``owner``: its parameters come back as what they were.
+def restore_class(owner: str, cls: str, marks: frozenset[str]) -> SetAttribute:
+    """Return the edit of ``__setstate__`` of the layer ``owner`` that gives its parameters their class back.
 
     torch pickles the attributes of a parameter and not its class. A plain ``Parameter`` with all the attributes
     in ``marks`` was a ``cls``, and becomes one where it is: every other holder has the same object.
     """
 
-    def make(original: Callable[..., None] | None) -> Callable[..., None]:
+    def run(layer: Module, inherited: Callable[..., None], state: dict[str, Any]) -> None:
         import bitsandbytes.nn.modules as nn
 
-        layer, kind = getattr(nn, owner), getattr(nn, cls)
+        inherited(state)
+        for parameter in vars(layer).get("_parameters", {}).values():
+            if _lost_its_class(parameter, marks):
+                parameter.__class__ = getattr(nn, cls)
 
-        def __setstate__(self: Module, state: dict[str, Any]) -> None:
-            if original is None:
-                super(layer, self).__setstate__(state)
-            else:
-                original(self, state)
-            for parameter in vars(self).get("_parameters", {}).values():
-                if _lost_its_class(parameter, marks):
-                    parameter.__class__ = kind
-
-        return __setstate__
-
-    return make
+    return wrap_method(owner, "__setstate__", run)
 
 
 def _lost_its_class(parameter: Parameter | None, marks: frozenset[str]) -> bool:

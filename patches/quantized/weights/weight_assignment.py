@@ -9,7 +9,7 @@ Setattr = Callable[..., None]
 
 
 def make_setattr(owner: str, notice: Callable[[Any, Any], None]) -> Callable[[Setattr | None], Setattr]:
-    """``make`` for ``__setattr__`` of the layer ``owner`` of ``bitsandbytes.nn``.
+    """Return ``make`` for ``__setattr__`` of the layer ``owner`` of ``bitsandbytes.nn``.
 
     ``notice(layer, old)`` is called after a weight was assigned, with the parameter that was there before or None.
     """

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from ...distributed import gathered_weights
 from ...engine import CannotShow, Finding, Message, Part, Patch, Rewrite
 from ...engine.gate import satisfied
+from ...quantized.four_bit import quant_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
+
+def holds_packed_weight(parameter: Any) -> bool:
+    """Tell whether an ``FSDPParam`` shards the packed weight of a layer that bitsandbytes has quantized to 4 bits."""
+    modules = sys.modules.get("bitsandbytes.nn.modules")
+    if modules is None:
+        return False
+    owner = parameter._module_info
+    if owner.param_name != "weight" or not isinstance(owner.module, (modules.Linear4bit, modules.Embedding4bit)):
+        return False
+    # The weight is a DTensor by now; the layer's forward knows by the quantization state on the layer, too.
+    return quant_states.get_quant_state(owner.module) is not None
 
 
 def parameter(data: Any) -> Any:
@@ -36,8 +49,7 @@ def as_bytes(metadata: tuple[Any, Any, torch.dtype], parameters: Sequence[Any]) 
 
     dtypes, sizes, common = metadata
     if common.is_floating_point and any(
-        not parameter.sharded_param.requires_grad and gathered_weights.holds_packed_weight(parameter)
-        for parameter in parameters
+        not parameter.sharded_param.requires_grad and holds_packed_weight(parameter) for parameter in parameters
     ):
         common = torch.uint8
     return dtypes, sizes, common
@@ -202,7 +214,7 @@ PATCH = Patch(
                     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_dtype_attrs",
                     find=_KEEPS_DTYPE,
                     replace=f"({_KEEPS_DTYPE} or _patches_holds_packed_weight(self))",
-                    names={"_patches_holds_packed_weight": gathered_weights.holds_packed_weight},
+                    names={"_patches_holds_packed_weight": holds_packed_weight},
                 ),
             ),
             defect_mixed_precision,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...config.quantizers import is_bitsandbytes
 from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers import tiny_models
 from ..reproducers.quantized_models import save_quantized
@@ -17,7 +18,7 @@ _FLOATING = ("F16", "F32", "F64", "BF16")
 
 def new_dtype(quantizer: Any, mapping: Any, tensor: Any, dtype: torch.dtype | None, model: Module, name: str) -> Any:
     """Return the dtype in which to read ``tensor`` of the checkpoint for the parameter ``name``; None keeps the file's."""
-    if not _of_bitsandbytes(quantizer):
+    if not is_bitsandbytes(quantizer):
         return quantizer.get_new_dtype(mapping, tensor, dtype)
     # A slice of a safetensors file has get_dtype.
     floating = tensor.get_dtype() in _FLOATING if hasattr(tensor, "get_dtype") else tensor.is_floating_point()
@@ -26,11 +27,7 @@ def new_dtype(quantizer: Any, mapping: Any, tensor: Any, dtype: torch.dtype | No
 
 def keeps_file_dtype(quantizer: Any, mapping: Any, model: Module, stored: str, name: str) -> bool:
     """Tell whether to read the tensor ``stored`` in the dtype of the file for the parameter ``name``."""
-    return _packed(quantizer, mapping, model, name) if _of_bitsandbytes(quantizer) else stored != name
-
-
-def _of_bitsandbytes(quantizer: Any) -> bool:
-    return bool(quantizer) and quantizer.quantization_config.quant_method == "bitsandbytes"
+    return _packed(quantizer, mapping, model, name) if is_bitsandbytes(quantizer) else stored != name
 
 
 def _packed(quantizer: Any, mapping: Any, model: Module, name: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...config import skip_list
+from ...config.quantizers import is_bitsandbytes
 from ...engine import Finding, Patch, Rewrite
 from ...loading import checkpoint_keys
 from ..reproducers import tiny_models
@@ -21,7 +22,7 @@ def preprocess(
 ) -> Callable[..., Any]:
     """Return ``quantizer.preprocess_model``, after which each layer is quantized as far as the checkpoint has it so."""
     config = quantizer.quantization_config
-    ours = quantizer.pre_quantized and config.quant_method == "bitsandbytes"
+    ours = quantizer.pre_quantized and is_bitsandbytes(quantizer)
     stored = checkpoint_keys.read_headers(files, state) if ours and not config.llm_int8_has_fp16_weight else None
     if stored is None:
         result: Callable[..., Any] = quantizer.preprocess_model

@@ -76,9 +76,7 @@ def product_by_blocks(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, quant_state: QuantState
 ) -> torch.Tensor:
     """Compute ``bitsandbytes.matmul_4bit``, where each block has its own scale, in operators that all of torch knows."""
-    statistics, nested_blocksize = block_scales.statistics_of(quant_state)
-    shape, blocksize, quant_type = quant_state.shape, quant_state.blocksize, quant_state.quant_type
-    return block_scales.linear_4bit(x, weight, statistics, bias, shape, blocksize, nested_blocksize, quant_type)
+    return block_scales.linear_4bit(x, weight, quant_state, bias)
 
 
 def traced_product(

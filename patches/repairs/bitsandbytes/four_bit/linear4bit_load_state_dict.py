@@ -8,9 +8,9 @@ from ....engine import Finding, Message, Patch, Rewrite
 from ....process import call_stack
 from ....quantized.four_bit import partial_loads, quant_states
 from ....quantized.four_bit.quant_state_dict import IncompleteState, bytes_of_packed_weight
+from ....quantized.layer_methods import Load, wrap_method
 from ....quantized.own_packed_weights import is_own_packed_weight
 from ....quantized.weights import dequantized_in_place
-from ....quantized.weights.layer_methods import Load, wrap_method
 from ....quantized.weights.parameter_copies import make_like
 
 if TYPE_CHECKING:

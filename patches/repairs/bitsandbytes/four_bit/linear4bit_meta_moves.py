@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ....engine import Finding, Message, Patch, SetAttribute
+from ....engine import Finding, Message, Patch
 from ....quantized.weights import meta_weights
-from ....quantized.weights.module_moves import make_apply
+from ....quantized.weights.module_moves import follow_moves
 
 
 def defect() -> Finding:
@@ -50,10 +50,7 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
     edits=(
-        *(
-            SetAttribute(f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Params4bit"))
-            for layer in ("Linear4bit", "Embedding4bit")
-        ),
+        *(follow_moves(layer, "Params4bit") for layer in ("Linear4bit", "Embedding4bit")),
         *meta_weights.FOUR_BIT,
     ),
     defect=defect,

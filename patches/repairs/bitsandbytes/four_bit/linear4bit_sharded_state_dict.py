@@ -11,8 +11,8 @@ from ....engine import Finding, Patch, SetAttribute
 from ....quantized.four_bit import foreign_weights, quant_states
 from ....quantized.four_bit.quant_state_dict import bytes_of_packed_weight, read_quantized_weight
 from ....quantized.four_bit.quant_state_names import NESTED, OWN, packed_key
+from ....quantized.layer_methods import Load, wrap_method
 from ....quantized.own_packed_weights import is_own_packed_weight
-from ....quantized.weights.layer_methods import Load, wrap_method
 from ...reproducers.process_group import one_rank, shard_quantized
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
 from ....quantized.four_bit import quant_states
-from ....quantized.weights.parameter_copies import make_cut, make_like
+from ....quantized.weights.parameter_copies import cut_into_parameters, make_like
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -149,10 +149,7 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        *(
-            SetAttribute(f"{_PARAMETER}.{name}", make=make_cut("Params4bit", name, _pieces), when="bitsandbytes<0.47")
-            for name in ("chunk", "split")
-        ),
+        *(cut_into_parameters("Params4bit", name, _pieces, when="bitsandbytes<0.47") for name in ("chunk", "split")),
         SetAttribute(
             f"{_PARAMETER}.__torch_function__",
             make=make_torch_function,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ....engine import Finding, Message, Part, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Part, Patch, Rewrite
 from ....quantized.four_bit import quant_states
-from ....quantized.weights.layer_methods import wrap_method
-from ....quantized.weights.parameter_copies import is_read_by_default, make_setstate, reduce_with_class
+from ....quantized.layer_methods import wrap_method
+from ....quantized.weights.parameter_copies import is_read_by_default, reduce_with_class, restore_class
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
@@ -175,13 +175,7 @@ PATCH = Patch(
             "0.50.2",
             (
                 wrap_method("Params4bit", "__reduce_ex__", _reduce_ex),
-                *(
-                    SetAttribute(
-                        f"bitsandbytes.nn.modules:{layer}.__setstate__",
-                        make=make_setstate(layer, "Params4bit", quant_states.MARKS),
-                    )
-                    for layer in ("Linear4bit", "Embedding4bit")
-                ),
+                *(restore_class(layer, "Params4bit", quant_states.MARKS) for layer in ("Linear4bit", "Embedding4bit")),
             ),
             defect_pickle,
         ),

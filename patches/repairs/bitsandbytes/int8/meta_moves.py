@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Patch, Rewrite
 from ....quantized.int8 import row_scales, weight_moves
 from ....quantized.weights import meta_weights
-from ....quantized.weights.module_moves import make_apply
+from ....quantized.weights.module_moves import follow_moves
 
 
 def _follow_weight(layer: Any, old: dict[str, Any], address: int) -> None:
@@ -73,12 +73,7 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        *(
-            SetAttribute(
-                f"bitsandbytes.nn.modules:{layer}._apply", make=make_apply(layer, "Int8Params", _follow_weight)
-            )
-            for layer in ("Linear8bitLt", "Embedding8bit")
-        ),
+        *(follow_moves(layer, "Int8Params", _follow_weight) for layer in ("Linear8bitLt", "Embedding8bit")),
         Rewrite(
             "bitsandbytes.nn.modules:Linear8bitLt.init_8bit_state",
             "self.weight.CB = None",

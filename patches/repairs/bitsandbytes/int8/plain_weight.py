@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
 from ....quantized.int8 import plain_weights, row_scales, scale_ownership
 from ....quantized.weights import meta_weights
-from ....quantized.weights.module_moves import make_apply
+from ....quantized.weights.module_moves import follow_moves
 from ....quantized.weights.weight_assignment import make_setattr
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ PATCH = Patch(
         ),
         scale_ownership.SCALES_OF_THE_LAYER,
         SetAttribute(f"{_LAYER}.__setattr__", make=make_setattr("Linear8bitLt", plain_weights.keep_replaced_weight)),
-        SetAttribute(f"{_LAYER}._apply", make=make_apply("Linear8bitLt", settle=_record_quantized)),
+        follow_moves("Linear8bitLt", settle=_record_quantized),
     ),
     defect=defect,
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from ....engine import CannotShow, Finding, Message, Patch
+from ....process import live_objects
 from ....quantized.int8 import row_scales
 from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT
 
 
 def _damage() -> tuple[str, ...]:
     """Name the layers whose packed weights were quantized a second time: every scale is 127 exactly."""
+    from bitsandbytes.nn import Linear8bitLt
+
     found = []
-    for layer in row_scales.live_layers():
+    for layer in live_objects.find_instances(Linear8bitLt):
         _, scale = row_scales.pair_of_product(layer.state)
         if not layer.state.has_fp16_weights and not row_scales.is_lost(scale) and bool((scale == 127).all()):
             found.append(

@@ -11,8 +11,8 @@ from ....process import call_stack
 from ....process.tensor_bits import have_same_bits
 from ....quantized.int8 import row_scales, scale_ownership
 from ....quantized.int8.weight_moves import SCALE_OR_ERROR
+from ....quantized.layer_methods import Load
 from ....quantized.own_packed_weights import is_own_packed_weight
-from ....quantized.weights.layer_methods import Load
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear8bitLt

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Part, Patch, Rewrite
 from ....optimizers.parameter_overrides import BY_PARAMETER
-from ....quantized.weights.layer_methods import wrap_method
+from ....quantized.layer_methods import wrap_method
 from ...reproducers.training import take_steps
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def test_what_a_copy_holds():
     layer = make(shape=(1024, 512))
     infer(layer, inputs(1, 1024))
     (packed,) = copies(layer).values()
-    assert packed.codes.nbytes == layer.weight.nbytes
+    assert packed.weight.nbytes == layer.weight.nbytes
     assert packed.scales.nbytes == 1024 * 512 // 64 * 2
 
 

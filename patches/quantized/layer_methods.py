@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...engine import SetAttribute
+from ..engine import SetAttribute
 
 Method = Callable[..., Any]
 
