@@ -72,7 +72,7 @@ nox.options.error_on_missing_interpreters = True
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """The rules of style and the types that pyproject.toml states."""
+    """Check the rules of style and the types that pyproject.toml states."""
     session.run(sys.executable, "-m", "ruff", "check", "--no-cache", external=True)
     session.run(sys.executable, "-m", "ruff", "format", "--check", "--no-cache", external=True)
     session.run(sys.executable, "-m", "mypy", "patches", "bnb_patches", "bnb_patches_autoload.py", external=True)
@@ -81,7 +81,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ready(session: nox.Session) -> None:
-    """The rules of style and the types, beside the downloads of what the tests need."""
+    """Check style and types, while the packages that the tests need are downloaded."""
     with ThreadPoolExecutor(1) as pool:
         downloading = pool.submit(download, session)
         lint(session)
@@ -97,7 +97,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def older(session: nox.Session) -> None:
-    """What each older release and each older stack can change, two at a time; ``-- 0.46.1 oldest`` takes these alone.
+    """Test the parts that an older release or stack can change, two at a time; ``-- 0.46.1 oldest`` takes these alone.
 
     Each runs in one process. With two workers each, both would import the stack and collect the tests.
     """
@@ -141,7 +141,7 @@ def tests_all(session: nox.Session, bnb: str) -> None:
 
 @nox.session(venv_backend="none")
 def oldest(session: nox.Session) -> None:
-    """The main path and every reproducer on the oldest transformers, peft and accelerate."""
+    """Test the main path and every reproducer on the oldest transformers, peft and accelerate."""
     folders = stacks.folders("oldest", stacks.declared()["oldest"])
     for release in (SHORT[0], SHORT[-1]):
         env = environment(bitsandbytes(session, release), *folders, ROOT)
@@ -151,7 +151,7 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def pythons(session: nox.Session) -> None:
-    """What needs no torch, on other Pythons: the engine, and every rewrite made from the files of the stack."""
+    """Test the engine on other Pythons without torch, and make every rewrite from the files of the stack."""
     session.install("--constraint", "constraints.txt", "packaging", "pytest", "pytest-timeout")
     session.install("--constraint", "constraints.txt", "--no-deps", *STACK)
     pytest = ("python", "-m", "pytest", "-q")
@@ -162,7 +162,7 @@ def pythons(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
-    """The site, in ``build/docs/html``, every warning an error. The Python that runs nox says what patches change."""
+    """Build the site in ``build/docs/html``, every warning an error. The Python that runs nox shows the diffs of patches."""
     session.install("--no-compile", "--requirement", "docs/requirements.txt")
     session.run("python", "-m", "tools.docs", sys.executable, env=environment(ROOT))
     sphinx = ("python", "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "--fresh-env")
@@ -171,7 +171,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def figures(session: nox.Session) -> None:
-    """What `verify` measures, for the site: of each reproducer that has changed, on the newest release that has it."""
+    """Measure for the site each reproducer that has changed, on the newest release that has its defect."""
     for release in reversed(RELEASES):
         env = environment(bitsandbytes(session, release), ROOT)
         session.run(sys.executable, "-m", "tools.docs.figures", env=env, external=True)
@@ -179,7 +179,7 @@ def figures(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def wasm(session: nox.Session) -> None:
-    """The same on Python 3.14, and where there is no process, no thread and no fork: pyodide, in node."""
+    """Test the same on Python 3.14, and where there is no process, no thread and no fork: pyodide, in node."""
     pyodide, site = session.cache_dir / f"pyodide-{PYODIDE}", session.cache_dir / "wasm-site"
     if not (pyodide / "package" / "pyodide.mjs").exists():
         pyodide.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def wasm(session: nox.Session) -> None:
 
 @nox.session
 def newest(session: nox.Session) -> None:
-    """The newest release of each package: says which patch no longer fits. Not run in CI.
+    """Try the newest release of each package, and say which patch no longer fits. Not run in CI.
 
     Arguments after ``--`` are requirements that hold one back: ``nox -s newest -- torch==2.13.0``, where its newest
     build would be gigabytes.
@@ -229,13 +229,13 @@ def pytest_beside(env: dict[str, str], *chosen: str) -> subprocess.CompletedProc
 
 
 def preloaded() -> dict[str, str]:
-    """The variable by which tests find a server that has imported what no release of bitsandbytes changes."""
+    """Return the variable by which tests find a server that has imported the packages around bitsandbytes."""
     return {forks.VARIABLE: server().address} if sys.platform == "linux" else {}
 
 
 @functools.cache
 def server() -> forks.Server:
-    """The same for all sessions. It ends when nox does."""
+    """Start a server for all sessions, which ends with nox."""
     return forks.Server({**os.environ, **environment(ROOT)})
 
 
@@ -253,13 +253,13 @@ def two_at_a_time(do: Callable[[Any], object], what: Iterable[Any]) -> None:
 
 
 def download(session: nox.Session) -> None:
-    """What the tests of the newest release read beside it."""
+    """Install the older releases that the tests of the newest one read."""
     two_at_a_time(lambda release: bitsandbytes(session, release), SHORT)
     asked.DAILY.install()
 
 
 def bitsandbytes(session: nox.Session, release: str) -> Path:
-    """The folder that holds bitsandbytes ``release`` alone; downloads it the first time."""
+    """Return the folder that holds bitsandbytes ``release`` alone, and download it the first time."""
     folder = ROOT / ".bnb" / release
     if not (folder / f"bitsandbytes-{release}.dist-info").is_dir():
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--upgrade")
