@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import *  # noqa: F403
     from .api import __all__ as __all__
-    from .registry import REGISTRY as REGISTRY
+    from .process_registry import REGISTRY as REGISTRY
 
 __bnb_patches__ = True
 """Tells this file from another of the same name."""

@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 # Whatever a verb needs: a signal handler may call one while another of the same thread is at its first import.
-from . import autoload, former_modules
+from . import autoload, pickle_aliases
 from . import inductor_options as _compiling
 from .engine.patch import CannotShow, Finding, Patch
 from .engine.registry import PatchError
 from .engine.report import Change, Report, Result, Status
 from .experts import quantize_request as _experts
 from .inspection import inspect
+from .process_registry import REGISTRY
 from .ranks import RanksDiffer, check_ranks
-from .registry import REGISTRY
 from .verification import verify
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ __all__ = [
     "verify",
 ]
 
-former_modules.put_in()
+pickle_aliases.put_in()
 
 Model = TypeVar("Model")
 

@@ -21,7 +21,7 @@ from .engine import gate, imports
 from .engine.ids import unknown
 from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Result, Status
-from .registry import REGISTRY
+from .process_registry import REGISTRY
 
 log = logging.getLogger("bnb_patches")
 
@@ -87,7 +87,7 @@ def start() -> None:
     REGISTRY.disabled = settings.disabled
     if started:
         return
-    if old := gate.too_old(REGISTRY.floors):
+    if old := gate.too_old(REGISTRY.oldest_supported):
         _log(logging.WARNING, "%s; nothing is changed", old)
     REGISTRY.on_change = lambda report: _tell(report, settings)
     REGISTRY.follow_imports(untested=settings.untested)

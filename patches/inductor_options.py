@@ -100,7 +100,7 @@ class CompileOptions(Mapping[str, Any]):
         return TorchDynamoPlugin(options=self.merged(), **fields)
 
     def __enter__(self) -> CompileOptions:
-        from .registry import REGISTRY
+        from .process_registry import REGISTRY
 
         entry = _Entry(self, _feature())
         REGISTRY.hold(entry.feature, entry)  # until `entry` is released, or is gone
@@ -108,7 +108,7 @@ class CompileOptions(Mapping[str, Any]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        from .registry import REGISTRY
+        from .process_registry import REGISTRY
 
         *outer, entry = _entered.get()
         _entered.set(tuple(outer))

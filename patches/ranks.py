@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .engine import gate
 from .engine.report import Report
-from .registry import REGISTRY
+from .process_registry import REGISTRY
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,7 +85,7 @@ def _on(value: str, ranks: Sequence[int]) -> str:
 def _facts(report: Report) -> dict[str, str]:
     packages = ["torch", *sorted({name for result in report for name in result.versions}), "bnb-patches"]
     facts = {"Python": platform.python_version()}
-    facts |= {name: gate.installed(name) or "absent" for name in packages}
+    facts |= {name: gate.installed_version(name) or "absent" for name in packages}
     return facts | {result.id: str(result.status) for result in report}
 
 

@@ -184,7 +184,7 @@ for seed in sys.argv[3:]:
     # for every rewritten function: an alias taken before, and a third party that wraps the name after
     "names copied before see the rewrite, and a wrapper put on after survives": """
 from patches.engine.edits import Rewrite
-from patches.engine.targets import owner_of
+from patches.engine.targets import holder_of
 sites = {e.target: e for p in here for e in REGISTRY.edits(p) if isinstance(e, Rewrite)}
 aliases = {t: next(s.held() for s, _ in slots_of(e) if s.key[0] == "code") for t, e in sites.items()}
 codes = {t: f.__code__ for t, f in aliases.items()}
@@ -192,13 +192,13 @@ patches.apply(strict=True)
 assert all(aliases[t].__code__ is not codes[t] for t in sites), "an alias taken before sees the change"
 wrappers = {}
 for t in [t for t in sites if not t.endswith(".fake")]:  # a shape function has no name to wrap
-    owner, name = owner_of(t)
+    owner, name = holder_of(t)
     raw = vars(owner)[name]
     wrappers[t] = staticmethod(lambda *a, **k: None) if isinstance(raw, staticmethod) else (lambda *a, **k: None)
     setattr(owner, name, wrappers[t])
 patches.revert()
 for t in wrappers:
-    owner, name = owner_of(t)
+    owner, name = holder_of(t)
     assert vars(owner)[name] is wrappers[t], "the third party's wrapper is still there"
 assert all(aliases[t].__code__ is codes[t] for t in sites), "and what it wrapped is the original again"
 """,
@@ -229,7 +229,7 @@ def wrong(forked, pytestconfig) -> dict[str, str]:
     order that each release has of its own, before a release in three.
     """
     ids = [p.id for p in HERE if p.id in DAILY]
-    orders = [str(gate.installed("bitsandbytes")), *([] if releases.is_daily(pytestconfig) else ["1", "2"])]
+    orders = [str(gate.installed_version("bitsandbytes")), *([] if releases.is_daily(pytestconfig) else ["1", "2"])]
     return json.loads(forked(SNAPSHOT + IN_TURN, json.dumps(EXACTLY), json.dumps(ids), *orders).splitlines()[-1])
 
 

@@ -67,7 +67,9 @@ def test_a_page_has_the_summary_the_story_the_diff_of_this_release_and_the_repro
     text = page.page(PATCH, FIGURES, reports.seen(ID, [report]))
     assert f"**A{PATCH.summary[1:]}.**" in text
     assert "`MatMul8bitLt` flattens an input of three dimensions, and passes any other to kernels for two:" in text
-    assert f"### On bitsandbytes {gate.installed('bitsandbytes')}\n" in text and bitsandbytes.__version__ in text
+    assert (
+        f"### On bitsandbytes {gate.installed_version('bitsandbytes')}\n" in text and bitsandbytes.__version__ in text
+    )
     assert re.search(r"^-.* len\(grad_output\.shape\) == 3:$", text, re.MULTILINE)
     assert re.search(r"^\+.* len\(grad_output\.shape\) > 2:$", text, re.MULTILINE)
     assert "\ndef defect() -> Finding:\n" in text and FIGURES[ID]["unpatched"] in text

@@ -123,7 +123,7 @@ def test_both_names_give_the_same_modules(tmp_path, first):
         import patches.engine.gate as one, bnb_patches.engine.gate as other
         from patches.engine import edits
         from bnb_patches.engine.edits import Rewrite
-        from patches.registry import REGISTRY
+        from patches.process_registry import REGISTRY
         assert patches is bnb_patches and one is other and edits.Rewrite is Rewrite
         assert REGISTRY is patches.REGISTRY is bnb_patches.REGISTRY
         assert one.__spec__.name == one.__name__ == "bnb_patches.engine.gate"

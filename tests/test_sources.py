@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from patches import REGISTRY
-from patches.engine import gate, locate, match
+from patches.engine import function_source, gate, match
 from patches.engine.edits import Rewrite
 
 TARGETS = sorted(
@@ -31,7 +31,7 @@ TARGETS = sorted(
 @pytest.fixture(autouse=True)
 def torch_is_said_to_be_installed(tmp_path, monkeypatch):
     """Where there is none, its metadata: some patches are for certain releases of it."""
-    if gate.installed("torch"):
+    if gate.installed_version("torch"):
         yield
         return
     info = tmp_path / "torch-2.13.0.dist-info"
@@ -92,7 +92,7 @@ def test_it_is_made_from_the_file(target):
     function = types.FunctionType(code, {"__name__": module}, closure=cells)
     function.__qualname__ = name
 
-    made = match.rewrite(locate.read(function, code), edits)
+    made = match.rewrite(function_source.read_source(function, code), edits)
 
     assert made != code and made.co_freevars == code.co_freevars
     assert (made.co_name, made.co_firstlineno) == (code.co_name, code.co_firstlineno)

@@ -95,7 +95,7 @@ def forgotten(row: Row) -> str:
         return ""
     patch = REGISTRY.patches[row["id"]]
     file = sys.modules[patch.module].__file__
-    return " " + FORGOTTEN.format(package=patch.package, version=gate.installed(patch.package), file=file)
+    return " " + FORGOTTEN.format(package=patch.package, version=gate.installed_version(patch.package), file=file)
 
 
 def describe(row: Row, todo: str) -> str:

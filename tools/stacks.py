@@ -33,7 +33,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "stacks" / "stacks.toml"
 RESULTS = ROOT / "docs" / "stacks.json"
-SHIPPED = ROOT / "patches" / "stacks" / "table.json"
+SHIPPED = ROOT / "patches" / "tested_stacks" / "table.json"
 DATASETS = (
     "datasets==4.4.2", "pyarrow==22.0.0", "pandas==2.3.3", "multiprocess==0.70.18", "dill==0.4.0", "xxhash==3.6.0",
     "pytz", "python-dateutil==2.9.0.post0", "six==1.17.0", "tzdata", "httpx==0.28.1", "httpcore==1.0.9", "h11==0.16.0",

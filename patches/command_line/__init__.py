@@ -18,7 +18,7 @@ from typing import NoReturn
 from .. import autoload, second_name, verification
 from ..engine import gate
 from ..engine.report import Report, Result, Status
-from ..registry import REGISTRY
+from ..process_registry import REGISTRY
 from ..verification.processes import NoInterpreter
 from . import colour, explain, glance, streams
 

@@ -8,7 +8,7 @@ from .. import symptoms
 from ..engine import table
 from ..engine.patch import Patch
 from ..engine.report import Report, Status
-from ..registry import REGISTRY
+from ..process_registry import REGISTRY
 from .explain import EFFECTS
 
 ACTED_ON = (Status.CONFLICT, Status.FAILED, Status.SHADOWED, Status.UNTESTED)

@@ -26,6 +26,11 @@ def path_up_to(path: str, name: str) -> str:
     return "" if at < 0 else around[1 : at + len(name.strip(".")) + 1]
 
 
+def path_contains(path: str, name: str) -> bool:
+    """Tell whether the components that are ``name`` are in ``path``."""
+    return path_up_to(path, name) != ""
+
+
 def skips_layer(name: str, path: str) -> bool:
     """Tell whether the installed transformers leaves the layer at ``path`` as it is for ``name``."""
     try:

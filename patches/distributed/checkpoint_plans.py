@@ -21,7 +21,7 @@ _LACKING = "_patches_lacking"
 Step = Callable[..., Any]
 
 
-def weight_of(key: str) -> str:
+def weight_key_of_statistic(key: str) -> str:
     """Return the key of the packed weight whose quantization state ``key`` is a part of; empty if it is none."""
     if found := _STATE_OF_4_BITS.fullmatch(key):
         return found[1]
@@ -30,7 +30,7 @@ def weight_of(key: str) -> str:
 
 def ranks_lacking_state(plans: Sequence[set[str]]) -> list[int]:
     """Return the ranks whose plan has a packed weight without its quantization state, which another rank's plan has."""
-    statistics = {key: weight for plan in plans for key in plan if (weight := weight_of(key))}
+    statistics = {key: weight for plan in plans for key in plan if (weight := weight_key_of_statistic(key))}
     return [
         rank
         for rank, plan in enumerate(plans)
@@ -64,7 +64,7 @@ def _others(wrapper: Any, state: Mapping[str, Any]) -> list[int]:
     """Return the other ranks of this checkpoint that share a packed weight whose quantization state is in ``state``."""
     import torch.distributed as dist
 
-    weights = {weight for key in state if (weight := weight_of(key))} & state.keys()
+    weights = {weight for key in state if (weight := weight_key_of_statistic(key))} & state.keys()
     meshes = [state[weight].device_mesh.mesh for weight in weights if hasattr(state[weight], "device_mesh")]
     sharing = {rank for mesh in meshes for rank in mesh.flatten().tolist()}
     return sorted(sharing & {*dist.get_process_group_ranks(wrapper.group or dist.group.WORLD)} - {dist.get_rank()})

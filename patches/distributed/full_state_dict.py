@@ -24,17 +24,18 @@ _MARK = "bnb_patches"
 
 
 class WatchedWeights:
-    """The packed weights that one call may overwrite although it brings nothing to read them with."""
+    """The packed weights that one broadcast may overwrite without sending their quantization state."""
 
     def __init__(self, model: Module) -> None:
         self.layers = {id(layer.weight): layer for layer in _sharded_layers(model)}
-        self.kept: list[tuple[Any, Tensor]] = []
-        self.number = next(_CALLS)
+        self.snapshots: list[tuple[Any, Tensor]] = []
+        call = next(_CALLS)
+        self.plugin_present, self.weights_unchanged = f"plugin present/{call}", f"weights unchanged/{call}"
         self.took_quant_states = False
-        rank_agreement.tell_ranks(f"here/{self.number}")
+        rank_agreement.tell_ranks(self.plugin_present)
 
-    def keep(self, key: str, sent: dict[str, Any], weight: Any) -> None:
-        """Keep what ``weight`` holds, if ``key`` was sent without its quantization state."""
+    def take_snapshot(self, key: str, sent: dict[str, Any], weight: Any) -> None:
+        """Keep a copy of ``weight``, if ``key`` was sent without its quantization state."""
         layer = self.layers.get(id(weight))
         if layer is None or key not in sent:
             return
@@ -45,24 +46,24 @@ class WatchedWeights:
                 f"quant_storage={sent[key].dtype} (bnb_4bit_quant_storage)."
             )
         if (key.removesuffix("weight") + "SCB" if _is_int8(layer) else key + ".absmax") not in sent:
-            self.kept.append((layer, weight.to_local().detach().clone()))
+            self.snapshots.append((layer, weight.to_local().detach().clone()))
 
-    def judge(self) -> None:
-        """Raise on every rank if on one of them a packed weight is another than before; all get back what they had."""
-        if self.took_quant_states and (ranks := rank_agreement.silent_ranks(f"here/{self.number}")):
+    def restore_and_raise_if_changed(self) -> None:
+        """If a packed weight has changed on any rank, restore the weights on every rank and raise there."""
+        if self.took_quant_states and (ranks := rank_agreement.silent_ranks(self.plugin_present)):
             warnings.warn(
                 f"Ranks {ranks} seem to run without bnb-patches: they would drop the quantization states that rank 0 sends. "
                 "Call patches.check_ranks() on every rank.",
                 stacklevel=2,
             )
-        if not self.kept:
+        if not self.snapshots:
             return
-        changed = [layer for layer, old in self.kept if not has_bits_of(layer.weight.to_local().detach(), old)]
-        if rank_agreement.all_agree(not changed, f"codes/{self.number}", f"here/{self.number}"):
+        changed = [layer for layer, old in self.snapshots if not has_bits_of(layer.weight.to_local().detach(), old)]
+        if rank_agreement.all_agree(not changed, self.weights_unchanged, self.plugin_present):
             return
-        for layer, old in self.kept:
+        for layer, old in self.snapshots:
             layer.weight.to_local().detach().copy_(old)
-        layer = changed[0] if changed else self.kept[0][0]
+        layer = changed[0] if changed else self.snapshots[0][0]
         raise RuntimeError(
             f"{type(layer).__name__} {row_scales.name_of(layer)!r}: rank 0 sent packed weights without their "
             "quantization state (absmax, SCB), and they differ from those of this model. No packed weight was changed on "
@@ -96,7 +97,7 @@ def _sharded_layers(model: Module) -> Iterator[Any]:
 
 
 def watch_broadcast(model: Module, broadcast: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``broadcast``: it may not put other packed weights under the quantization state of ``model``."""
+    """Wrap ``broadcast``: it raises if it overwrites packed weights whose quantization state it does not send."""
 
     def run(*args: Any, **options: Any) -> None:
         watched = WatchedWeights(model)
@@ -104,17 +105,17 @@ def watch_broadcast(model: Module, broadcast: Callable[..., None]) -> Callable[.
         try:
             broadcast(*args, **options)
         except BaseException:
-            rank_agreement.give_up(f"codes/{watched.number}")
+            rank_agreement.give_up(watched.weights_unchanged)
             raise
         finally:
             _WATCHED.reset(token)
-        watched.judge()
+        watched.restore_and_raise_if_changed()
 
     return run
 
 
 def mark_sent_keys(sent: dict[str, Any]) -> dict[str, Any]:
-    """Add to what rank 0 tells of its state dict that it has the plugin, which ranks without the plugin pass over."""
+    """Add a marker to the keys that rank 0 sends: it runs the plugin. Ranks without the plugin ignore it."""
     return {**sent, _MARK: True} if sent else sent
 
 
@@ -132,13 +133,13 @@ def take_quant_states(sent: dict[str, Any], local: dict[str, Any]) -> None:
     for key in sent:
         if key in local:
             continue
-        if checkpoint_plans.weight_of(key) in local:
+        if checkpoint_plans.weight_key_of_statistic(key) in local:
             local[key] = torch.empty(0)  # the sent tensor takes its place
             took = True
     if (watched := _WATCHED.get()) is not None:
         watched.took_quant_states = took
         for key, weight in local.items():
-            watched.keep(key, sent, weight)
+            watched.take_snapshot(key, sent, weight)
 
 
 SKIP_UNKNOWN_KEYS = Rewrite(
@@ -160,7 +161,7 @@ TAKE_STATISTICS = (
         when="torch>=2.6",
     ),
 )
-"""What rank 0 sends of quantization states is kept on the other ranks."""
+"""The other ranks keep the quantization states that rank 0 sends."""
 
 WATCH_PACKED_WEIGHTS = Rewrite.to_call(
     "torch.distributed.checkpoint.state_dict:_load_model_state_dict",
@@ -168,4 +169,4 @@ WATCH_PACKED_WEIGHTS = Rewrite.to_call(
     watch_broadcast,
     "model, _broadcast_state_dict",
 )
-"""Packed weights that come without a quantization state are the model's own, or an error on every rank."""
+"""Packed weights that are sent without a quantization state must be equal to the model's own; else every rank raises."""

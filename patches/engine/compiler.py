@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, cast
 
-from . import frames, locate, match
+from . import frames, function_source, match
 from .edits import Rewrite
 
 _Stamp = tuple[int, int]
@@ -40,14 +40,14 @@ class Compiler:
 
     def rewritten(self, function: FunctionType, code: CodeType, edits: Sequence[Rewrite]) -> CodeType:
         """Make every edit in ``function``, whose code was ``code``. May raise ``Conflict``."""
-        return match.rewrite(locate.read(function, code), edits)
+        return match.rewrite(function_source.read_source(function, code), edits)
 
     def holds(self, function: FunctionType, code: CodeType, text: str) -> bool:
         """Tell whether the expression or statements ``text`` stand in ``function``, whose code was ``code``.
 
         May raise ``Conflict``.
         """
-        return match.occurrences(locate.read(function, code), text) > 0
+        return match.occurrences(function_source.read_source(function, code), text) > 0
 
     def keep(self) -> None:
         """Write new code to the file, if there is one. Raises no ``Exception``."""
@@ -141,7 +141,7 @@ def _engine() -> tuple[Any, ...] | None:
     """Identify this Python and this engine, whose code no other may use; None if our own files cannot be looked at."""
     stamps = [
         _stamp(getattr(sys.modules[name], "__file__", None))
-        for name in (__name__, frames.__name__, locate.__name__, match.__name__)
+        for name in (__name__, frames.__name__, function_source.__name__, match.__name__)
     ]
     return (importlib.util.MAGIC_NUMBER, *stamps) if all(stamps) else None
 

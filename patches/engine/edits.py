@@ -16,7 +16,7 @@ class Rewrite(NamedTuple):
 
     The function stays the same object, so every alias, bound method, hooked module and compiled
     graph sees the change, a traceback still points at the right line of the right file, and undo
-    is exact. One that several patches declare alike is made once, and stays while one of them is in.
+    is exact. If several patches declare the same rewrite, it is made once, and stays until the last of them is reverted.
 
     Parameters
     ----------

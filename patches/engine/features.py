@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from .patch import Feature
+
+if TYPE_CHECKING:
+    from .plan import Draft
+
+
+def put_in(feature: Feature, draft: Draft) -> None:
+    """Plan to put in the edits of ``feature``; raise ``Conflict`` if they do not fit."""
+    _, failed = draft.put_in({feature.id: feature.edits})
+    for error in failed.values():
+        raise error
 
 
 class Features:

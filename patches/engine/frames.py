@@ -9,7 +9,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 
-def nested(code: CodeType) -> list[CodeType]:
+def with_nested_code(code: CodeType) -> list[CodeType]:
     """Return ``code`` and the code objects inside it."""
     found = [code]
     for outer in found:
@@ -28,28 +28,28 @@ def witnessed(code: CodeType) -> CodeType:
     return code.replace(co_consts=(*inner, witness))
 
 
-def named_in(codes: Iterable[CodeType], names: Collection[str]) -> set[str]:
+def names_in_code(codes: Iterable[CodeType], names: Collection[str]) -> set[str]:
     """Return the ``names`` that ``codes``, or code inside them, look up."""
-    return {name for code in codes for part in nested(code) for name in part.co_names if name in names}
+    return {name for code in codes for part in with_nested_code(code) for name in part.co_names if name in names}
 
 
-def in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
+def names_in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
     """Return the names that a frame of any thread may still look up; ``spaces``: names by the ``id`` of their globals."""
     used: set[tuple[int, str]] = set()
     for space, code in running() if spaces else ():
         if id(space) in spaces:
-            used.update((id(space), name) for name in named_in([code], spaces[id(space)]))
+            used.update((id(space), name) for name in names_in_code([code], spaces[id(space)]))
     return used
 
 
-def holders(codes: Iterable[CodeType], spaces: Iterable[dict[str, Any]]) -> list[str]:
+def functions_that_run(codes: Iterable[CodeType], spaces: Iterable[dict[str, Any]]) -> list[str]:
     """Name the functions with globals ``spaces`` that run one of ``codes``, or code made of it; walk over all objects.
 
     Not by ``gc.get_objects``: to hold a tuple that another thread is just filling makes ``tuple()`` fail there.
     """
-    parts = {id(part) for code in codes for part in nested(code)}
+    parts = {id(part) for code in codes for part in with_nested_code(code)}
     functions = [f for f in gc.get_referrers(*spaces) if isinstance(f, FunctionType)] if parts else []
-    found = [f for f in functions if any(id(part) in parts for part in nested(f.__code__))]
+    found = [f for f in functions if any(id(part) in parts for part in with_nested_code(f.__code__))]
     return sorted({f"{f.__module__}.{f.__qualname__}" for f in found})
 
 

@@ -25,13 +25,13 @@ class Verdict(NamedTuple):
     versions: Mapping[str, str | None]
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Return the version of a distribution as its imported module gives it, before the import as its metadata do."""
     return _imported_version(package) or _metadata_version(package)
 
 
 def mismatch(package: str) -> str:
-    """Say so if the imported module is of another version than the metadata beside it; else return an empty string."""
+    """Return a sentence if the imported module is of another version than its metadata say; else an empty string."""
     here, said = _imported_version(package), _metadata_version(package)
     if not here or not said or here == said or _public(here) == _public(said):
         return ""
@@ -80,11 +80,11 @@ def packages(patch: Patch | Part) -> list[str]:
     return list(dict.fromkeys(requirement.parse(text).name for part in patch.parts for text in part.requires))
 
 
-def too_old(floors: Mapping[str, str]) -> str:
-    """Name the installed packages that are older than their release in ``floors``; empty if there are none."""
+def too_old(oldest_supported: Mapping[str, str]) -> str:
+    """Name the installed packages that are older than their release in ``oldest_supported``; empty if there are none."""
     old = []
-    for package, oldest in floors.items():
-        version = installed(package)
+    for package, oldest in oldest_supported.items():
+        version = installed_version(package)
         if version is not None and _is_older(package, version, oldest):
             old.append(f"{package} {version} is too old: {oldest} or later is needed")
     return "; ".join(old)
@@ -93,7 +93,7 @@ def too_old(floors: Mapping[str, str]) -> str:
 def satisfied(requirements: str) -> bool:
     """Tell whether the installed releases meet requirements joined by " and "; absent packages meet none."""
     for text in requirements.split(" and "):
-        version = installed(requirement.parse(text).name)
+        version = installed_version(requirement.parse(text).name)
         if version is None or not _contains(text, version):
             return False
     return True
@@ -102,7 +102,7 @@ def satisfied(requirements: str) -> bool:
 _TO_TRY = "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
 
 
-def check(part: Part, *, untested: bool = False, floors: Mapping[str, str] = MappingProxyType({})) -> Verdict:
+def check(part: Part, *, untested: bool = False, oldest_supported: Mapping[str, str] = MappingProxyType({})) -> Verdict:
     """Say whether ``part`` is for the installed releases.
 
     Parameters
@@ -110,16 +110,16 @@ def check(part: Part, *, untested: bool = False, floors: Mapping[str, str] = Map
     untested:
         Let a release pass that is newer than any that the part was tested on: the exact match of the source still
         decides.
-    floors:
-        The oldest release of each package beside which anything is changed, whatever a patch requires.
+    oldest_supported:
+        The oldest release of each package with which any patch is applied, whatever a patch requires.
     """
-    versions = {name: installed(name) for name in packages(part)}
+    versions = {name: installed_version(name) for name in packages(part)}
     for name, found in versions.items():
         if found is None:
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
-    if old := too_old(floors):
+    if old := too_old(oldest_supported):
         return Verdict(Status.NOT_AFFECTED, old, versions)
-    if not untested and (odd := [f"{n} {v}" for n, v in versions.items() if requirement.read(str(v)) is None]):
+    if not untested and (odd := [f"{n} {v}" for n, v in versions.items() if requirement.parse_version(str(v)) is None]):
         why = f"the version of {' and of '.join(odd)} cannot be read; {_TO_TRY}"
         return Verdict(Status.UNTESTED, why, versions)
     for text in part.requires:
@@ -142,8 +142,8 @@ def is_for(patch: Patch) -> bool:
 
 @functools.cache
 def _is_older(package: str, version: str, oldest: str) -> bool:
-    """Tell whether ``version`` is known to be older: one that cannot be read is not."""
-    return requirement.read(version) is not None and not _contains(f"{package}>={oldest}", version)
+    """Tell whether ``version`` is older; a version that cannot be read does not count as older."""
+    return requirement.parse_version(version) is not None and not _contains(f"{package}>={oldest}", version)
 
 
 @functools.cache

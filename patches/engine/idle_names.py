@@ -33,8 +33,8 @@ def unused(state: State, slots: Mapping[Hashable, Installed]) -> set[Hashable]:
     by_globals: dict[int, set[str]] = {}
     for slot, space in names.values():
         by_globals.setdefault(space, set()).add(slot.attribute)
-    running = frames.in_frames(by_globals)
-    held = frames.named_in(in_use(state), {slot.attribute for slot, _ in names.values()})
+    running = frames.names_in_frames(by_globals)
+    held = frames.names_in_code(in_use(state), {slot.attribute for slot, _ in names.values()})
     return {
         key
         for key, (slot, space) in names.items()
@@ -48,9 +48,9 @@ def describe(state: State) -> Iterator[str]:
     if not idle:
         return
     names = {slot.attribute for slot in idle if isinstance(slot, NameSlot)}
-    codes = [code for code in in_use(state) if frames.named_in([code], names)]
+    codes = [code for code in in_use(state) if frames.names_in_code([code], names)]
     spaces = {id(module): vars(module) for slot in idle if (module := slot.held()) is not None}
-    who = ", ".join(frames.holders(codes, spaces.values())) or "a frame, a generator or a tool that keeps it"
+    who = ", ".join(frames.functions_that_run(codes, spaces.values())) or "a frame, a generator or a tool that keeps it"
     yield (
         f"{who} still runs code of reverted patches, so the names that this code uses stay: "
         f"{', '.join(sorted(s.name for s in idle))}. Once the code has ended, patches.report(), apply() or revert() "

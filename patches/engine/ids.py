@@ -53,7 +53,7 @@ class Ids:
             chosen.add(found)
         return [patch for patch in self.present.values() if not ids or patch.id in chosen]
 
-    def keys(self, ids: tuple[str, ...]) -> list[str]:
+    def keys(self, ids: tuple[str, ...] = ()) -> list[str]:
         """Return the keys of the parts of the patches that ``ids`` mean, of all without one."""
         return [part.key for patch in self.choose(ids) for part in patch.parts]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from . import nearest
 from .edits import Rewrite
 from .frames import witnessed
-from .locate import Conflict, FunctionNode, Source, compiled
+from .function_source import Conflict, FunctionNode, Source, compile_like
 
 _NOT_COMPARED = frozenset({"ctx", "type_comment", "kind"})
 
@@ -50,14 +50,14 @@ def rewrite(source: Source, edits: Sequence[Rewrite]) -> CodeType:
     tree, function = source.parse()
     for match in matches(source, function, edits):
         _replace(match)
-    code = compiled(tree, source.code)
+    code = compile_like(tree, source.code)
     if lost := sorted(set(source.code.co_freevars) - set(code.co_freevars)):
         # An edit took out their only use; a use that never runs keeps the closure's layout.
         use = ast.parse("if 0:\n" + "".join(f"    {name}\n" for name in lost)).body[0]
         _relocate(use, function.body[-1], function.body[-1])
         at = 0 if ast.get_docstring(function, clean=False) is None else 1
         function.body.insert(at, use)
-        code = compiled(tree, source.code)
+        code = compile_like(tree, source.code)
     if code.co_freevars != source.code.co_freevars:
         raise Conflict(
             f"{edits[0].target}: the edit would change the closure from {source.code.co_freevars} to {code.co_freevars}"

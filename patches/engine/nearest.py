@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from types import CodeType
 
-from .locate import FunctionNode
+from .function_source import FunctionNode
 
 _SHORT = 160
 """Characters of code that a message shows."""

@@ -56,7 +56,7 @@ def _brief(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def missing(patch: Part) -> set[str]:
+def modules_not_imported(patch: Part) -> set[str]:
     """Return the modules that ``patch`` edits, and the package that it repairs, as far as they are not imported whole."""
     return {name for name in modules(patch) if not imported(name)}
 
@@ -67,14 +67,14 @@ def packages(patch: Patch | Part) -> set[str]:
     return {*map(gate.module_name, gate.packages(patch)), *edited}
 
 
-def is_to_come(patch: Part) -> bool:
-    """Tell whether the package that ``patch`` repairs is not imported yet: nothing else matters until then."""
-    return not imported(gate.module_name(patch.package))
+def is_package_imported(patch: Part) -> bool:
+    """Tell whether the package that ``patch`` repairs is imported: nothing else matters until then."""
+    return imported(gate.module_name(patch.package))
 
 
-def awaited(patch: Part) -> set[str]:
+def modules_to_wait_for(patch: Part) -> set[str]:
     """Return the modules whose import can still decide whether ``patch`` is applied."""
-    if is_to_come(patch):
+    if not is_package_imported(patch):
         return {gate.module_name(patch.package)}
     unseen = {name for name in map(gate.module_name, gate.packages(patch)) if not imported(name)}
-    return unseen | missing(patch)
+    return unseen | modules_not_imported(patch)

@@ -1,4 +1,4 @@
-"""Planning a change: from one state the next, and the steps between them. Nothing is written here."""
+"""Planning a change: the next state, and the writes that lead to it. Nothing is written here."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from weakref import ref
 from . import idle_names
 from .build import Builder
 from .edits import Edit
-from .frames import nested
-from .locate import Conflict, Replaced
+from .frames import with_nested_code
+from .function_source import Conflict, Replaced
 from .report import Status
 from .slots import NameSlot, Slot, slots_of
-from .state import Duty, Installed, Outcome, State
+from .state import FollowUp, Installed, Outcome, State
 from .transaction import Stale, Step
 
 NOT_FORGOTTEN = (
-    "functions that torch.compile has compiled still run the old code: a thread is running compiled code, which cannot "
-    "be discarded meanwhile. Call patches.report() or torch.compiler.reset() between two steps"
+    "functions that torch.compile has compiled still run the old code, because a thread is running compiled code now, and "
+    "it cannot be discarded meanwhile. Call patches.report() or torch.compiler.reset() between two training steps"
 )
 
 
@@ -62,23 +62,23 @@ class Draft:
         self.before = state = read()
         # Hold every place until the change is made, so that no other object gets its address meanwhile.
         places = {key: (known, known.slot.held()) for key, known in state.slots.items()}
-        self._places = [place for _, place in places.values()]
+        self._kept_alive = [place for _, place in places.values()]
         self.slots = {key: known for key, (known, place) in places.items() if place is not None}
         self.outcomes = dict(state.outcomes)
         self.waiting = dict(state.waiting)
-        self.duties = state.duties
+        self.follow_ups = state.follow_ups
         self.notes = state.notes
         self._order = order
         self._builder = builder
         self._refused = refused
-        self._changed: frozenset[Hashable] | None = None
+        self._shadowed_keys: frozenset[Hashable] | None = None
 
     @property
     def _shadowed(self) -> frozenset[Hashable]:
         """The slots that another program has changed after us; read once."""
-        if self._changed is None:
-            self._changed = frozenset(key for key, known in self.before.slots.items() if known.shadowed)
-        return self._changed
+        if self._shadowed_keys is None:
+            self._shadowed_keys = frozenset(key for key, known in self.before.slots.items() if known.shadowed)
+        return self._shadowed_keys
 
     # -- putting in ----------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class Draft:
         wanted: dict[str, list[tuple[Slot, Edit]]] = {}
         for owner, own in edits.items():
             try:
-                wanted[owner] = self._new_places(owner, own)
+                wanted[owner] = self._edits_to_add(owner, own)
             except (Conflict, Refused) as error:
                 failed[owner] = error
         while True:
@@ -103,7 +103,7 @@ class Draft:
             failed |= errors  # and once more without these owners
             wanted = {owner: own for owner, own in wanted.items() if owner not in errors}
 
-    def _new_places(self, owner: str, edits: Sequence[Edit]) -> list[tuple[Slot, Edit]]:
+    def _edits_to_add(self, owner: str, edits: Sequence[Edit]) -> list[tuple[Slot, Edit]]:
         """Find the slots of ``edits`` in which ``owner`` has no edit yet."""
         pairs = [pair for edit in edits for pair in slots_of(edit, self.before)]
         if not pairs:
@@ -141,7 +141,7 @@ class Draft:
             except Exception:
                 if unfit := self._unfit_owners(known, added[key]):
                     errors |= unfit
-                else:  # each owner fits: the error came from elsewhere, and only a second one counts
+                else:  # each owner fits alone, so something else failed: a second error is raised
                     built[key] = self._build(known, added[key])
         return built, errors
 
@@ -170,7 +170,7 @@ class Draft:
         out, and the outcome of each owner of whom something had to stay.
         """
         asked = set(owners)
-        stuck = self._stuck(asked)
+        stuck = self._owners_that_stay(asked)
         problems = {owner: Outcome(Status.APPLIED, reason) for owner, reason in stuck.items()}
         changed: set[str] = set()
         for key, known in list(self.slots.items()):
@@ -181,23 +181,23 @@ class Draft:
                 reason = f"{known.slot.name} was changed by another program after the patch was applied; left as it is"
                 problems |= {owner: Outcome(Status.SHADOWED, reason) for owner in leaving}
                 continue
-            self._leave(key, known, tuple(entry for entry in known.edits if entry[0] not in leaving))
+            self._keep_only(key, known, tuple(entry for entry in known.edits if entry[0] not in leaving))
             changed |= leaving
         return changed, problems
 
-    def _stuck(self, owners: set[str]) -> dict[str, str]:
+    def _owners_that_stay(self, owners: set[str]) -> dict[str, str]:
         """Return the ``owners`` with an edit that cannot leave its slot, each with the reason."""
         stuck: dict[str, str] = {}
         for key, known in self.slots.items():
             leaving = known.owners & owners
             if not leaving or key in self._shadowed:
                 continue
-            reason = self._kept_in(key, known, leaving)
+            reason = self._reason_to_keep(key, known, leaving)
             if reason:
                 stuck |= dict.fromkeys(leaving, f"{known.slot.name} {reason}")
         return stuck
 
-    def _kept_in(self, key: Hashable, known: Installed, leaving: Collection[str]) -> str:
+    def _reason_to_keep(self, key: Hashable, known: Installed, leaving: Collection[str]) -> str:
         """Say why the edits of ``leaving`` have to stay in a slot; empty if they need not."""
         if key in self._refused:
             return f"cannot be reverted: {self._refused[key]}"
@@ -209,7 +209,7 @@ class Draft:
                 return f"cannot be reverted alone, because another patch changed the same function: {conflict}"
         return ""
 
-    def _leave(self, key: Hashable, known: Installed, rest: tuple[tuple[str, Edit], ...]) -> None:
+    def _keep_only(self, key: Hashable, known: Installed, rest: tuple[tuple[str, Edit], ...]) -> None:
         """Let a slot have the edits ``rest`` alone; a name without edits stays until nothing uses it."""
         if rest:
             self.slots[key] = self._builder.with_edits(known, rest, self.before)
@@ -225,39 +225,39 @@ class Draft:
 
     # -- what came of it -----------------------------------------------------------------------
 
-    def owe(self, *duties: Duty) -> None:
-        """Note ``duties`` to be done after the change."""
-        self.duties = (*self.duties, *(duty for duty in duties if duty not in self.duties))
+    def add_follow_up(self, *follow_ups: FollowUp) -> None:
+        """Note ``follow_ups``, to be done after the change."""
+        self.follow_ups = (*self.follow_ups, *(new for new in follow_ups if new not in self.follow_ups))
 
     def note(self, text: str) -> None:
         """Add a sentence to every later report, once."""
         if text not in self.notes:
             self.notes = (*self.notes, text)
 
-    def fulfil_damage(self, found: Mapping[Duty, tuple[str, ...]]) -> None:
+    def record_damage(self, found: Mapping[FollowUp, tuple[str, ...]]) -> None:
         """Add what was ``found`` damaged to the outcomes of the patches that are still in."""
-        self.duties = tuple(duty for duty in self.duties if duty not in found)
-        for duty, notes in found.items():
-            outcome = self.outcomes.get(duty.owner)
+        self.follow_ups = tuple(other for other in self.follow_ups if other not in found)
+        for scan, notes in found.items():
+            outcome = self.outcomes.get(scan.owner)
             if notes and outcome is not None and outcome.status is Status.APPLIED:
-                self.outcomes[duty.owner] = Outcome(outcome.status, outcome.reason, notes)
+                self.outcomes[scan.owner] = Outcome(outcome.status, outcome.reason, notes)
 
-    def fulfil_compiled(self, said: str | None) -> None:
+    def record_compiled_discarded(self, said: str | None) -> None:
         """Take note that compiled code was discarded; ``said`` is None if that was not possible now: it is tried again."""
         if said is None:
             self.note(NOT_FORGOTTEN)
             return
-        self.duties = tuple(other for other in self.duties if other != Duty("compiled"))
+        self.follow_ups = tuple(other for other in self.follow_ups if other != FollowUp("compiled"))
         self.notes = tuple(note for note in self.notes if note != NOT_FORGOTTEN)
         if said:
             self.note(said)
 
-    def conclude(self, owner: str, outcome: Outcome) -> None:
+    def set_outcome(self, owner: str, outcome: Outcome) -> None:
         """Note the ``outcome`` of an owner."""
         self.outcomes[owner] = outcome
 
-    def forget_refusal(self, owner: str) -> None:
-        """Drop the reason why an owner could not be put in earlier: it is not its state now."""
+    def clear_failed_outcome(self, owner: str) -> None:
+        """Drop an earlier failure of an owner: nothing of it is in now."""
         if owner in self.outcomes and self.outcomes[owner].status is not Status.REVERTED:
             del self.outcomes[owner]
 
@@ -274,19 +274,19 @@ class Draft:
             old = known.original if before is None else before.value
             new = known.original if after is None else after.value
             if old is not new and key not in self._shadowed:  # what someone else has put there stays
-                steps.append((known.slot.rank, known.slot.step(old, new)))
+                steps.append((known.slot.write_order, known.slot.step(old, new)))
         return [step for _, step in sorted(steps, key=lambda pair: pair[0]) if step is not None]
 
     def state(self) -> State:
         """Return the state that was planned."""
-        return State(self.slots, self.outcomes, self.waiting, self.duties, self._retired(), self.notes)
+        return State(self.slots, self.outcomes, self.waiting, self.follow_ups, self._retired(), self.notes)
 
     def _retired(self) -> tuple[ref[CodeType], ...]:
-        """Return living code that was reverted, by this change or before, while names that it uses are there."""
+        """Return weak references to reverted code that is alive, and may use names that are not removed yet."""
         if all(known.edits for known in self.slots.values()):
             return ()
         alive = [code for code in self.before.retired if code() is not None]
-        reverted = [ref(part) for code in self._reverted() for part in nested(code)]
+        reverted = [ref(part) for code in self._reverted() for part in with_nested_code(code)]
         return (*alive, *reverted)
 
     def _reverted(self) -> Iterator[CodeType]:

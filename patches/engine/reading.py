@@ -8,7 +8,7 @@ from typing import Any
 
 from . import gate, needs
 from .edits import Edit
-from .locate import Conflict
+from .function_source import Conflict
 from .patch import Feature, Part, Patch
 from .report import Change, Result, Status
 from .slots import NameSlot, Slot, slots_of
@@ -75,7 +75,7 @@ def part_result(state: State, patch: Patch, part: Part, verdict: gate.Verdict, *
         status, reason = Status.DISABLED, "PATCHES_DISABLE names it or its group"
     elif outcome is not None and outcome.status is not Status.APPLIED:
         status, reason = outcome.status, outcome.reason
-    elif status is Status.AVAILABLE and (missing := needs.missing(part)):
+    elif status is Status.AVAILABLE and (missing := needs.modules_not_imported(part)):
         status = Status.PENDING
         follows = (
             "the patch is applied after its import" if part.key in state.waiting else "call apply() after its import"

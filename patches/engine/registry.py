@@ -12,12 +12,12 @@ from typing import Any
 from . import gate, idle_names, imports, needs, reading
 from .build import Builder
 from .edits import Edit
-from .features import Features
+from .features import Features, put_in
 from .ids import Ids, patch_id_of
 from .patch import Feature, Part, Patch
 from .plan import Draft, outcome_of
 from .report import Report, Status
-from .state import Duty, Outcome, State
+from .state import FollowUp, Outcome, State
 from .transaction import Stale, StepFailed, Store
 
 
@@ -36,37 +36,37 @@ class Registry:
         self,
         patches: Iterable[Patch],
         forget_compiled: Callable[[], str | None] = lambda: "",
-        survey: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        damage_scan: Callable[[], AbstractContextManager[Any]] = nullcontext,
         builder: Builder | None = None,
-        floors: Mapping[str, str] = MappingProxyType({}),
+        oldest_supported: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Take all patches, and the functions that depend on the libraries.
 
         ``forget_compiled`` is called after each change: compilers discard what they made of the old code. It returns a
-        note for the report, often empty, or None if it has to be called again later. ``survey`` is entered around the
-        calls of ``damage()``, also within itself, and before the objects that they look at are changed. ``floors``: see
+        note for the report, often empty, or None if it has to be called again later. ``damage_scan`` makes one walk over
+        live objects serve all calls of ``damage()`` inside; it may be nested, and is entered before objects change. ``oldest_supported``: see
         :func:`.gate.check`.
         """
         self.ids = Ids(patches, self.note)
         self.patches = self.ids.present
-        self.floors = floors
+        self.oldest_supported = oldest_supported
         self.disabled: frozenset[str] = frozenset()
         self.on_change: Callable[[Report], None] | None = None
         """Called with the patches that an import, or :meth:`follow_imports`, has just brought to an end state."""
         self._forget_compiled = forget_compiled
-        self._survey = survey
+        self._damage_scan = damage_scan
         self._store: Store[State] = Store(State())
         self._features = Features()
         self._builder = builder or Builder()
         self._hooked: set[str] = set()
-        self._order = {key: i for i, key in enumerate(self.ids.keys(()))}
+        self._order = {key: i for i, key in enumerate(self.ids.keys())}
 
     edits = staticmethod(needs.edits)
     import_targets = staticmethod(needs.import_targets)
 
     def verdict(self, part: Part, *, untested: bool = False) -> gate.Verdict:
         """Say whether ``part`` is for the installed releases."""
-        return gate.check(part, untested=untested, floors=self.floors)
+        return gate.check(part, untested=untested, oldest_supported=self.oldest_supported)
 
     # -- the three verbs -----------------------------------------------------------------------
 
@@ -78,8 +78,8 @@ class Registry:
         """
         chosen = self.ids.keys(ids)
         active = self._store.read().active
-        looks = any(self.ids.part(key).damage and key not in active for key in chosen)
-        with self._survey() if looks else nullcontext():
+        has_damage_check = any(self.ids.part(key).damage and key not in active for key in chosen)
+        with self._damage_scan() if has_damage_check else nullcontext():
             self._put_in(chosen, untested)
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):
@@ -114,23 +114,23 @@ class Registry:
         Raises ``PatchError`` on entry, unless ``strict`` is false, if one cannot be applied.
         """
         state = self._store.read()
-        known = {*state.active, *state.waiting}
-        fresh = [p.id for p in self.ids.choose(ids) if not any(part.key in known for part in p.parts)]
+        before = {*state.active, *state.waiting}
+        newly_applied = [p.id for p in self.ids.choose(ids) if not any(part.key in before for part in p.parts)]
         try:
             yield self.apply(*ids, strict=strict, untested=untested)
         finally:
-            if fresh:
-                self.revert(*fresh)
+            if newly_applied:
+                self.revert(*newly_applied)
 
     def note(self, text: str) -> None:
         """Add a sentence to every report from now on."""
         self._commit(lambda draft: draft.note(text))
 
     def prepare(self) -> None:
-        """Make all code that :meth:`apply` would put in now, and remember it; change nothing."""
+        """Make the code that :meth:`apply` would put in now, and keep it for later processes; change nothing."""
         with contextlib.suppress(Stale):
             draft = Draft(self._store.read, self._order, self._builder, {})
-            self._plan_apply(dict.fromkeys(self.ids.keys(()), False), frozenset(), draft)
+            self._plan_apply(dict.fromkeys(self.ids.keys(), False), frozenset(), draft)
         self._builder.compiler.keep()
 
     # -- features: edits that are in while someone uses them -----------------------------------
@@ -141,121 +141,118 @@ class Registry:
         Raises ``Conflict`` if they do not fit; then none is in.
         """
         self._features.add_user(feature, user)
-        self._change(partial(self._plan_feature, feature))
+        self._change(partial(put_in, feature))
 
     def release(self, feature: Feature, user: object) -> list[str]:
         """End the use of ``feature`` by ``user``; the last one takes the edits out. Returns why some had to stay."""
         self._features.remove_user(feature, user)
-        left = self._change(lambda draft: None)  # every change takes out the features that have no user
-        return [outcome.reason for owner, outcome in left.items() if owner == feature.id]
-
-    @staticmethod
-    def _plan_feature(feature: Feature, draft: Draft) -> None:
-        _, failed = draft.put_in({feature.id: feature.edits})
-        for error in failed.values():
-            raise error
+        kept = self._change(lambda draft: None)  # every change takes out the features that have no user
+        return [outcome.reason for owner, outcome in kept.items() if owner == feature.id]
 
     def follow_imports(self, *, untested: bool = False) -> None:
         """Apply all patches as :meth:`apply` does; ``on_change`` is told what became of the parts that need not wait."""
-        keys = self.ids.keys(())
+        keys = self.ids.keys()
         self._put_in(keys, untested)
-        self._tell(keys)
+        self._notify(keys)
 
     # -- planning ------------------------------------------------------------------------------
 
-    def _plan_apply(self, chosen: Mapping[str, bool], fresh: Collection[str], draft: Draft) -> None:
-        """Plan to put in each patch that fits here; the others of ``chosen`` wait for modules that are not imported."""
+    def _plan_apply(self, untested_by_key: Mapping[str, bool], just_imported: Collection[str], draft: Draft) -> None:
+        """Plan to put in each part that fits here; the others wait for modules that are not imported.
+
+        ``untested_by_key`` has the key of each part, and whether it may go in on a release that it was not tested on.
+        """
         ready: dict[str, list[Edit]] = {}
         active = draft.before.active.keys()
-        for key, untested in chosen.items():
+        for key, untested in untested_by_key.items():
             part = self.ids.part(key)
             if key not in active:
                 draft.outcomes.pop(key, None)
             if patch_id_of(key) in self.disabled:
                 continue
             draft.waiting.pop(key, None)
-            fits = not needs.is_to_come(part) and self.verdict(part, untested=untested).status is Status.AVAILABLE
-            if fits and not needs.missing(part):
+            fits = needs.is_package_imported(part) and self.verdict(part, untested=untested).status is Status.AVAILABLE
+            if fits and not needs.modules_not_imported(part):
                 ready[key] = needs.edits(part)
-            elif needs.awaited(part):
+            elif needs.modules_to_wait_for(part):
                 draft.waiting[key] = untested
         changed, failed = draft.put_in(ready)
         for key in failed.keys() - active:
-            draft.conclude(key, outcome_of(failed[key]))
+            draft.set_outcome(key, outcome_of(failed[key]))
         for key in changed:
             part = self.ids.part(key)
-            draft.conclude(key, Outcome(Status.APPLIED))
-            draft.owe(Duty("compiled"))
-            if part.damage is not None and part.package not in fresh:
-                draft.owe(Duty("damage", key))
+            draft.set_outcome(key, Outcome(Status.APPLIED))
+            draft.add_follow_up(FollowUp("compiled"))
+            if part.damage is not None and part.package not in just_imported:
+                draft.add_follow_up(FollowUp("damage", key))
 
     def _plan_revert(self, owners: Collection[str], draft: Draft) -> None:
         changed, problems = draft.take_out(owners)
         for owner in owners:
             draft.waiting.pop(owner, None)
             if owner in problems or owner in changed:
-                draft.conclude(owner, problems.get(owner, Outcome(Status.REVERTED)))
+                draft.set_outcome(owner, problems.get(owner, Outcome(Status.REVERTED)))
             else:
-                draft.forget_refusal(owner)
+                draft.clear_failed_outcome(owner)
         if changed:
-            draft.owe(Duty("compiled"))
+            draft.add_follow_up(FollowUp("compiled"))
 
     # -- changing ------------------------------------------------------------------------------
 
-    def _put_in(self, ids: Collection[str], untested: bool) -> None:
-        self._change(partial(self._plan_apply, dict.fromkeys(ids, untested), frozenset()))
+    def _put_in(self, keys: Collection[str], untested: bool) -> None:
+        self._change(partial(self._plan_apply, dict.fromkeys(keys, untested), frozenset()))
         self._await_imports()
-        if len(ids) >= len(self.ids.keys(())):  # what a few make is made for a trial
+        if len(keys) >= len(self.ids.keys()):  # a few parts are usually a trial: their code is not kept
             self._builder.compiler.keep()
 
     def _change(self, plan: Callable[[Draft], None]) -> dict[str, Outcome]:
         """Plan and commit, see :meth:`_commit`; then do what the change leaves to be done."""
         try:
-            left = self._commit(plan)
-            self._settle()
-            return left
+            kept = self._commit(plan)
+            self._do_follow_ups()
+            return kept
         finally:
             self._sweep()
 
     def _commit(self, plan: Callable[[Draft], None]) -> dict[str, Outcome]:
-        """Plan and commit; again if another thread was faster, or without a slot that could not be written twice.
+        """Plan and commit; plan again if another thread was faster, or without a slot that failed to be written twice.
 
-        Returns the outcome of each feature that nobody uses any more and that could not be taken out.
+        Returns the outcome of each feature that has no user any more and could not be taken out.
         """
-        tried: set[Hashable] = set()
+        failed_once: set[Hashable] = set()
         refused: dict[Hashable, str] = {}
         while True:
             draft = Draft(self._store.read, self._order, self._builder, refused)
             try:
                 plan(draft)
                 unused = self._features.unused()
-                left = draft.take_out(unused)[1] if unused else {}
+                kept = draft.take_out(unused)[1] if unused else {}
                 self._store.commit(draft.before, draft.state(), draft.steps())
-                return left
+                return kept
             except Stale:
                 continue
             except StepFailed as failed:
                 key = failed.step.place.key
-                if key in tried:
+                if key in failed_once:
                     refused[key] = f"{type(failed.__cause__).__name__}: {failed.__cause__}"
-                tried.add(key)
+                failed_once.add(key)
 
-    def _settle(self) -> None:
-        """Do what earlier changes left to be done, each until it succeeds, also after an interrupt."""
-        looks = [duty for duty in self._store.read().duties if duty.kind == "damage"]
-        if looks:
-            with self._survey():
-                found = {duty: self.ids.part(duty.owner).damaged() for duty in looks}
-            self._commit(partial(Draft.fulfil_damage, found=found))
-        if Duty("compiled") in self._store.read().duties:
-            self._commit(partial(Draft.fulfil_compiled, said=self._forgotten()))
+    def _do_follow_ups(self) -> None:
+        """Do the follow-ups of earlier changes, each until it succeeds, also after an interrupt."""
+        scans = [follow_up for follow_up in self._store.read().follow_ups if follow_up.kind == "damage"]
+        if scans:
+            with self._damage_scan():
+                found = {scan: self.ids.part(scan.owner).damaged() for scan in scans}
+            self._commit(partial(Draft.record_damage, found=found))
+        if FollowUp("compiled") in self._store.read().follow_ups:
+            self._commit(partial(Draft.record_compiled_discarded, said=self._discard_compiled()))
 
     def _sweep(self) -> None:
-        """Take out the names that nothing uses any more: not with the code, which must be gone before."""
+        """Take out the names that no living code uses; in a commit of its own, for the reverted code must be gone before."""
         if self._store.read().idle_names:
             self._commit(Draft.sweep)
 
-    def _forgotten(self) -> str | None:
+    def _discard_compiled(self) -> str | None:
         try:
             return self._forget_compiled()
         except Exception as error:
@@ -264,17 +261,17 @@ class Registry:
     # -- what an import brings -----------------------------------------------------------------
 
     def _await_imports(self) -> None:
-        """Be called when a module arrives that a waiting patch is waiting for."""
+        """Register :meth:`_on_import` for each module that a waiting part needs."""
         waiting = self._store.read().waiting
-        awaited = {key: needs.awaited(self.ids.part(key)) for key in waiting}
+        awaited = {key: needs.modules_to_wait_for(self.ids.part(key)) for key in waiting}
         for name in set().union(*awaited.values()) - self._hooked:
-            imports.after_import(name, partial(self._arrived, name))
+            imports.after_import(name, partial(self._on_import, name))
             self._hooked.add(name)
-        # What arrived after the plan was made, and before anybody was asked to tell.
+        # Imported after the plan was made and before the hook was set: no hook will be called.
         if late := {key: waiting[key] for key, names in awaited.items() if not names}:
             self._change(partial(self._plan_apply, late, frozenset()))
 
-    def _arrived(self, name: str) -> None:
+    def _on_import(self, name: str) -> None:
         """Apply the patches that waited for module ``name``. Raise nothing into its import."""
         try:
             package, waiting = name.partition(".")[0], self._store.read().waiting
@@ -282,19 +279,19 @@ class Registry:
             if ready:
                 self._change(partial(self._plan_apply, ready, frozenset({package})))
             self._await_imports()
-            self._tell(ready)
+            self._notify(ready)
             self._builder.compiler.keep()
         except Exception as error:
             with contextlib.suppress(Exception):
                 self.note(f"after the import of {name}: {type(error).__name__}: {error}")
 
-    def _tell(self, keys: Iterable[str]) -> None:
+    def _notify(self, keys: Iterable[str]) -> None:
         """Tell ``on_change`` what became of those parts of ``keys`` that wait for nothing."""
         state = self._store.read()
-        settled = [key for key in keys if key not in state.waiting]
-        if self.on_change is not None and settled:
+        finished = [key for key in keys if key not in state.waiting]
+        if self.on_change is not None and finished:
             results = []
-            for key in settled:
+            for key in finished:
                 patch, part = self.patches[patch_id_of(key)], self.ids.part(key)
                 disabled = patch.id in self.disabled
                 results.append(reading.part_result(state, patch, part, self.verdict(part), disabled=disabled))

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from .edits import Rewrite
-from .locate import Source
+from .function_source import Source
 from .match import matches
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List, ast.Dict, ast.Set)
@@ -22,10 +22,10 @@ _OPERATIONS = (ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Attribute, a
 def of_code(source: Source, edits: Sequence[Rewrite]) -> str:
     """Show ``edits`` as a unified diff of the file that the function stands in."""
     first = source.code.co_firstlineno - 1
-    head, tail = source.file[:first], source.file[first + len(source.lines) :]
+    head, tail = source.file_lines[:first], source.file_lines[first + len(source.function_lines) :]
     after = head + _spliced(source, edits) + tail
     path = _short(source.code.co_filename)
-    return "".join(difflib.unified_diff(source.file, after, f"a/{path}", f"b/{path}"))
+    return "".join(difflib.unified_diff(source.file_lines, after, f"a/{path}", f"b/{path}"))
 
 
 def of_attribute(name: str, before: Sequence[Any], after: Sequence[Any]) -> str:
@@ -64,7 +64,7 @@ def _spliced(source: Source, edits: Sequence[Rewrite]) -> list[str]:
     """Make the edits in the lines of ``source``, for people to read."""
     _, function = source.parse()
     first = source.code.co_firstlineno
-    lines = [line.encode() for line in source.lines]
+    lines = [line.encode() for line in source.function_lines]
     spans = []
     for match in matches(source, function, edits):
         start: Any = match.nodes[0]

@@ -37,7 +37,7 @@ class Requirement(NamedTuple):
         taken to lie on both sides of it. A release candidate counts as its release. What follows a "+" does not
         matter. A version that cannot be read meets every bound.
         """
-        here = read(version)
+        here = parse_version(version)
         if here is None:
             return True
         base = Version(here.base_version)
@@ -50,7 +50,7 @@ class Requirement(NamedTuple):
         )
 
 
-def read(version: str) -> Version | None:
+def parse_version(version: str) -> Version | None:
     """``version`` without what follows a "+"; None if it is none."""
     try:
         return Version(Version(version).public)

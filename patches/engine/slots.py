@@ -15,10 +15,10 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 from weakref import ref
 
-from . import locate, match, render, targets
+from . import function_source, match, render, targets
 from .compiler import Compiler
 from .edits import DeleteAttribute, Edit, Rewrite, SetAttribute
-from .locate import Conflict, Replaced
+from .function_source import Conflict, Replaced
 from .state import State
 from .targets import ABSENT
 from .transaction import Step
@@ -34,7 +34,7 @@ class Slot(Protocol):
     """Two slots with the same key are the same place."""
     name: str
     """The target that it was found by."""
-    rank: int
+    write_order: int
     """Where in a change it is written: names before the attributes and code that use them."""
 
     @property
@@ -63,7 +63,7 @@ class Slot(Protocol):
 class CodeSlot:
     """The ``__code__`` of a function."""
 
-    rank = 2
+    write_order = 2
 
     def __init__(self, function: FunctionType, edit: Rewrite) -> None:
         self.held = ref(function)
@@ -91,7 +91,7 @@ class CodeSlot:
         return Step(self, *(partial(setattr, function, "__code__", code) for code in (after, before)))
 
     def diff(self, original: CodeType, edits: Sequence[Rewrite]) -> str:
-        return render.of_code(locate.read(self._function(), original), edits)
+        return render.of_code(function_source.read_source(self._function(), original), edits)
 
     def displaced(self) -> str:
         return targets.displaced(self._edit, self._function())
@@ -106,8 +106,8 @@ class CodeSlot:
 class _Entry:
     """One entry in the ``__dict__`` of a class or module."""
 
-    def __init__(self, owner: Any, attribute: str, name: str) -> None:
-        self.held = ref(owner)
+    def __init__(self, holder: Any, attribute: str, name: str) -> None:
+        self.held = ref(holder)
         self.attribute = attribute
         self.name = name
 
@@ -116,27 +116,27 @@ class _Entry:
         return self.held() is not None
 
     def read(self) -> Any:
-        owner = self.held()
-        return ABSENT if owner is None else vars(owner).get(self.attribute, ABSENT)
+        holder = self.held()
+        return ABSENT if holder is None else vars(holder).get(self.attribute, ABSENT)
 
     def step(self, before: Any, after: Any) -> Step | None:
-        owner = self.held()
-        return None if owner is None else Step(self, *(self._put(owner, value) for value in (after, before)))
+        holder = self.held()
+        return None if holder is None else Step(self, *(self._put(holder, value) for value in (after, before)))
 
-    def _put(self, owner: Any, value: Any) -> partial[Any]:
+    def _put(self, holder: Any, value: Any) -> partial[Any]:
         if value is ABSENT:
-            return partial(delattr, owner, self.attribute)
-        return partial(setattr, owner, self.attribute, value)
+            return partial(delattr, holder, self.attribute)
+        return partial(setattr, holder, self.attribute, value)
 
 
 class AttributeSlot(_Entry):
     """An attribute that edits set or delete."""
 
-    rank = 1
+    write_order = 1
 
-    def __init__(self, owner: Any, attribute: str, name: str) -> None:
-        super().__init__(owner, attribute, name)
-        self.key: Hashable = ("attribute", id(owner), attribute)
+    def __init__(self, holder: Any, attribute: str, name: str) -> None:
+        super().__init__(holder, attribute, name)
+        self.key: Hashable = ("attribute", id(holder), attribute)
 
     def build(
         self,
@@ -156,16 +156,16 @@ class AttributeSlot(_Entry):
 
     def displaced(self) -> str:
         try:
-            owner, _ = targets.owner_of(self.name)
+            holder, _ = targets.holder_of(self.name)
         except Conflict:
             return f"{self.name} was removed by another program after the patch was applied"
-        return "" if owner is self.held() else f"{self.name} is an attribute of another class now"
+        return "" if holder is self.held() else f"{self.name} is an attribute of another class now"
 
 
 class NameSlot(_Entry):
     """A global that rewritten code needs. It stays while such code is alive anywhere, see :mod:`.frames`."""
 
-    rank = 0
+    write_order = 0
 
     def __init__(self, module: ModuleType, name: str) -> None:
         super().__init__(module, name, f"{module.__name__}:{name}")
@@ -236,7 +236,7 @@ def slots_of(edit: Edit, state: State = UNCHANGED) -> list[tuple[Slot, Edit]]:
     if a function of another package stands there.
     """
     if not isinstance(edit, Rewrite):
-        return [(AttributeSlot(*targets.owner_of(edit.target), edit.target), edit)]
+        return [(AttributeSlot(*targets.holder_of(edit.target), edit.target), edit)]
     function = targets.function_of(edit, state.original_attribute)
     slots: list[tuple[Slot, Edit]] = []
     if edit.names:

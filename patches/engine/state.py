@@ -47,8 +47,8 @@ class Outcome(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Duty(NamedTuple):
-    """What a change leaves to be done outside of it; it stays until it was done, also after an interrupt."""
+class FollowUp(NamedTuple):
+    """A task that a change leaves to be done after it; it stays until it was done, also after an interrupt."""
 
     kind: str
     """``"damage"``: look for what the defect had damaged; ``"compiled"``: have compiled code forgotten."""
@@ -61,7 +61,7 @@ class State:
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     waiting: Mapping[str, bool] = field(default_factory=dict)
     """Patches that follow an import, and whether on untested releases too."""
-    duties: tuple[Duty, ...] = ()
+    follow_ups: tuple[FollowUp, ...] = ()
     retired: tuple[ref[CodeType], ...] = field(default=(), repr=False)
     """Code that was reverted while names that it uses are still there; held weakly, for others may have it."""
     notes: tuple[str, ...] = ()
@@ -72,11 +72,11 @@ class State:
         ours = known is not None and known.slot.held() is function and known.value is function.__code__
         return known.original if known is not None and ours else function.__code__
 
-    def original_attribute(self, owner: Any, attribute: str) -> Any:
+    def original_attribute(self, holder: Any, attribute: str) -> Any:
         """Return the value that an attribute had before us, or has now if another program has changed it since."""
-        raw = raw_attribute(owner, attribute)
-        known = self.slots.get(("attribute", id(owner), attribute))
-        ours = known is not None and known.slot.held() is owner and known.value is raw
+        raw = raw_attribute(holder, attribute)
+        known = self.slots.get(("attribute", id(holder), attribute))
+        ours = known is not None and known.slot.held() is holder and known.value is raw
         return known.original if known is not None and ours else raw
 
     @property

@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from .edits import Rewrite
-from .locate import Conflict, Replaced
+from .function_source import Conflict, Replaced
 
 
 class _Absent:
@@ -21,23 +21,23 @@ ABSENT: Any = _Absent()
 """Stands for an attribute that is not there."""
 
 
-def owner_of(target: str) -> tuple[Any, str]:
+def holder_of(target: str) -> tuple[Any, str]:
     """Return the class or module that holds the last name of ``target``, and that name."""
     module, _, path = target.partition(":")
     *parents, attribute = path.split(".")
-    owner: Any = sys.modules.get(module)
-    if owner is None:
+    holder: Any = sys.modules.get(module)
+    if holder is None:
         raise Conflict(f"{target}: {module} is not imported")
     for parent in parents:
-        owner = vars(owner).get(parent, ABSENT)
-        if not isinstance(owner, type):
+        holder = vars(holder).get(parent, ABSENT)
+        if not isinstance(holder, type):
             raise Conflict(f"{target}: {module} has no class {parent}")
-    return owner, attribute
+    return holder, attribute
 
 
-def raw_attribute(owner: Any, attribute: str) -> Any:
+def raw_attribute(holder: Any, attribute: str) -> Any:
     """Return the raw value of an attribute of a class or module itself; ``ABSENT`` if there is none."""
-    return vars(owner).get(attribute, ABSENT)
+    return vars(holder).get(attribute, ABSENT)
 
 
 def function_of(edit: Rewrite, raw: Callable[[Any, str], Any] = raw_attribute) -> FunctionType:
@@ -53,7 +53,7 @@ def function_of(edit: Rewrite, raw: Callable[[Any, str], Any] = raw_attribute) -
 
 def _found(edit: Rewrite, raw: Callable[[Any, str], Any]) -> FunctionType:
     if edit.reach is None:
-        return unwrapped(raw(*owner_of(edit.target)), edit.target)
+        return unwrapped(raw(*holder_of(edit.target)), edit.target)
     try:
         return edit.reach()
     except LookupError as error:

@@ -12,11 +12,11 @@ from .packed_experts import PackedExperts
 from .quantize import QuantizationConfig
 from .tensor import as_parameter
 
-_TABLES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_TENSOR_STATISTICS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 _SCALES = "SCB"
 _INT8 = (_SCALES, "weight_format")  # beside the weight, and not below it
-STATISTICS = (*_TABLES, *_STATES, *_INT8)
+STATISTICS = (*_TENSOR_STATISTICS, *_STATES, *_INT8)
 
 
 def statistic_name(weight: str, statistic: str) -> str:
@@ -36,14 +36,14 @@ def read_matrices(source: str, tensors: dict[str, Any], target: Any) -> list[Any
     counts = {name: len(values) for name, values in statistics.items()}
     states = [name for name in _STATES if name in statistics]
     if int8 := bool(statistics.keys() & {*_INT8}):
-        expected = {_SCALES: counts.get(_SCALES, 0)}
+        found_counts = {_SCALES: counts.get(_SCALES, 0)}
         mixed = bool(statistics.keys() - {*_INT8})
     else:
-        expected = {name: counts.get(name, 0) for name in ("absmax", "quant_map")}
-        expected["quant_state"] = sum(counts[name] for name in states)
+        found_counts = {name: counts.get(name, 0) for name in ("absmax", "quant_map")}
+        found_counts["quant_state"] = sum(counts[name] for name in states)
         nested = {count for name, count in counts.items() if name.startswith("nested")}
         mixed = len(states) > 1 or bool(nested - {len(packed)})
-    for name, count in expected.items():
+    for name, count in found_counts.items():
         if count != len(packed):
             raise ValueError(
                 f"{source}: {len(packed)} experts are packed, but {count} have {name}. Download or save the checkpoint again."
@@ -94,19 +94,22 @@ def _kind(matrix: tuple[Any, Any]) -> str:
 
 
 def make_parameter(
-    name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig, swapped: bool = False
+    name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig, transposed: bool = False
 ) -> Any:
-    """Make the parameter, if its matrices fit together and ``target``; ``swapped``: it shows each matrix transposed."""
-    experts = _stacked_int8 if matrices[0][0][0].dtype == torch.int8 else _stacked
-    made = experts(name, matrices, target, how)
+    """Make the parameter of the experts' matrices, which it shows ``transposed`` if asked to.
+
+    Raises `ValueError` if the matrices do not fit together, or do not fit ``target``.
+    """
+    stack = _stack_int8 if matrices[0][0][0].dtype == torch.int8 else _stack_4bit
+    made = stack(name, matrices, target, how)
     count, rows, columns = made.shape
-    shape = (count, columns, rows) if swapped else made.shape
+    shape = (count, columns, rows) if transposed else made.shape
     if shape != tuple(target.shape):
         raise ValueError(f"{name}: the checkpoint has shape {shape}, the model {tuple(target.shape)}")
-    return as_parameter(made, target.dtype, swapped)
+    return as_parameter(made, target.dtype, transposed)
 
 
-def _stacked_int8(name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig) -> PackedExperts:
+def _stack_int8(name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig) -> PackedExperts:
     for group in matrices:
         for number, (packed, scales) in enumerate(group):
             if packed.shape != group[0][0].shape or scales.shape != packed.shape[:1]:
@@ -117,7 +120,7 @@ def _stacked_int8(name: str, matrices: list[list[Any]], target: Any, how: Quanti
     return PackedExperts.from_scales(matrices, target.dtype, how.threshold)
 
 
-def _stacked(name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig) -> PackedExperts:
+def _stack_4bit(name: str, matrices: list[list[Any]], target: Any, how: QuantizationConfig) -> PackedExperts:
     for group in matrices:
         first = group[0][1]
         for number, (packed, state) in enumerate(group):
@@ -132,7 +135,7 @@ def _stacked(name: str, matrices: list[list[Any]], target: Any, how: Quantizatio
                     f"{matrices[0][0][0].dtype}"
                 )
             _check_lengths(f"{name}: expert {number}", packed, state)
-            _check_tables(f"{name}: expert {number}", state, matrices[0][0][1])
+            _check_quant_maps(f"{name}: expert {number}", state, matrices[0][0][1])
             state.dtype = target.dtype  # as transformers-quant-state-dtype for linear layers
     return PackedExperts.from_states(matrices)
 
@@ -143,16 +146,16 @@ def _check_lengths(what: str, packed: Any, state: Any) -> None:
     blocks = -(-values // state.blocksize)
     lengths = [("packed weights", packed.nbytes, -(-values // 2)), ("absmax", state.absmax.numel(), blocks)]
     if state.nested:
-        double = state.state2
-        lengths.append(("nested_absmax", double.absmax.numel(), -(-blocks // double.blocksize)))
-        lengths.append(("nested_quant_map", double.code.numel(), 256))
+        nested = state.state2
+        lengths.append(("nested_absmax", nested.absmax.numel(), -(-blocks // nested.blocksize)))
+        lengths.append(("nested_quant_map", nested.code.numel(), 256))
     for part, got, expected in [*lengths, ("quant_map", state.code.numel(), 16)]:
         if got != expected:
             raise ValueError(f"{what} has shape {tuple(state.shape)}, but {part} of {got} values: expected {expected}")
 
 
-def _check_tables(what: str, state: Any, first: Any) -> None:
-    """Raise `ValueError` if a matrix is not read by the tables of the first, which all share."""
+def _check_quant_maps(what: str, state: Any, first: Any) -> None:
+    """Raise `ValueError` if a quant_map of a matrix differs from the one of expert 0, which all experts share."""
     pairs = [("quant_map", state.code, first.code)]
     if state.nested:
         pairs.append(("nested_quant_map", state.state2.code, first.state2.code))

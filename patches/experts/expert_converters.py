@@ -25,9 +25,9 @@ from .checkpoint_matrices import (
     statistic_name,
     to_dense_matrix,
 )
-from .experts_in_model import ExpertParameter, count_stacked_matrices, find_experts, has_packed_experts, makes_parameter
+from .experts_in_model import ExpertParameter, find_experts, has_packed_experts, makes_parameter, matrices_per_expert_of
 from .products import register_transformers_operators
-from .quantize import QuantizationConfig, is_to_be_quantized, packed_matrices, reason_for_none
+from .quantize import QuantizationConfig, is_to_be_quantized, quantize_experts_by_matrix, reason_for_none
 from .tensor import as_parameter
 
 _STATISTIC_OF_AN_EXPERT = re.compile(r"experts\.\w+_proj\.\d+\.(weight\.absmax|SCB)$")
@@ -86,7 +86,9 @@ class Reading(NamedTuple):
 
     def quantized(self, experts: Any, name: str, model: Any) -> Any:
         """Make the parameter ``name`` of experts, each a sequence of its matrices."""
-        return as_parameter(packed_matrices(experts, self.config_for(name, model)), model.get_parameter(name).dtype)
+        return as_parameter(
+            quantize_experts_by_matrix(experts, self.config_for(name, model)), model.get_parameter(name).dtype
+        )
 
     def quantized_whole(self, experts: torch.Tensor, name: str, model: Any) -> Any:
         """Make the parameter ``name`` of all experts in one tensor, each one matrix."""
@@ -100,7 +102,7 @@ def _replaced(mapping: list[Any], found: list[ExpertParameter], how: Reading) ->
     result = []
     for each in mapping:
         names = {name for name in left if isinstance(each, WeightConverter) and makes_parameter(each, name)}
-        if names and count_stacked_matrices(each):
+        if names and matrices_per_expert_of(each):
             each = ExpertsConverter.of(each, names, how)
             left -= names
         elif names and how.asked:  # made otherwise: quantized once it is made

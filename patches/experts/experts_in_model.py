@@ -43,7 +43,7 @@ def _parameters(path: str, module: torch.nn.Module) -> Iterator[ExpertParameter]
 
 
 def find_experts(model: torch.nn.Module) -> Iterator[ExpertParameter]:
-    """Find parameters of as many matrices, in modules that are called experts or that transformers treats as such."""
+    """Find parameters that stack a matrix for each expert (3-D), in modules that are named or treated as experts."""
     for path, module in model.named_modules():
         if _is_experts(path, module):
             yield from (one for one in _parameters(path, module) if _stacks_matrices(one.parameter))
@@ -91,8 +91,8 @@ def weight_converters(model: Any) -> list[Any]:
     return [each for each in get_model_conversion_mapping(model, add_legacy=False) if isinstance(each, WeightConverter)]
 
 
-def count_stacked_matrices(converter: Any) -> int:
-    """Return into how many matrices of rows a checkpoint splits each expert that ``converter`` makes; 0: made otherwise."""
+def matrices_per_expert_of(converter: Any) -> int:
+    """Return of how many matrices, one below the other, ``converter`` makes each expert; 0 if it makes it otherwise."""
     operations = [type(operation).__name__ for operation in converter.operations]
     dims = [getattr(operation, "dim", None) for operation in converter.operations]
     sources = len(converter.source_patterns)
@@ -104,11 +104,13 @@ def count_stacked_matrices(converter: Any) -> int:
 
 
 def makes_parameter(converter: Any, name: str) -> bool:
-    """Tell whether ``converter`` makes the parameter ``name``; one for any "weight" does not count."""
+    """Tell whether ``converter`` makes the parameter ``name``; a converter whose target is just "weight" does not count."""
     targets = [target.removeprefix("^").removesuffix("$") for target in converter.target_patterns]
     return any(name.endswith(target) for target in targets if target != "weight")
 
 
-def count_matrices(name: str, among: list[Any]) -> int:
+def matrices_per_expert(name: str, converters: list[Any]) -> int:
     """Return of how many matrices, one below the other, a checkpoint makes each expert of the parameter ``name``."""
-    return next((count_stacked_matrices(converter) or 1 for converter in among if makes_parameter(converter, name)), 1)
+    return next(
+        (matrices_per_expert_of(converter) or 1 for converter in converters if makes_parameter(converter, name)), 1
+    )

@@ -24,18 +24,18 @@ def new_zeros_of_parts(like: Any, size: torch.Size, ranks: int) -> torch.Tensor:
     if not even or like.chosen is not None:
         made: torch.Tensor = like.new_zeros(size)
         return made
-    packed = like.packed.each_stacked(lambda tensor: tensor.new_zeros(size[0], *tensor.shape[1:]))
-    whole: QuantizedExperts = like.like(packed=packed)
-    return whole
+    packed = like.packed.map_stacked_tensors(lambda tensor: tensor.new_zeros(size[0], *tensor.shape[1:]))
+    zeros: QuantizedExperts = like.like(packed=packed)
+    return zeros
 
 
 def flatten_for_fsdp(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor.view(-1)``, which FSDP2 does not read of a tensor that has ``fsdp_pre_all_gather``."""
+    """Return ``tensor.view(-1)``, or ``tensor`` itself for quantized experts, whose flat view FSDP2 never reads."""
     return tensor if is_quantized_experts(tensor) else tensor.view(-1)
 
 
 def gather_parts(part: QuantizedExperts, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> QuantizedExperts:
-    """Return the experts of all ranks in the memory of ``tensors``, which all ranks' stacked tensors were gathered to."""
+    """Return the experts of all ranks, with the gathered stacked tensors ``tensors``."""
     return part.like(packed=part.packed.with_tensors(dict(zip(part.packed.stacked(), tensors))), dtype=dtype)
 
 
@@ -46,14 +46,14 @@ def all_gather_parts(experts: QuantizedExperts, *group: Any) -> Any:
     if experts.chosen is not None or experts.dim() != 3:
         return NotImplemented
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-    return experts.like(packed=experts.packed.each_stacked(lambda tensor: gather(tensor.contiguous(), *group)))
+    return experts.like(packed=experts.packed.map_stacked_tensors(lambda tensor: gather(tensor.contiguous(), *group)))
 
 
 def wait_for_parts(experts: QuantizedExperts) -> QuantizedExperts:
     """Return gathered experts once all of them are there."""
     import torch
 
-    return experts.like(packed=experts.packed.each_stacked(torch.ops._c10d_functional.wait_tensor.default))
+    return experts.like(packed=experts.packed.map_stacked_tensors(torch.ops._c10d_functional.wait_tensor.default))
 
 
 def scatter_parts(outputs: list[Any], inputs: list[list[Any]], *rest: Any) -> Any:

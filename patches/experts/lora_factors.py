@@ -103,10 +103,10 @@ def _warn() -> None:
 
 def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, checked: str | None = None) -> PackedExperts:
     """Add ``adapter`` to experts and quantize them as they were. ``checked``: the name of an adapter that may be broken."""
-    from .quantize import QuantizationConfig, packed_matrices
+    from .quantize import QuantizationConfig, quantize_experts_by_matrix
 
     adapter = adapter.swapped() if experts.swapped else adapter
-    new = packed_matrices(
+    new = quantize_experts_by_matrix(
         _added(experts.packed, adapter, sign, checked), QuantizationConfig.from_packed(experts.packed)
     )
     return replace(new, kind=replace(new.kind, transposed=experts.packed.kind.transposed))

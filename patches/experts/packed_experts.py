@@ -169,13 +169,13 @@ class PackedExperts:
         """Return the experts with ``change`` made to each tensor."""
         return self.with_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
 
-    def each_stacked(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedExperts:
+    def map_stacked_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedExperts:
         """Return the experts with ``change`` made to each tensor but the tables."""
         return self.with_tensors({name: change(tensor) for name, tensor in self.stacked().items()})
 
     def only(self, experts: slice) -> PackedExperts:
         """Return some of the experts."""
-        return self.each_stacked(lambda tensor: tensor[experts])
+        return self.map_stacked_tensors(lambda tensor: tensor[experts])
 
     def matrices(self, expert: int) -> Iterator[tuple[torch.Tensor, QuantState]]:
         """Give packed weights in 4 bits, as a column, and the quantization state of each matrix of one expert."""

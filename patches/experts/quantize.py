@@ -13,9 +13,9 @@ from ..process import malloc_trim
 from . import int8_matrix
 from .experts_in_model import (
     ExpertParameter,
-    count_matrices,
     find_experts,
     find_two_dimensional_experts,
+    matrices_per_expert,
     weight_converters,
 )
 from .packed_experts import PackedExperts
@@ -56,7 +56,7 @@ class QuantizationConfig(NamedTuple):
             )
         return cls(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_storage)
 
-    def bytes_of_value(self, columns: int) -> float:
+    def bytes_per_value(self, columns: int) -> float:
         """Return the bytes of a value in a matrix with so many columns, with its part of the statistics."""
         if self.quant_type == "int8":
             return 1 + 4 / columns
@@ -66,28 +66,29 @@ class QuantizationConfig(NamedTuple):
     def for_module(self, module: Any) -> QuantizationConfig:
         """Return how the experts in ``module`` are quantized.
 
-        LLM.int8 multiplies by matrices whose rows are outputs: transformers says whether the rows of experts are.
+        LLM.int8 needs matrices whose rows are output features. Unless transformers says that they are
+        (``is_transposed=False``), the experts are dequantized instead (``threshold=None``).
         """
         return self if getattr(module, "is_transposed", True) is False else self._replace(threshold=None)
 
 
-def quantize_and_pack(experts: Iterable[torch.Tensor], count: int, how: QuantizationConfig) -> PackedExperts:
-    """Quantize ``experts`` (rows, columns) one after the other, each in ``count`` matrices of as many rows."""
-    return packed_matrices((expert.chunk(count) for expert in experts), how)
+def split_and_quantize_experts(experts: Iterable[torch.Tensor], count: int, how: QuantizationConfig) -> PackedExperts:
+    """Split each of ``experts`` (rows, columns) into ``count`` matrices of equal rows, and quantize each by itself."""
+    return quantize_experts_by_matrix((expert.chunk(count) for expert in experts), how)
 
 
-def packed_matrices(experts: Iterable[Sequence[torch.Tensor]], how: QuantizationConfig) -> PackedExperts:
+def quantize_experts_by_matrix(experts: Iterable[Sequence[torch.Tensor]], how: QuantizationConfig) -> PackedExperts:
     """Quantize each expert as its matrices."""
-    found: list[list[Any]] = []
+    by_matrix: list[list[Any]] = []
     for matrices in experts:
-        found = found or [[] for _ in matrices]
-        for states, matrix in zip(found, matrices):
-            states.append(_quantize(matrix.detach(), how))
-            malloc_trim.trim_after_quantizing(states[-1][0])
+        by_matrix = by_matrix or [[] for _ in matrices]
+        for quantized, matrix in zip(by_matrix, matrices):
+            quantized.append(_quantize(matrix.detach(), how))
+            malloc_trim.trim_after_quantizing(quantized[-1][0])
             dtype = matrix.dtype
     if how.quant_type == "int8":
-        return PackedExperts.from_scales(found, dtype, how.threshold)
-    return PackedExperts.from_states(found)
+        return PackedExperts.from_scales(by_matrix, dtype, how.threshold)
+    return PackedExperts.from_states(by_matrix)
 
 
 def _quantize(matrix: torch.Tensor, how: QuantizationConfig) -> Any:
@@ -148,16 +149,18 @@ def _not_quantized(model: Any) -> str:
 
 
 def is_to_be_quantized(name: str, quantizer: Any) -> bool:
-    """Tell whether neither ``llm_int8_skip_modules`` nor the list that transformers has instead skips the parameter ``name``.
+    """Tell whether neither ``llm_int8_skip_modules`` nor the quantizer's ``modules_to_not_convert`` skips ``name``.
 
     A name of the list skips a path that has its components, as for linear layers (docs/asked.md); transformers looks at
     the beginning and the end of the path.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    asked = quantizer.quantization_config.llm_int8_skip_modules or ()
-    known = getattr(quantizer, "modules_to_not_convert", None)
-    return bool(should_convert_module(name, known)) and not any(skip_list.path_up_to(name, each) for each in asked)
+    user_skip_list = quantizer.quantization_config.llm_int8_skip_modules or ()
+    skip_list_of_quantizer = getattr(quantizer, "modules_to_not_convert", None)
+    if any(skip_list.path_contains(name, skipped) for skipped in user_skip_list):
+        return False
+    return bool(should_convert_module(name, skip_list_of_quantizer))
 
 
 def _check(one: ExpertParameter) -> None:
@@ -176,13 +179,13 @@ def quantize_model(model: Any) -> list[str]:
     from .tensor import QuantizedExperts, as_parameter
 
     found, how = experts_to_quantize(model)
-    known = weight_converters(model)
+    converters = weight_converters(model)
     new: dict[int, Any] = {}
     for one in found:
         parameter = one.parameter
         if id(parameter) not in new and not isinstance(parameter, QuantizedExperts):
-            experts = quantize_and_pack(
-                parameter.unbind(0), count_matrices(one.full_name, known), how.for_module(one.module)
+            experts = split_and_quantize_experts(
+                parameter.unbind(0), matrices_per_expert(one.full_name, converters), how.for_module(one.module)
             )
             new[id(parameter)] = as_parameter(experts, parameter.dtype)
     for one in found:

@@ -42,7 +42,7 @@ def check_stack() -> None:
     """Raise `RuntimeError` if the installed libraries are too old for experts in 4 bits."""
     for needed in REQUIREMENTS:
         package = needed.partition(">")[0]
-        installed = gate.installed(package)
+        installed = gate.installed_version(package)
         if installed is None:
             raise RuntimeError(f"quantize_experts needs {needed}, which is not installed")
         if not gate.satisfied(needed):

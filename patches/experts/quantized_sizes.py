@@ -29,7 +29,7 @@ def bytes_of_element(quantizer: Any, model: Any, name: str, parameter: Any) -> f
         from .quantize import QuantizationConfig, is_to_be_quantized
 
         if is_to_be_quantized(name, quantizer):
-            return QuantizationConfig.from_config(quantizer.quantization_config).bytes_of_value(parameter.shape[2])
+            return QuantizationConfig.from_config(quantizer.quantization_config).bytes_per_value(parameter.shape[2])
     return float(parameter.element_size())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import gpt_oss_layout
-from .experts_in_model import count_stacked_matrices, makes_parameter, weight_converters
+from .experts_in_model import makes_parameter, matrices_per_expert_of, weight_converters
 from .packed_experts import PackedExperts
 from .tensor import QuantizedExperts
 
@@ -61,7 +61,7 @@ def checkpoint_names(
     count, parts = experts.packed.count, experts.packed.parts
     if experts.swapped:  # read from linear layers, and saved as such
         return {f"{gpt_oss_layout.matrix_name(name)}.{expert}.weight": (expert, 0) for expert in range(count)}
-    if any(makes_parameter(each, name) and not count_stacked_matrices(each) for each in weight_converters(model)):
+    if any(makes_parameter(each, name) and not matrices_per_expert_of(each) for each in weight_converters(model)):
         # The checkpoint's own tensors are made otherwise.
         return {f"{name}.{expert}.weight": (expert, 0) for expert in range(count)}
     rows = torch.cat([torch.full((part.shape[0],), i) for i, part in enumerate(parts)])

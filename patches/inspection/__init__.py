@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..registry import REGISTRY
+from ..process_registry import REGISTRY
 from . import adapters, layers, problems, training
 from .records import Facts, Problem
 from .table import Inspection

@@ -79,7 +79,7 @@ def _four_bit(module: Any, weight: Any, hook: Any) -> Weight:
     if state is not None and not _is_unpacked(weight, state):
         return _from_state(state, weight, compute, hook)
     kind = str(getattr(weight, "quant_type", "4-bit"))
-    if not weight.dtype.is_floating_point or quant_states.is_marked(weight):
+    if not weight.dtype.is_floating_point or quant_states.is_marked_quantized(weight):
         elements = 2 * int(weight.numel()) * int(weight.element_size())
         return Weight("4", kind, "missing", compute, elements, fault="no state")
     fault = "not quantized yet" if is_instance_of(weight, BNB, "Params4bit") else "plain"

@@ -64,7 +64,7 @@ class Visit:
         hook.pre_forward(module)
         weight: Any = getattr(module, "weight", None)  # may be a plain one: of the embedding that a head is tied to
         if type(module).__name__ == "Linear8bitLt" and row_scales.has_scales(weight):
-            row_scales.complete_scales(module)
+            row_scales.restore_missing_scales(module)
         hook._patches_visited = True
         hook.offload = False  # so that a forward of the module neither brings them again nor takes them away
 

@@ -14,7 +14,7 @@ from ..engine import Rewrite
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 256
+BLOCKSIZE = 256
 """Values of an 8-bit state that share a scale."""
 
 
@@ -31,7 +31,7 @@ def to_float(
     for first, length, whole in zip(offset, quantized.shape, shape):
         rows = torch.arange(first, first + length, device=quantized.device)
         at = at.unsqueeze(-1) * whole + rows
-    return table.to(quantized.device)[quantized.long()] * scales.to(quantized.device)[at // BLOCK]
+    return table.to(quantized.device)[quantized.long()] * scales.to(quantized.device)[at // BLOCKSIZE]
 
 
 def to_8_bits(values: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def to_8_bits(values: Tensor, table: Tensor, scales: Tensor) -> tuple[Tensor, Te
         return torch.stack(quantized), torch.stack(own)
     if not values.numel():
         return values.to(torch.uint8), scales
-    found, state = quantize_blockwise(values.contiguous(), code=table.to(values.device), blocksize=BLOCK)
+    found, state = quantize_blockwise(values.contiguous(), code=table.to(values.device), blocksize=BLOCKSIZE)
     return found.view(values.shape), state.absmax
 
 
@@ -55,8 +55,8 @@ STATE = re.compile(r"(.*__bnb_optimizer_quant_state__\.)state([12])")
 """The name of a state in a flat state dict, in two groups: the prefix that its table and scales share, and its number."""
 
 
-def same_bits(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
-    """Return ``full``, flat and unsharded, with each state in the bits of the sharded state in ``local`` that takes it."""
+def match_state_bit_width(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
+    """Return ``full``, flat and unsharded, with each state in the bit width of the sharded state in ``local`` that takes it."""
     import torch
 
     for key, value in list(full.items()):
@@ -80,12 +80,12 @@ def same_bits(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
     return full
 
 
-SAME_BITS = tuple(
+MATCH_STATE_BIT_WIDTH = tuple(
     Rewrite(
         f"torch.distributed._state_dict_utils:{function}",
         find="full_state_dict.items()",
         replace="_patches_same_bits(full_state_dict, local_state_dict).items()",
-        names={"_patches_same_bits": same_bits},
+        names={"_patches_same_bits": match_state_bit_width},
     )
     for function in ("_broadcast_state_dict", "_distribute_state_dict")
 )

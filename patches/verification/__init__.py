@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import registry
+from .. import process_registry
 from ..engine import gate, needs, table
 from ..engine.ids import patch_id_of
 from ..engine.patch import CannotShow, Finding, Part
 from ..engine.report import Status
-from ..registry import REGISTRY
+from ..process_registry import REGISTRY
 from .processes import ask_processes
 from .worker import Answer
 
@@ -28,7 +28,7 @@ PHASES = ("unpatched", "patched", "all", "reverted")
 _PRESENT = ("unpatched", "reverted")
 VERDICTS = ("ok", "skipped", "cannot show", "wrong")
 """In the order in which a table shows them: what needs attention comes last."""
-PREPARE = f"{registry.__name__}:REGISTRY.prepare"
+PREPARE = f"{process_registry.__name__}:REGISTRY.prepare"
 """Called in the process that the others are copies of: works out what patches change, which else each of them does."""
 
 _CANNOT = "cannot show: "

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from patches.engine import compiler, locate, match
+from patches.engine import compiler, function_source, match
 from patches.engine.compiler import Compiler, KeepingCompiler
 from patches.engine.edits import Rewrite
-from patches.engine.locate import Conflict
+from patches.engine.function_source import Conflict
 from tests.engine.conftest import kept
 
 ONE = Rewrite("toy:plain", "y * 2", "y * 3")
@@ -23,7 +23,7 @@ def no_source(monkeypatch):
     """From now on, nothing reads the source of a function."""
 
     def refuse():
-        monkeypatch.setattr(locate, "read", lambda function, code: pytest.fail("the source was read"))
+        monkeypatch.setattr(function_source, "read_source", lambda function, code: pytest.fail("the source was read"))
 
     return refuse
 
@@ -79,11 +79,11 @@ def test_a_file_that_changed_since_decides_as_if_nothing_were_kept(toy, path):
     file = Path(toy.__file__)
     file.write_text(file.read_text().replace("y * 2", "y + 2"))  # of the same size
     os.utime(file, ns=(1, 1))
-    locate.forget()
+    function_source.forget_sources()
     with pytest.raises(Conflict, match="the file changed after the import"):
         KeepingCompiler(path).rewritten(toy.plain, toy.plain.__code__, [ONE])
     file.unlink()
-    locate.forget()
+    function_source.forget_sources()
     with pytest.raises(Conflict, match="no source"):
         KeepingCompiler(path).rewritten(toy.plain, toy.plain.__code__, [ONE])
 
@@ -101,8 +101,10 @@ def test_a_function_that_someone_else_has_put_there_is_not_taken_for_the_one_it_
 @pytest.fixture
 def reads(monkeypatch) -> list:
     """What source was read."""
-    found, real = [], locate.read
-    monkeypatch.setattr(locate, "read", lambda function, code: found.append(function) or real(function, code))
+    found, real = [], function_source.read_source
+    monkeypatch.setattr(
+        function_source, "read_source", lambda function, code: found.append(function) or real(function, code)
+    )
     return found
 
 
@@ -116,7 +118,7 @@ def test_another_engine_or_another_python_finds_nothing(toy, path, monkeypatch, 
     assert KeepingCompiler(path).rewritten(toy.plain, toy.plain.__code__, [ONE]) == made and len(reads) == 2
 
 
-@pytest.mark.parametrize("module", [compiler, locate, match])
+@pytest.mark.parametrize("module", [compiler, function_source, match])
 def test_an_engine_is_another_when_one_of_its_files_is(module, tmp_path, monkeypatch):
     before = compiler._engine()
     copy = tmp_path / "engine.py"

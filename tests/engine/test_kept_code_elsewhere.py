@@ -69,9 +69,9 @@ def test_a_second_process_reads_no_source(forked, tmp_path):
         import sys
         sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False  # a fork reads no variables
         import patches, accelerate.hooks, accelerate.utils.modeling
-        from patches.engine import locate
+        from patches.engine import function_source
         done = patches.apply().with_status(patches.Status.APPLIED)
-        print(len(done), len(locate._sources))
+        print(len(done), len(function_source._sources))
         print([change.diff.count(chr(10)) for result in done for change in result.changes])
         patches.revert()
     """

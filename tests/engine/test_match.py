@@ -8,7 +8,7 @@ import pytest
 
 from patches.engine import match
 from patches.engine.edits import Rewrite
-from patches.engine.locate import Source, read
+from patches.engine.function_source import Source, read_source
 
 
 def source_of(folder: Path, text: str) -> Source:
@@ -17,7 +17,7 @@ def source_of(folder: Path, text: str) -> Source:
     code = compile(text, str(folder / "places.py"), "exec")
     space: dict = {"__name__": "places"}
     exec(code, space)
-    return read(space["f"], space["f"].__code__)
+    return read_source(space["f"], space["f"].__code__)
 
 
 def test_edits_that_have_only_an_operator_in_common_do_not_overlap(tmp_path):

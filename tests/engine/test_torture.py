@@ -92,8 +92,8 @@ def test_what_is_alive_is_surveyed_before_a_change_and_damage_looked_for_after_i
     seen = []
 
     @contextlib.contextmanager
-    def survey():
-        seen.append(("survey", toy.plain(5)))
+    def damage_scan():
+        seen.append(("damage_scan", toy.plain(5)))
         yield
         seen.append("end")
 
@@ -101,9 +101,9 @@ def test_what_is_alive_is_surveyed_before_a_change_and_damage_looked_for_after_i
     from tests.engine.conftest import patch
 
     one = patch("a", Rewrite("toy:plain", "y * 2", "y * 3"), damage=lambda: seen.append(("damage", toy.plain(5))) or ())
-    r = Registry([one], survey=survey)
+    r = Registry([one], damage_scan=damage_scan)
     r.apply()
-    assert seen[0] == ("survey", 12) and ("damage", 18) in seen and seen[-1] == "end"
+    assert seen[0] == ("damage_scan", 12) and ("damage", 18) in seen and seen[-1] == "end"
     assert seen.count(("damage", 18)) == 1
     r.revert()
 
@@ -112,7 +112,7 @@ def test_nothing_is_surveyed_for_patches_that_ask_for_no_damage(toy):
     from patches.engine.registry import Registry
     from tests.engine.conftest import patch
 
-    r = Registry([patch("a", Rewrite("toy:plain", "y * 2", "y * 3"))], survey=lambda: pytest.fail("it takes time"))
+    r = Registry([patch("a", Rewrite("toy:plain", "y * 2", "y * 3"))], damage_scan=lambda: pytest.fail("it takes time"))
     r.apply()
     r.revert()
 

@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import patches
-from patches.engine import gate, locate
+from patches.engine import function_source, gate
 from patches.engine.build import Builder
 from patches.engine.compiler import KeepingCompiler
 from patches.engine.registry import Registry
@@ -116,7 +116,7 @@ class Subject:
         """Forget what was read and made, all that ``start`` says."""
         if start is Start.WARM:
             return
-        locate.forget()
+        function_source.forget_sources()
         self.registry._builder = Builder(KeepingCompiler(self.kept))
         if start is Start.COLD:
             self.kept.unlink(missing_ok=True)

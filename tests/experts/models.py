@@ -11,7 +11,7 @@ import transformers as t
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from patches.experts import int8_matrix
-from patches.experts.experts_in_model import count_matrices, find_experts, weight_converters
+from patches.experts.experts_in_model import find_experts, matrices_per_expert, weight_converters
 from patches.repairs.reproducers import mixtures
 
 BASE = dict(
@@ -83,7 +83,7 @@ def rounded(model: Any, quant_type: str = "nf4", double: bool = False) -> Any:
     """``model`` with each matrix of its experts rounded to what 4 bits make of it, in floating point."""
     known = weight_converters(model)
     for one in find_experts(model):
-        count = count_matrices(one.full_name, known)
+        count = matrices_per_expert(one.full_name, known)
         for number, expert in enumerate(one.parameter.data.clone()):
             quantized = [
                 dequantize_4bit(*quantize_4bit(matrix.contiguous(), quant_type=quant_type, compress_statistics=double))

@@ -23,7 +23,7 @@ if satisfied("transformers<5") or satisfied("peft<0.19"):
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from patches.experts.dense_operations import COUNTS
-from patches.experts.quantize import QuantizationConfig, quantize_and_pack
+from patches.experts.quantize import QuantizationConfig, split_and_quantize_experts
 from patches.experts.tensor import Experts4bit, as_parameter
 from tests.experts.models import loaded, rounded, saved
 
@@ -48,7 +48,7 @@ def pair(kind="eager", dtype=torch.float32, double=False, layers=2, experts=EXPE
     for plain, quantized in zip(*(model.model.layers for model in models), strict=True):
         for name in ("gate_up_proj", "down_proj"):
             parameter = getattr(plain.mlp.experts, name)
-            four = quantize_and_pack(
+            four = split_and_quantize_experts(
                 parameter.data, 2 if name == "gate_up_proj" else 1, QuantizationConfig("nf4", double, torch.uint8)
             )
             setattr(quantized.mlp.experts, name, as_parameter(four, dtype))
@@ -211,7 +211,7 @@ def test_a_merge_quantizes_the_sum_and_unmerging_puts_back_what_was(double):
         for safe in (False, True):
             model.merge_adapter(safe_merge=safe)
             for name in ("gate_up_proj", "down_proj"):
-                rounded = quantize_and_pack(
+                rounded = split_and_quantize_experts(
                     getattr(plain.model.layers[0].mlp.experts.base_layer.base_layer, name).data,
                     2 if name == "gate_up_proj" else 1, QuantizationConfig("nf4", double, torch.uint8),
                 )  # fmt: skip

@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from patches.engine.gate import satisfied  # noqa: E402
 from patches.experts import dense_operations  # noqa: E402
-from patches.experts.quantize import QuantizationConfig, quantize_and_pack  # noqa: E402
+from patches.experts.quantize import QuantizationConfig, split_and_quantize_experts  # noqa: E402
 from patches.experts.tensor import QuantizedExperts, as_parameter  # noqa: E402
 
 
@@ -24,7 +24,7 @@ def experts(request):
     """In INT8 those whose products dequantize; test_int8.py has those that LLM.int8 multiplies by."""
     dense_operations.COUNTS.clear()
     torch.manual_seed(0)
-    return as_parameter(quantize_and_pack(torch.randn(4, 32, 64), 2, request.param))
+    return as_parameter(split_and_quantize_experts(torch.randn(4, 32, 64), 2, request.param))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,6 @@ def test_two_matrices_of_an_expert_are_what_each_stands_for(double, columns):
 
     if columns == 60 and satisfied("bitsandbytes<0.48"):
         pytest.skip("bitsandbytes before 0.48 quantizes whole blocks only")
-    held = quantize_and_pack(torch.randn(3, 10, columns), 2, QuantizationConfig("nf4", double, torch.uint8))
+    held = split_and_quantize_experts(torch.randn(3, 10, columns), 2, QuantizationConfig("nf4", double, torch.uint8))
     expected = torch.cat([dequantize_4bit(codes, state) for codes, state in held.matrices(2)])
     assert torch.equal(held.dequantize(2), expected)

@@ -54,7 +54,7 @@ def here() -> tuple[str, ...]:
     for patch in REGISTRY.patches.values():
         if patch.package in USED:
             REGISTRY.import_targets(patch)
-        if gate.is_for(patch) and not needs.missing(patch):
+        if gate.is_for(patch) and not needs.modules_not_imported(patch):
             found.append(patch.id)
     return tuple(found)
 

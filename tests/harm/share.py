@@ -25,7 +25,7 @@ from .layers import KINDS
 
 def runs_here(case: Case, patch_id: str) -> bool:
     """Whether ``case`` is run with this patch alone on the release that is installed."""
-    here = gate.installed("bitsandbytes")
+    here = gate.installed_version("bitsandbytes")
     if os.environ.get("HARM_EVERY_PAIR") or here not in SHORT or not all(map(installed, SHORT)):
         return True
     fit = _releases(case, *REGISTRY.patches[patch_id].requires)
@@ -37,7 +37,7 @@ def runs_here(case: Case, patch_id: str) -> bool:
 
 def runs_daily(case: Case) -> bool:
     """Whether ``make test`` runs ``case`` on the release that is installed; a release that it does not know runs all."""
-    here = gate.installed("bitsandbytes")
+    here = gate.installed_version("bitsandbytes")
     if case.packed:
         return zlib.crc32(case.group.encode()) % 3 == 1
     return here not in SHORT or here in _daily(case)

@@ -61,7 +61,7 @@ def measure(ids: Sequence[str]) -> dict[str, Figure]:
 
 def _figure(part: Part, findings: Mapping[str, Any]) -> Figure:
     names = dict.fromkeys(["torch", *gate.packages(part)])
-    versions = {name: str(gate.installed(name)).partition("+")[0] for name in names}
+    versions = {name: str(gate.installed_version(name)).partition("+")[0] for name in names}
     said = {phase: findings[phase][1] for phase in ("unpatched", "patched")}
     return {"on": versions, **said, "reproducer": digest(part)}
 

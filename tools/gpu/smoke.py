@@ -29,7 +29,7 @@ def main() -> None:
     import patches
     from patches.engine import gate
 
-    data["versions"] = {name: gate.installed(name) or "" for name in PACKAGES}
+    data["versions"] = {name: gate.installed_version(name) or "" for name in PACKAGES}
     report = patches.report()
     data["statuses"] = {status.name.lower(): len(report.with_status(status)) for status in patches.Status}
     data["device"] = options.device

@@ -30,7 +30,7 @@ def set_quant_state(state: QuantState | None, *holders: Any) -> None:
         holder.quant_state = state
 
 
-def is_marked(weight: Any) -> bool:
+def is_marked_quantized(weight: Any) -> bool:
     """Tell whether ``weight`` is marked as quantized. Whether it still holds packed bytes, :func:`is_packed` tells."""
     return bool(getattr(weight, "bnb_quantized", False))
 
@@ -46,7 +46,7 @@ def packed_bytes(shape: Iterable[int]) -> int:
 
 def is_packed(weight: Any) -> bool:
     """Tell whether ``weight`` was quantized, and still holds packed bytes."""
-    if not is_marked(weight):
+    if not is_marked_quantized(weight):
         return False
     state = get_quant_state(weight)
     if state is None or state.shape is None:

@@ -91,7 +91,7 @@ def check_plain_weight(layer: Any) -> None:
 
     weight = layer.weight
     if isinstance(weight, Int8Params):
-        scale_ownership.check_weight_matches_state(layer)
+        scale_ownership.sync_weight_with_state(layer)
     elif row_scales.is_int8(weight) and not weight.is_meta and row_scales.get_scales(weight) is None:
         # Without its class, a weight from a pickle still has its scales.
         if scale_ownership.original_weight_and_scales(layer) is not None:

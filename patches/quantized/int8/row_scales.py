@@ -93,7 +93,7 @@ def is_lost(scale: Tensor | None) -> bool:
     return scale is None or scale.device.type == "meta"
 
 
-def complete_scales(layer: Any) -> None:
+def restore_missing_scales(layer: Any) -> None:
     """Give the weight of ``layer`` its row scales, if it has none, from where they are."""
     if get_scales(layer.weight) is None:
         layer.weight.SCB = find_scales(layer)

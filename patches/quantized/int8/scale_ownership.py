@@ -25,20 +25,21 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-class _Home(NamedTuple):
+class _Ownership(NamedTuple):
     """The layer in which a weight has settled, and the packed weights and scales of its state at that time."""
 
     layer: weakref.ref[Module]
-    address: int
+    packed_address: int
     scale: weakref.ref[Tensor] | None
 
 
-_homes: dict[int, _Home] = {}
-"""By ``id(weight)``, because ``torch.utils.swap_tensors`` refuses weakly referenced tensors: true while the layer has it."""
-_max_homes = 256
+_ownerships: dict[int, _Ownership] = {}
+"""By ``id(weight)``, because ``torch.utils.swap_tensors`` refuses weakly referenced tensors; valid while the layer has it."""
+_purge_at = 256
+_NO_ADDRESS = 0  # the weight was assigned to the layer: it was never in the state
 
-_originals: weakref.WeakKeyDictionary[Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-"""Weak references to packed weights and scales of layers that have not run: ``functional_call`` takes the weight away."""
+_before_first_forward: weakref.WeakKeyDictionary[Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+"""Weak references to packed weights and scales of layers that have not run: ``functional_call`` replaces the weight."""
 
 
 def record_first_forward(layer: Any) -> None:
@@ -49,31 +50,31 @@ def record_first_forward(layer: Any) -> None:
         return
     weight, state = layer._parameters.get("weight"), layer.state
     if weight is not None and state.CB is not None:
-        if len(_homes) >= _max_homes:
-            _forget_stale_homes()
+        if len(_ownerships) >= _purge_at:
+            _forget_stale_ownerships()
         scale = None if state.SCB is None else weakref.ref(state.SCB)
-        _homes[id(weight)] = _Home(weakref.ref(layer), state.CB.data_ptr(), scale)
+        _ownerships[id(weight)] = _Ownership(weakref.ref(layer), state.CB.data_ptr(), scale)
 
 
-def _forget_stale_homes() -> None:
-    global _max_homes
-    for key, home in [*_homes.items()]:
-        layer = home.layer()
+def _forget_stale_ownerships() -> None:
+    global _purge_at
+    for key, ownership in [*_ownerships.items()]:
+        layer = ownership.layer()
         if layer is None or id(layer._parameters.get("weight")) != key:
-            _homes.pop(key, None)
-    _max_homes = max(256, 2 * len(_homes))
+            _ownerships.pop(key, None)
+    _purge_at = max(256, 2 * len(_ownerships))
 
 
-def layer_settled_in(weight: Any) -> Any:
+def owning_layer(weight: Any) -> Any:
     """Return the layer in which ``weight`` has settled, if the layer still has it; else None."""
-    home = _homes.get(id(weight))
-    layer: Any = None if home is None else home.layer()
+    ownership = _ownerships.get(id(weight))
+    layer: Any = None if ownership is None else ownership.layer()
     return None if layer is None or layer._parameters.get("weight") is not weight else layer
 
 
-def _state_of(weight: Any) -> Any:
+def _owning_state(weight: Any) -> Any:
     """Return the state that owns the packed weights and scales of ``weight``; None if the weight owns them."""
-    layer = layer_settled_in(weight)
+    layer = owning_layer(weight)
     if layer is None or vars(weight).get("CB") is not None:
         return None
     state = layer.state
@@ -82,11 +83,11 @@ def _state_of(weight: Any) -> Any:
 
 def was_quantized(weight: Any) -> bool:
     """Tell whether ``weight`` holds or had packed weights: it has an attribute of them, or has settled."""
-    own = vars(weight)
-    return own.get("CB") is not None or own.get("SCB") is not None or layer_settled_in(weight) is not None
+    attributes = vars(weight)
+    return attributes.get("CB") is not None or attributes.get("SCB") is not None or owning_layer(weight) is not None
 
 
-def is_foreign(module: Any) -> bool:
+def is_torch_layer(module: Any) -> bool:
     """Tell whether ``module`` is a layer of torch, which multiplies by its weight as it is.
 
     False for a module with a forward of its user, which may read packed weights and scales.
@@ -98,50 +99,50 @@ def is_foreign(module: Any) -> bool:
     return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.")
 
 
-def has_other_forward(module: Any) -> bool:
+def has_custom_forward(module: Any) -> bool:
     """Tell whether a user gave ``module`` a forward."""
-    own = vars(module)
-    forward = own.get("_old_forward", own.get("forward"))  # the first is what accelerate's hooks call
+    attributes = vars(module)
+    forward = attributes.get("_old_forward", attributes.get("forward"))  # the first is what accelerate's hooks call
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def modules_of(weight: Any) -> list[Any]:
     """Return the modules that have ``weight``: none if it was just made, and is not in its module yet.
 
-    Slow for a weight in a layer of torch that has not settled and is not noted: ask only of floats that were quantized.
+    It walks over live objects if the weight is not recorded: call it for dequantized weights alone.
     """
-    if (layer := layer_settled_in(weight)) is not None:
+    if (layer := owning_layer(weight)) is not None:
         return [layer]
-    if (mover := call_stack.mover_of(weight)) is not None and not is_foreign(mover):
+    if (mover := call_stack.mover_of(weight)) is not None and not is_torch_layer(mover):
         return [mover]
-    noted = [layer for layer in [*_originals] if layer._parameters.get("weight") is weight]
+    noted = [layer for layer in [*_before_first_forward] if layer._parameters.get("weight") is weight]
     return noted or [m for m in live_objects.find_holders(weight, depth=1) if m._parameters.get("weight") is weight]
 
 
 class Scales:
-    """``Int8Params.SCB``. Not a property, because Dynamo cannot trace into it; of this class it takes the value."""
+    """The descriptor ``Int8Params.SCB``. Dynamo cannot trace a property here; of this class it takes the value."""
 
     def __get__(self, weight: Any, owner: Any = None) -> Any:
         if weight is None:
             return self
-        own = vars(weight)
-        if "SCB" not in own:
+        attributes = vars(weight)
+        if "SCB" not in attributes:
             raise AttributeError(f"{type(weight).__name__!r} object has no attribute 'SCB'")
-        scale = own["SCB"]
-        if scale is None and (state := _state_of(weight)) is not None:
+        scale = attributes["SCB"]
+        if scale is None and (state := _owning_state(weight)) is not None:
             scale = state.SCB
         return scale
 
     def __set__(self, weight: Any, scale: Tensor | None) -> None:
-        own = vars(weight)
-        if scale is not None and (state := _state_of(weight)) is not None:
-            own["SCB"], state.SCB = None, scale
+        attributes = vars(weight)
+        if scale is not None and (state := _owning_state(weight)) is not None:
+            attributes["SCB"], state.SCB = None, scale
             return
-        old, own["SCB"] = own.get("SCB"), scale
+        old, attributes["SCB"] = attributes.get("SCB"), scale
         if old is not None and old is not scale:
-            for layer, (_, noted) in [*_originals.items()]:
+            for layer, (_, noted) in [*_before_first_forward.items()]:
                 if noted() is old:
-                    _originals.pop(layer, None)
+                    _before_first_forward.pop(layer, None)
 
     def __delete__(self, weight: Any) -> None:
         if "SCB" not in vars(weight):
@@ -156,7 +157,7 @@ def make_scales(original: Any) -> Scales:
 
 @cache
 def _scales() -> Scales:
-    # A graph reads the scales among its inputs, and Dynamo compiles the frames that this takes, too.
+    # A graph takes the scales as an input. Dynamo would compile the frames that fetch it, too: not these.
     if tracing.never_compile_code(Scales.__get__.__code__):
         return Scales()
     namespace = {"__doc__": Scales.__doc__, "__get__": tracing.never_compile(Scales.__get__)}
@@ -167,21 +168,27 @@ def _scales() -> Scales:
 SCALES_OF_THE_LAYER = SetAttribute("bitsandbytes.nn.modules:Int8Params.SCB", make=make_scales)
 
 
-def load_pickled(layer: Any, inherited: Callable[..., None], state: dict[str, Any]) -> None:
+def load_pickled(layer: Any, inherited: Callable[..., None], pickled: dict[str, Any]) -> None:
     """Run ``__setstate__`` of ``layer``, a copy or from a pickle, and let its scales be in one place, too."""
-    inherited(state)
-    settle_again(layer)
+    inherited(pickled)
+    show_scales_of_state(layer)
     record_original(layer)
 
 
-def settle_again(layer: Any) -> None:
+def show_scales_of_state(layer: Any) -> None:
     """Let the weight of ``layer``, which has run and was copied or moved, show the scales of its state again."""
     weight, state = layer._parameters.get("weight"), vars(layer).get("state")
-    own = {} if weight is None else vars(weight)
-    if state is None or state.CB is None or state.SCB is None or "SCB" not in own or own.get("CB") is not None:
+    attributes = {} if weight is None else vars(weight)
+    if (
+        state is None
+        or state.CB is None
+        or state.SCB is None
+        or "SCB" not in attributes
+        or attributes.get("CB") is not None
+    ):
         return
-    if own["SCB"] is None or own["SCB"] is state.SCB:
-        own["SCB"] = None
+    if attributes["SCB"] is None or attributes["SCB"] is state.SCB:
+        attributes["SCB"] = None
         if weight.data_ptr() != state.CB.data_ptr() and have_same_bits(weight, state.CB):
             weight.data = state.CB  # as the next forward does
         record_first_forward(layer)
@@ -202,26 +209,26 @@ def on_weight_assigned(layer: Any, weight: Any) -> None:
         else:
             weight.CB = weight.data
     elif state.SCB is not None:
-        _homes[id(weight)] = _Home(weakref.ref(layer), 0, weakref.ref(state.SCB))
+        _ownerships[id(weight)] = _Ownership(weakref.ref(layer), _NO_ADDRESS, weakref.ref(state.SCB))
 
 
 def packed_weight_to_settle(layer: Any) -> Tensor | None:
-    """Return the packed weights that go into the state of ``layer``, and complete their scales while it has the old ones."""
+    """Return the packed weight that forward puts into the state of ``layer``; first restore missing scales from the old one."""
     import torch
 
     saved_for_backward.record_onloaded_weight(layer)
     weight = layer.weight
     if weight.SCB is None and not torch.compiler.is_compiling():
-        row_scales.complete_scales(layer)
+        row_scales.restore_missing_scales(layer)
     packed: Tensor | None = weight.CB
     return packed
 
 
-def check_weight_matches_state(layer: Any) -> None:
+def sync_weight_with_state(layer: Any) -> None:
     """Let the weight of ``layer``, which is saved or merged, hold the packed weights of its state, as forward would.
 
-    Raise if they differ and nothing tells which of the two the scales are for: what was replaced since the weight settled is
-    newer, and the scales are for it if they were replaced as well.
+    Raise ``RuntimeError`` if they differ and it cannot be told which of the two the scales belong to. The one that was
+    replaced since the first forward is newer, and the scales belong to it if they were replaced as well.
     """
     weight, state = layer._parameters.get("weight"), layer.state
     if not row_scales.is_settled(weight) or state.CB is None or weight.is_meta or state.CB.is_meta:
@@ -233,11 +240,14 @@ def check_weight_matches_state(layer: Any) -> None:
             vars(weight)["SCB"] = None  # forward uses the state's, and so does a reader of the weight
             record_first_forward(layer)
         return
-    if layer_settled_in(weight) is not layer or vars(weight).get("SCB") is not None:
+    if owning_layer(weight) is not layer or vars(weight).get("SCB") is not None:
         return  # the owner is unknown, or the weight has scales of its own
-    home = _homes[id(weight)]
-    weight_replaced, state_replaced = home.address != weight.data_ptr(), home.address != state.CB.data_ptr()
-    scales_replaced = home.scale is not None and home.scale() is not state.SCB
+    ownership = _ownerships[id(weight)]
+    weight_replaced, state_replaced = (
+        ownership.packed_address != weight.data_ptr(),
+        ownership.packed_address != state.CB.data_ptr(),
+    )
+    scales_replaced = ownership.scale is not None and ownership.scale() is not state.SCB
     if not weight_replaced:
         weight.data = state.CB
     elif state_replaced or not scales_replaced:
@@ -262,11 +272,11 @@ def clear_state(layer: Any) -> None:
     layer.state.CB = layer.state.SCB = None
 
 
-def own_packed_weight_and(scale: Tensor | None, layer: Any) -> None:
+def give_ownership_to_weight(scale: Tensor | None, layer: Any) -> None:
     """Let the weight of ``layer`` own its packed weights and ``scale``; with None, forward raises an error."""
     row_scales.set_weight_and_scales(layer.weight, layer.weight.data, scale)
     clear_state(layer)
-    _originals.pop(layer, None)
+    _before_first_forward.pop(layer, None)
 
 
 def record_original(layer: Any) -> None:
@@ -274,7 +284,7 @@ def record_original(layer: Any) -> None:
     weight = layer._parameters.get("weight")
     packed, scale = getattr(weight, "CB", None), getattr(weight, "SCB", None)
     if packed is not None and scale is not None:
-        _originals[layer] = weakref.ref(packed), weakref.ref(scale)
+        _before_first_forward[layer] = weakref.ref(packed), weakref.ref(scale)
 
 
 def original_weight_and_scales(layer: Any) -> tuple[Tensor, Tensor] | None:
@@ -283,7 +293,7 @@ def original_weight_and_scales(layer: Any) -> tuple[Tensor, Tensor] | None:
 
     state = layer.state
     packed, scale = state.CB, state.SCB
-    if not torch.compiler.is_dynamo_compiling() and (noted := _originals.get(layer)) is not None:
+    if not torch.compiler.is_dynamo_compiling() and (noted := _before_first_forward.get(layer)) is not None:
         others = noted[0](), noted[1]()
         if others[0] is not None and others[0] is not packed:
             packed, scale = others

@@ -61,7 +61,7 @@ def follow_move(layer: Any, weight: Any, address: int) -> None:
         elif not address:  # the weight was on meta as well: load_state_dict fills both
             holder.SCB = torch.empty_like(scale, device=weight.device)
     if state is not None:
-        scale_ownership.settle_again(layer)  # the weight may be another object by now
+        scale_ownership.show_scales_of_state(layer)  # the weight may be another object by now
 
 
 def follow_data(layer: Any) -> None:

@@ -66,10 +66,10 @@ def _is_plain(module: Any, weight: Any) -> bool:
     from bitsandbytes.nn import Int8Params, Linear8bitLt, Params4bit
 
     if isinstance(weight, Params4bit):
-        return quant_states.is_marked(weight) and not quant_states.is_packed(weight)
+        return quant_states.is_marked_quantized(weight) and not quant_states.is_packed(weight)
     if not isinstance(weight, Int8Params) or not _was_dequantized(weight):
         return False
-    if scale_ownership.is_foreign(module) or scale_ownership.has_other_forward(module):
+    if scale_ownership.is_torch_layer(module) or scale_ownership.has_custom_forward(module):
         return True
     if isinstance(module, Linear8bitLt):
         plain_weights.refuse_packed_values(module, weight)
@@ -97,12 +97,12 @@ def to_plain_parameter(weight: Any) -> Any:
     modules = scale_ownership.modules_of(weight)
     if not modules:
         return None
-    if all(map(scale_ownership.is_foreign, modules)):  # no layer of bitsandbytes any more
+    if all(map(scale_ownership.is_torch_layer, modules)):  # no layer of bitsandbytes any more
         return torch.nn.Parameter(weight.data, weight.requires_grad)
-    home = scale_ownership.layer_settled_in(weight)
+    home = scale_ownership.owning_layer(weight)
     layer = call_stack.mover_of(weight) if home is None else home
     if plain_weights.is_cast_packed_weight(weight, layer) and not (
-        layer is not None and scale_ownership.has_other_forward(layer)
+        layer is not None and scale_ownership.has_custom_forward(layer)
     ):
         raise plain_weights.make_cast_error(layer)
     return None

@@ -28,7 +28,7 @@ def make_like(old: Any, data: Tensor, **changes: Any) -> Any:
     return new
 
 
-def cut_into_parameters(
+def wrap_split_method(
     cls: str, name: str, pieces: Callable[[Any, tuple[Tensor, ...], int], tuple[Tensor, ...]], when: str = ""
 ) -> SetAttribute:
     """Return the edit of the method ``name`` of ``cls``, "chunk" or "split": in eager it returns ``pieces(whole, parts, dim)``.

@@ -16,10 +16,12 @@ def _quantized() -> torch.nn.Parameter:
     """Return four experts in 4 bits, of two matrices each, as ``patches.quantize_experts`` makes them."""
     import torch
 
-    from ...experts.quantize import QuantizationConfig, quantize_and_pack
+    from ...experts.quantize import QuantizationConfig, split_and_quantize_experts
     from ...experts.tensor import as_parameter
 
-    return as_parameter(quantize_and_pack(torch.randn(4, 32, 64), 2, QuantizationConfig("nf4", False, torch.uint8)))
+    return as_parameter(
+        split_and_quantize_experts(torch.randn(4, 32, 64), 2, QuantizationConfig("nf4", False, torch.uint8))
+    )
 
 
 def defect_fsdp2() -> Finding:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from patches.experts.quantize import QuantizationConfig, quantize_and_pack
+from patches.experts.quantize import QuantizationConfig, split_and_quantize_experts
 from patches.experts.tensor import as_parameter
 
 from .subject import four_bits, nested_scales
@@ -61,7 +61,7 @@ def plain(kind: str) -> Pair:
 @functools.cache
 def _made(kind: str, seed: int) -> Any:
     weight = torch.randn(EXPERTS, ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) / 8
-    return quantize_and_pack(weight, 2, KINDS[kind])
+    return split_and_quantize_experts(weight, 2, KINDS[kind])
 
 
 def _packed(kind: str, seed: int) -> Any:

@@ -18,7 +18,7 @@ from .subject import KINDS
 
 OLDER = SHORT[:-1]
 PARTS = 2 * len(OLDER)
-HERE = gate.installed("bitsandbytes")
+HERE = gate.installed_version("bitsandbytes")
 WALKS = 40 if is_newest() else 15
 ASKED = int(os.environ.get("PATCHES_MATRIX_SEED", 0))
 SEED = ASKED or int("".join(filter(str.isdigit, version("bitsandbytes"))))

@@ -114,7 +114,7 @@ def old(layer):
     "A5: what was dequantized in place counts as packed": (
         behaves("patches.quantized.four_bit.quant_states:is_packed", """
 def old(weight):
-    return is_marked(weight)
+    return is_marked_quantized(weight)
 """),
         ["nf4: ran + class_of_plain_layer + half", "nf4: cold + forward_of_its_own + bfloat16"],
     ),

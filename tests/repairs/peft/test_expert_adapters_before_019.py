@@ -88,14 +88,14 @@ def test_they_are_read_by_their_shapes(tmp_path, down, version):
 @pytest.mark.skipif(satisfied("transformers<5"), reason="transformers 4 keeps experts as linear layers")
 @pytest.mark.parametrize("sides", [(WIDE, (16, 24)), (SQUARE, SQUARE)], ids=["shapes differ", "square"])
 def test_they_are_read_into_quantized_experts(tmp_path, sides):
-    from patches.experts.quantize import QuantizationConfig, quantize_and_pack
+    from patches.experts.quantize import QuantizationConfig, split_and_quantize_experts
     from patches.experts.tensor import as_parameter
 
     torch.manual_seed(0)
     model, x = Mixture(*sides), torch.randn(1, 5, 16)
     quantized = copy.deepcopy(model)
     for name in ("up", "down"):
-        held = quantize_and_pack(
+        held = split_and_quantize_experts(
             getattr(model.experts, name).detach(), 1, QuantizationConfig("nf4", False, torch.uint8)
         )
         setattr(quantized.experts, name, as_parameter(held))

@@ -13,7 +13,7 @@ WORKER = """
     import json, sys, torch, torch.distributed as dist
     import bitsandbytes
     from patches.experts import dense_operations
-    from patches.experts.quantize import QuantizationConfig, quantize_and_pack
+    from patches.experts.quantize import QuantizationConfig, split_and_quantize_experts
     from patches.experts.tensor import as_parameter
 
     class Model(torch.nn.Module):
@@ -21,7 +21,7 @@ WORKER = """
             super().__init__()
             torch.manual_seed(seed)
             how = QuantizationConfig("int8", False, torch.int8, 6.0) if sys.argv[2] == "int8" else QuantizationConfig("nf4", True, torch.uint8)
-            self.experts = as_parameter(quantize_and_pack(torch.randn(4, 32, 64), 2, how))
+            self.experts = as_parameter(split_and_quantize_experts(torch.randn(4, 32, 64), 2, how))
             self.layer = torch.nn.Linear(64, 64)
 
         def forward(self, x):

@@ -16,7 +16,7 @@ WORKER = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from patches.experts import dense_operations
-    from patches.experts.quantize import QuantizationConfig, quantize_and_pack
+    from patches.experts.quantize import QuantizationConfig, split_and_quantize_experts
     from patches.experts.tensor import QuantizedExperts, as_parameter
 
     out, mode = sys.argv[1:]
@@ -34,9 +34,9 @@ WORKER = """
         for layer in made.model.layers:
             for name, count in (("gate_up_proj", 2), ("down_proj", 1)):
                 weight = torch.randn(getattr(layer.mlp.experts, name).shape) / 8
-                parameter = as_parameter(quantize_and_pack(weight, count, how))
+                parameter = as_parameter(split_and_quantize_experts(weight, count, how))
                 if mode == "transposed":
-                    parameter = as_parameter(quantize_and_pack(weight.mT.contiguous(), 1, how), swapped=True)
+                    parameter = as_parameter(split_and_quantize_experts(weight.mT.contiguous(), 1, how), swapped=True)
                 setattr(layer.mlp.experts, name, parameter)
             layer.mlp.gate.weight.requires_grad_(True)
         if mode != "lora":
@@ -126,7 +126,7 @@ STATES = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     from patches.experts import dense_operations
-    from patches.experts.quantize import QuantizationConfig, quantize_and_pack
+    from patches.experts.quantize import QuantizationConfig, split_and_quantize_experts
     from patches.experts.tensor import as_parameter
 
     out, mode = sys.argv[1:]
@@ -135,7 +135,7 @@ STATES = """
     def made(seed=0):
         torch.manual_seed(seed)
         module = torch.nn.Module()
-        experts = quantize_and_pack(torch.randn(4, 32, 64), 1 if swapped else 2, QuantizationConfig("nf4", True, torch.uint8))
+        experts = split_and_quantize_experts(torch.randn(4, 32, 64), 1 if swapped else 2, QuantizationConfig("nf4", True, torch.uint8))
         module.w = as_parameter(experts, swapped=swapped)
         return module
 

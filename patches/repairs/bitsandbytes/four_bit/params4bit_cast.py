@@ -43,7 +43,7 @@ def _cast_weights() -> list[Params4bit]:
 
     layers = [layer for kind in (Linear4bit, Embedding4bit) for layer in live_objects.find_instances(kind)]
     held = (vars(layer).get("_parameters", {}).get("weight") for layer in layers)
-    weights = {id(weight): weight for weight in held if quant_states.is_marked(weight)}.values()
+    weights = {id(weight): weight for weight in held if quant_states.is_marked_quantized(weight)}.values()
     states = ((weight, quant_states.get_quant_state(weight)) for weight in weights)
     # The layout of the AVX512-BF16 kernel is uint8 whatever the storage.
     plain = (weight for weight, state in states if state is not None and not quant_states.is_for_cpu_kernel(state))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....engine import Finding, Patch, SetAttribute
 from ....quantized.four_bit import quant_states
-from ....quantized.weights.parameter_copies import cut_into_parameters, make_like
+from ....quantized.weights.parameter_copies import make_like, wrap_split_method
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_torch_function(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
-    """Return ``Params4bit.__torch_function__``, in place of one that is there for chunk and split alone."""
+    """Return a ``Params4bit.__torch_function__`` to replace the one that bitsandbytes defines for chunk and split alone."""
     import torch
     from bitsandbytes.nn.modules import Params4bit
 
@@ -41,7 +41,7 @@ def _pieces(whole: Params4bit, parts: tuple[Tensor, ...], dim: int = 0) -> tuple
 
     if whole.requires_grad and torch.is_grad_enabled():
         return parts
-    if not quant_states.is_marked(whole):
+    if not quant_states.is_marked_quantized(whole):
         return tuple(make_like(whole, part, module=None) for part in parts)
     if not _is_packed_column(whole):
         return parts
@@ -60,8 +60,10 @@ def _is_packed_column(weight: Params4bit) -> bool:
     state = quant_states.get_quant_state(weight)
     if state is None or state.shape is None or quant_states.is_for_cpu_kernel(state):
         return False
-    whole = weight.dim() == 2 and weight.shape[1] == 1 and weight.nbytes == quant_states.packed_bytes(state.shape) > 0
-    return bool(whole and state.absmax.device == weight.device)
+    is_full_column = (
+        weight.dim() == 2 and weight.shape[1] == 1 and weight.nbytes == quant_states.packed_bytes(state.shape) > 0
+    )
+    return bool(is_full_column and state.absmax.device == weight.device)
 
 
 def _state_of(whole: Params4bit, start: int, stop: int) -> QuantState | None:
@@ -69,8 +71,8 @@ def _state_of(whole: Params4bit, start: int, stop: int) -> QuantState | None:
     import torch
 
     state: Any = quant_states.get_quant_state(whole)
-    size, values = prod(state.shape), 2 * whole.element_size()
-    first, last = start * values, min(stop * values, size)
+    size, values_per_entry = prod(state.shape), 2 * whole.element_size()
+    first, last = start * values_per_entry, min(stop * values_per_entry, size)
     # One entry alone looks like a transposed column to dequantize_4bit.
     if stop - start < 2 or first % state.blocksize or (last % state.blocksize and last != size):
         return None
@@ -149,7 +151,7 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
     edits=(
-        *(cut_into_parameters("Params4bit", name, _pieces, when="bitsandbytes<0.47") for name in ("chunk", "split")),
+        *(wrap_split_method("Params4bit", name, _pieces, when="bitsandbytes<0.47") for name in ("chunk", "split")),
         SetAttribute(
             f"{_PARAMETER}.__torch_function__",
             make=make_torch_function,

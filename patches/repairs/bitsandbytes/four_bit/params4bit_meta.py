@@ -22,7 +22,7 @@ def _moves_with(device: torch.device | None, state: QuantState) -> bool:
 
 def _holds_packed(weight: Params4bit) -> bool:
     """Tell whether ``weight`` need not be quantized any more. Raises if its contents cannot be a weight."""
-    state, quantized = quant_states.get_quant_state(weight), quant_states.is_marked(weight)
+    state, quantized = quant_states.get_quant_state(weight), quant_states.is_marked_quantized(weight)
     if not quantized or state is None or state.shape is None:
         return quantized
     size = quant_states.packed_bytes(state.shape)

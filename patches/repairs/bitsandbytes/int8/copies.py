@@ -11,11 +11,11 @@ from ....quantized.int8 import row_scales
 from ....quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
 from ....quantized.layer_methods import wrap_method
 from ....quantized.weights.parameter_copies import (
-    cut_into_parameters,
     is_read_by_default,
     make_like,
     reduce_with_class,
     restore_class,
+    wrap_split_method,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ PATCH = Patch(
     edits=(
         wrap_method("Int8Params", "__reduce_ex__", _reduce_ex, when="bitsandbytes>=0.47"),
         SetAttribute(f"{_PARAM}.__copy__", value=_copy, when="bitsandbytes<0.47"),
-        *(cut_into_parameters("Int8Params", name, _pieces) for name in ("chunk", "split")),
+        *(wrap_split_method("Int8Params", name, _pieces) for name in ("chunk", "split")),
         *(restore_class(layer, "Int8Params", row_scales.MARKS) for layer in ("Linear8bitLt", "Embedding8bit")),
         *KEEP_PACKED_WEIGHT_BEFORE_048,  # what comes back is moved
     ),

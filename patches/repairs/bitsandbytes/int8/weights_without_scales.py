@@ -35,7 +35,7 @@ def _load(layer: Linear8bitLt, *args: Any, **kwargs: Any) -> None:
         scales_are_new = vars(layer.state).pop(_SCALES_CAME, False)
         load.run()
         if not scales_are_new:
-            scale_ownership.own_packed_weight_and(None, layer)
+            scale_ownership.give_ownership_to_weight(None, layer)
             setattr(layer.state, _WEIGHT_CAME, True)
         return
     error = ""
@@ -84,7 +84,7 @@ def _make_place(layer: Linear8bitLt, scales: Tensor, alone: bool) -> None:
     kept.pop(_SCALES_CAME, None)
     if kept.pop(_WEIGHT_CAME, False) and row_scales.known_scales(layer) is None:
         empty = torch.empty(layer.weight.shape[0], device=layer.weight.device, dtype=torch.float32)
-        scale_ownership.own_packed_weight_and(empty, layer)
+        scale_ownership.give_ownership_to_weight(empty, layer)
     elif alone and (own := row_scales.known_scales(layer)) is not None and not have_same_bits(own, scales.to(own)):
         setattr(layer.state, _SCALES_CAME, True)
 

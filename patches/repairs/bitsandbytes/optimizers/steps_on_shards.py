@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....distributed.dtensors import is_sharded
 from ....engine import CannotShow, Finding, Message, Patch, Rewrite
-from ....optimizers.state_bits import BLOCK, SAME_BITS
+from ....optimizers.state_bits import BLOCKSIZE, MATCH_STATE_BIT_WIDTH
 from ...reproducers.process_group import one_rank
 from ...reproducers.training import take_steps
 
@@ -17,32 +17,34 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
-def _cuts(parameter: DTensor) -> list[tuple[Placement, int]]:
-    """Return how ``parameter`` was cut, and into how many parts, for each dimension of the mesh that cuts it."""
+def _sharded_dims(parameter: DTensor) -> list[tuple[Placement, int]]:
+    """Return the placement and the number of ranks for each dimension of the mesh that shards ``parameter``."""
     sizes = parameter.device_mesh.shape
-    return [(how, size) for how, size in zip(parameter.placements, sizes) if not how.is_replicate() and size > 1]
+    return [
+        (placement, n) for placement, n in zip(parameter.placements, sizes) if not placement.is_replicate() and n > 1
+    ]
 
 
-def cuts_blocks(parameter: Tensor) -> bool:
-    """Tell whether a block of ``parameter`` would lie on two ranks, or one rank would have more blocks than another."""
-    if not is_sharded(parameter) or not (cuts := _cuts(parameter)):
+def needs_32_bit_state(parameter: Tensor) -> bool:
+    """Tell whether a block of ``parameter`` would lie on two ranks, or one rank would have more blocks than another; warn then."""
+    if not is_sharded(parameter) or not (sharded := _sharded_dims(parameter)):
         return False
-    if len(cuts) == 1:
-        how, ranks = cuts[0]
+    if len(sharded) == 1:
+        placement, ranks = sharded[0]
         same_rows = parameter.shape[0] % ranks == 0
-        whole_blocks = parameter.numel() % (ranks * BLOCK) == 0
-        if how.is_shard(0) and same_rows and whole_blocks:
+        whole_blocks = parameter.numel() % (ranks * BLOCKSIZE) == 0
+        if placement.is_shard(0) and same_rows and whole_blocks:
             return False
     warnings.warn(
-        f"Parameter of shape {tuple(parameter.shape)}: its shard size is not a multiple of {BLOCK}; using 32-bit "
+        f"Parameter of shape {tuple(parameter.shape)}: its shard size is not a multiple of {BLOCKSIZE}; using 32-bit "
         "optimizer state.",
         stacklevel=2,
     )
     return True
 
 
-def is_unpaged(parameter: Tensor) -> bool:
-    """Tell whether a paged state of ``parameter`` is allocated like one that is not paged."""
+def must_not_page(parameter: Tensor) -> bool:
+    """Tell whether the optimizer state of ``parameter`` must not be paged, because it is sharded; warn then."""
     if not is_sharded(parameter):
         return False
     warnings.warn("Parameters are sharded: using optimizer states that are not paged.", stacklevel=2)
@@ -58,7 +60,7 @@ def zero_scales(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     from torch.distributed.tensor import Replicate, Shard, zeros
 
     last = Shard(len(shape) - 1)
-    placements = [Replicate() if how.is_replicate() else last for how in parameter.placements]
+    placements = [Replicate() if each.is_replicate() else last for each in parameter.placements]
     return zeros(*shape, dtype=torch.float32, device_mesh=parameter.device_mesh, placements=placements)
 
 
@@ -75,7 +77,7 @@ def local_shards(p: Tensor, g: Tensor, *states: Tensor | None, max_unorm: float 
     """Return the shards that this rank has of a parameter, of its gradient and of its states."""
     if not is_sharded(p):
         return p, g, *states
-    if max_unorm > 0.0 and _cuts(p):
+    if max_unorm > 0.0 and _sharded_dims(p):
         raise NotImplementedError(
             "Under FSDP2, LARS and LAMB cannot step on parameters with 32-bit optimizer state: they limit an update by its "
             "norm (max_unorm), and no rank has the whole update. Use another optimizer."
@@ -129,7 +131,7 @@ def _init_state(target: str, scales_of: int) -> tuple[Rewrite, ...]:
     in_32_bits = f"{small} or (dtype == torch.uint8 and _patches_cuts_blocks(p))"
     return (
         Rewrite(target, zeros, "_patches_scales(p, (blocks,))", count=scales_of, names=_SCALES),
-        Rewrite(target, small, in_32_bits, names={"_patches_cuts_blocks": cuts_blocks}),
+        Rewrite(target, small, in_32_bits, names={"_patches_cuts_blocks": needs_32_bit_state}),
     )
 
 
@@ -197,7 +199,7 @@ PATCH = Patch(
                 target,
                 "not self.is_paged or p.numel() < 1e5",
                 "not self.is_paged or p.numel() < 1e5 or _patches_is_unpaged(p)",
-                names={"_patches_is_unpaged": is_unpaged},
+                names={"_patches_is_unpaged": must_not_page},
             )
             for target in (f"{_OPTIMIZER}:Optimizer8bit.get_state_buffer", f"{_ADEMAMIX}._get_state_double_buffer")
         ),
@@ -216,7 +218,7 @@ PATCH = Patch(
             "is_on_gpu([p, g, state1, state2, qmap1, qmap2, absmax1, absmax2])",
             names={"_patches_local": local_shards},
         ),
-        *SAME_BITS,
+        *MATCH_STATE_BIT_WIDTH,
     ),
     defect=defect,
 )

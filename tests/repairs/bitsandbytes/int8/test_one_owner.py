@@ -109,7 +109,7 @@ def test_nothing_is_kept_of_layers_that_are_gone():
         for _ in range(600):
             layer = bnb.nn.Linear8bitLt(8, 8, bias=False, has_fp16_weights=False).to("cpu")
             layer(torch.ones(1, 8))
-        assert len(scale_ownership._homes) <= 256
+        assert len(scale_ownership._ownerships) <= 256
 
 
 @pytest.mark.parametrize("warm", [True, False])

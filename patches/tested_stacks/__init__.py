@@ -51,8 +51,8 @@ def oldest_releases() -> Mapping[str, str]:
 
 def nearest_stack() -> Nearest | None:
     """Find the stack that shares most releases with the installed one; None without torch or with an odd version."""
-    here = {name: version for name in WEIGHTS if (version := gate.installed(name))}
-    if "torch" not in here or not all(requirement.read(version) for version in here.values()):
+    here = {name: version for name in WEIGHTS if (version := gate.installed_version(name))}
+    if "torch" not in here or not all(requirement.parse_version(version) for version in here.values()):
         return None
     name, stack = min(known_stacks().items(), key=lambda each: _distance(here, each[1]))
     pairs = {

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import NamedTuple
 
-from .frames import nested
+from .frames import with_nested_code
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
-_BEGINS = re.compile(r"^(?:(?:async )?def |class )?(\w+)", re.MULTILINE)
+_TOP_LEVEL_NAME = re.compile(r"^(?:(?:async )?def |class )?(\w+)", re.MULTILINE)
 """The names that the lines of a file define at its top level, and a few words more."""
 _FUTURE_FLAGS = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
@@ -43,10 +43,11 @@ class Source(NamedTuple):
     scopes: int
     """The number of scopes (classes, functions) around it."""
     imports: tuple[ast.stmt, ...]
-    """Statements to compile along with it, see :func:`_imports`."""
-    lines: list[str]
+    """Statements to compile along with it, see :func:`_imports_in_file`: CPython compiles calls of methods of imported names
+    differently."""
+    function_lines: list[str]
     """The function's own lines, decorators included; the first is line ``code.co_firstlineno``."""
-    file: list[str]
+    file_lines: list[str]
     """All lines of its file."""
 
     def parse(self) -> tuple[ast.Module, FunctionNode]:
@@ -61,7 +62,7 @@ class Source(NamedTuple):
         return tree, node
 
 
-def read(function: FunctionType, code: CodeType) -> Source:
+def read_source(function: FunctionType, code: CodeType) -> Source:
     """Read the source of ``function``, whose code object was ``code`` when it was imported.
 
     Raises
@@ -73,7 +74,7 @@ def read(function: FunctionType, code: CodeType) -> Source:
     if (source := _sources.get(key)) is None:
         if len(_sources) >= _MAX_SOURCES:
             _sources.clear()
-        source = _sources[key] = _read(function, code)
+        source = _sources[key] = _find_source(function, code)
     return source
 
 
@@ -81,25 +82,25 @@ _sources: dict[tuple[CodeType, str, str], Source] = {}
 _MAX_SOURCES = 512
 
 
-def forget() -> None:
+def forget_sources() -> None:
     """Read every source again when it is next asked for."""
     _sources.clear()
 
 
-def _read(function: FunctionType, code: CodeType) -> Source:
+def _find_source(function: FunctionType, code: CodeType) -> Source:
     where = f"{function.__module__}.{function.__qualname__}"
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename, function.__globals__)
     if not lines:
         raise Conflict(f"{where}: no source file at {code.co_filename}")
     problem: Exception | None = None
-    for candidate in (_guess, _exact):
+    for find_lines in (_guess_lines, _read_lines):
         try:
-            for block, imports in candidate(function, code, lines):
+            for block, imports in find_lines(function, code, lines):
                 text, scopes = _in_scopes(block, code, function.__qualname__)
                 found = Source(code, text, scopes, imports, block, lines)
                 tree, _ = found.parse()
-                if compiled(tree, code) == code:
+                if compile_like(tree, code) == code:
                     return found
             problem = None
         except (SyntaxError, IndexError, LookupError) as error:
@@ -113,19 +114,24 @@ def _read(function: FunctionType, code: CodeType) -> Source:
 
 
 _Candidate = tuple[list[str], tuple[ast.stmt, ...]]
-"""The lines of a function and its :func:`_imports`; right if they compile to the code that was imported."""
+"""The lines of a function and its imports (:func:`_imports_in_file`); right if they compile to the code that was imported."""
 
 
-def _guess(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
+def _guess_lines(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
     """Guess its last line and its imports from the code object and the module, nearly always right."""
-    codes = nested(code)
+    codes = with_nested_code(code)
     last = max((line or 0 for c in codes for _, _, line in c.co_lines()), default=0) or code.co_firstlineno
     block = _until_dedent(lines, code.co_firstlineno - 1, last)
     used = {name: function.__globals__.get(name) for c in codes for name in c.co_names}
-    yield block, _import_of({name for name, value in used.items() if _is_foreign(value, function.__module__)})
-    # Else take every name that is no local, no builtin, and not defined by the beginning of a line of the file.
-    own = {name for c in codes for name in (*c.co_varnames, *c.co_cellvars)}.union(_BEGINS.findall("".join(lines)))
-    yield block, _import_of({name for name in used if name not in own and not hasattr(builtins, name)})
+    yield (
+        block,
+        _import_statement({name for name, value in used.items() if _looks_imported(value, function.__module__)}),
+    )
+    # Else take every name for imported that is no local, no builtin, and not defined at the top level of the file.
+    own = {name for c in codes for name in (*c.co_varnames, *c.co_cellvars)}.union(
+        _TOP_LEVEL_NAME.findall("".join(lines))
+    )
+    yield block, _import_statement({name for name in used if name not in own and not hasattr(builtins, name)})
 
 
 def _until_dedent(lines: list[str], first: int, last: int) -> list[str]:
@@ -147,21 +153,21 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _exact(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
+def _read_lines(function: FunctionType, code: CodeType, lines: list[str]) -> Iterator[_Candidate]:
     """Read its last line and its imports from the file: a tenth of a second for a large one."""
     block = inspect.getblock(lines[code.co_firstlineno - 1 :])
     yield block, ()
-    yield block, _imports("".join(lines))
+    yield block, _imports_in_file("".join(lines))
 
 
-def _is_foreign(value: object, module: str) -> bool:
+def _looks_imported(value: object, module: str) -> bool:
     """Tell whether a global of ``module`` looks imported."""
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
         return value.__module__ != module
     return isinstance(value, ModuleType)
 
 
-def _import_of(names: set[str]) -> tuple[ast.stmt, ...]:
+def _import_statement(names: set[str]) -> tuple[ast.stmt, ...]:
     statement = ast.Import([ast.alias("_", name) for name in sorted(names)])
     return (ast.fix_missing_locations(statement),) if names else ()
 
@@ -173,7 +179,7 @@ def _in_scopes(block: list[str], code: CodeType, qualname: str) -> tuple[str, in
     """
     scopes: list[str] = []
     for name in qualname.split(".")[:-1]:
-        if name == "<locals>":  # the scope before is a function, its locals our free variables
+        if name == "<locals>":  # the name before is a function: give its header our free variables as parameters
             outer = scopes.pop().removeprefix("class ").removesuffix(":")
             free = [n for n in code.co_freevars if n != "__class__"]
             scopes.append(f"def {outer}({', '.join(free)}):")
@@ -181,7 +187,7 @@ def _in_scopes(block: list[str], code: CodeType, qualname: str) -> tuple[str, in
             scopes.append(f"class {name}:")
     indent = _indent(block[0])
     if indent and not scopes:
-        scopes.append("if 1:")
+        scopes.append("if 1:")  # it is indented at the top level, as below `try` or `if`
     if indent < len(scopes) or code.co_firstlineno <= len(scopes):
         raise SyntaxError("the function is not nested in the scopes that its qualified name gives")
     padding = "\n" * (code.co_firstlineno - 1 - len(scopes))
@@ -190,7 +196,7 @@ def _in_scopes(block: list[str], code: CodeType, qualname: str) -> tuple[str, in
 
 
 @functools.lru_cache(maxsize=32)
-def _imports(text: str) -> tuple[ast.stmt, ...]:
+def _imports_in_file(text: str) -> tuple[ast.stmt, ...]:
     """Make import statements for the names that a module imports, to compile one of its functions alone.
 
     CPython (3.11.7, 3.12) compiles ``name.method()`` differently if the module imports ``name``.
@@ -203,10 +209,10 @@ def _imports(text: str) -> tuple[ast.stmt, ...]:
             names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             pending += ast.iter_child_nodes(node)
-    return _import_of(names - {"*"})
+    return _import_statement(names - {"*"})
 
 
-def compiled(tree: ast.Module, like: CodeType) -> CodeType:
+def compile_like(tree: ast.Module, like: CodeType) -> CodeType:
     """Compile ``tree``, and take out the code object that stands where ``like`` stood."""
     flags = like.co_flags & _FUTURE_FLAGS
     pending = [compile(tree, like.co_filename, "exec", flags=flags, dont_inherit=True)]

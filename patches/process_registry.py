@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import stacks
+from . import tested_stacks
 from .engine import catalog, compiler
 from .engine.build import Builder
 from .engine.registry import Registry
@@ -21,7 +21,7 @@ class _PluginRegistry(Registry):
         found = super().report(*ids)
         if ids:
             return found
-        notes = (*stacks.report_notes(), *placement_summary.report_notes(), *dense_operations.report_notes())
+        notes = (*tested_stacks.report_notes(), *placement_summary.report_notes(), *dense_operations.report_notes())
         return replace(found, notes=(*found.notes, *notes))
 
 
@@ -30,5 +30,5 @@ REGISTRY = _PluginRegistry(
     compiled_code.forget_compiled_code,
     live_objects.one_walk,
     Builder(compiler.compiler()),
-    stacks.oldest_releases(),
+    tested_stacks.oldest_releases(),
 )
