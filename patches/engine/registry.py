@@ -44,8 +44,8 @@ class Registry:
 
         ``forget_compiled`` is called after each change: compilers discard what they made of the old code. It returns a
         note for the report, often empty, or None if it has to be called again later. ``damage_scan`` makes one walk over
-        live objects serve all calls of ``damage()`` inside; it may be nested, and is entered before objects change. ``oldest_supported``: see
-        :func:`.gate.check`.
+        live objects serve all calls of ``damage()`` inside; it may be nested, and is entered before objects change.
+        ``oldest_supported``: see :func:`.gate.check`.
         """
         self.ids = Ids(patches, self.note)
         self.patches = self.ids.present
