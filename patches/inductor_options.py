@@ -83,7 +83,7 @@ class CompileOptions(Mapping[str, Any]):
         Raises
         ------
         ValueError
-            ``fields`` holds a mode or options, or a backend other than Inductor, the one that has them.
+            ``fields`` has ``mode`` or ``options``, which belong to ``compile_options``, or a backend other than Inductor.
         """
         from accelerate.utils import TorchDynamoPlugin
 
@@ -196,7 +196,7 @@ def _deliver(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """Put the entered options into the class in which ``torch.compile`` keeps mode and options for Inductor."""
 
     def make(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None, *rest: Any) -> Any:
-        for entry in reversed(_entered.get()):  # the innermost first; its options go before the outer ones
+        for entry in reversed(_entered.get()):  # the innermost first: its options override the outer ones
             entry.reached = True
             entry.options._warn(dynamic, mode, options or {})
             mode, options = None, entry.options.merged(mode, options)
@@ -205,7 +205,7 @@ def _deliver(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _demand_compile(original: Any) -> Any:
+def _require_inductor_backend(original: Any) -> Any:
     def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         backend = str(self.state.dynamo_plugin.backend.value).lower()
         entered = _entered.get()
@@ -231,7 +231,7 @@ def _feature_with(accelerate: bool) -> Feature:
     edits: list[Edit] = [
         Rewrite.to_call("torch:compile", "_TorchCompileInductorWrapper", _deliver, "_TorchCompileInductorWrapper")
     ]
-    if accelerate:  # an early error; without it the end of the `with` is one
+    if accelerate:  # fail early, in prepare_model; without it the end of the `with` fails
         target = "accelerate.accelerator:Accelerator.prepare_model"
-        edits.append(SetAttribute(target, make=_demand_compile, over="self.state.dynamo_plugin"))
+        edits.append(SetAttribute(target, make=_require_inductor_backend, original_contains="self.state.dynamo_plugin"))
     return Feature("compile-options", "torch.compile inside `with compile_options()` uses its options", tuple(edits))

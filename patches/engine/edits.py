@@ -53,7 +53,7 @@ class Rewrite(NamedTuple):
     def to_call(
         cls, target: str, find: str, function: Callable[..., Any], arguments: str, when: str = "", count: int = 1
     ) -> Rewrite:
-        """Replace ``find`` by a call of ``function`` with ``arguments`` (source), named after it in the module."""
+        """Replace ``find`` by a call of ``function`` with ``arguments`` (source); the module gets it as ``_patches_<its name>``."""
         name = f"_patches_{function.__name__.lstrip('_')}"
         return cls(target, find, f"{name}({arguments})", count, {name: function}, when)
 
@@ -68,15 +68,14 @@ class SetAttribute(NamedTuple):
 
     Parameters
     ----------
-    over:
-        An expression or statement that the source of the original must hold: the attribute is one
-        that the package has, and this is how we know that it is the one the edit was made for.
-        Without it there must be none (``None`` in the class's own ``__dict__``; an inherited one
-        does not matter), unless an earlier patch of ours set it.
+    original_contains:
+        An expression or statement that the source of the original must contain; else the edit is a
+        conflict. Without it the class or module must not have the attribute itself: inherited ones do
+        not count, nor ones that an earlier patch of ours set.
     missing_ok:
-        With ``over``: some releases do not have the attribute.
+        With ``original_contains``: it is no conflict if a release lacks the attribute.
     keep:
-        Where the package has the attribute already (a later release, a source build), that one stays.
+        Leave an attribute that the package already has (a later release, a source build) unchanged.
     when:
         Requirements, joined by " and "; on other releases the edit is skipped.
     """
@@ -84,7 +83,7 @@ class SetAttribute(NamedTuple):
     target: str
     value: Any = None
     make: Callable[[Any], Any] | None = None
-    over: str = ""
+    original_contains: str = ""
     missing_ok: bool = False
     keep: bool = False
     when: str = ""

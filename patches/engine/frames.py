@@ -1,4 +1,4 @@
-"""The names that a frame or a code object may still look up, to know which of ours reverted code needs."""
+"""Which global names of ours running frames and code objects may still look up, so that revert leaves them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def with_nested_code(code: CodeType) -> list[CodeType]:
 
 
 def witnessed(code: CodeType) -> CodeType:
-    """Add a constant to ``code`` and to the code inside it: a code object that never runs, with the same names.
+    """Add a constant to ``code`` and to the code inside it: a code object with the same names that never runs, the witness.
 
     Debuggers and profilers make new code of old code, by ``code.replace()`` or from its parts, and take over its constants.
-    So this witness lives as long as any code made of ``code``, and can be held weakly.
+    So a weak reference to the witness tells whether any code made of ``code`` is alive.
     """
     inner = [witnessed(const) if isinstance(const, CodeType) else const for const in code.co_consts]
     witness = compile("", code.co_filename, "exec").replace(co_names=code.co_names, co_firstlineno=code.co_firstlineno)
@@ -33,27 +33,27 @@ def names_in_code(codes: Iterable[CodeType], names: Collection[str]) -> set[str]
     return {name for code in codes for part in with_nested_code(code) for name in part.co_names if name in names}
 
 
-def names_in_frames(spaces: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
-    """Return the names that a frame of any thread may still look up; ``spaces``: names by the ``id`` of their globals."""
+def names_in_frames(names_by_globals: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
+    """Return the names that a frame of any thread may still look up; by the ``id`` of its globals."""
     used: set[tuple[int, str]] = set()
-    for space, code in running() if spaces else ():
-        if id(space) in spaces:
-            used.update((id(space), name) for name in names_in_code([code], spaces[id(space)]))
+    for namespace, code in globals_and_code_of_frames() if names_by_globals else ():
+        if id(namespace) in names_by_globals:
+            used.update((id(namespace), name) for name in names_in_code([code], names_by_globals[id(namespace)]))
     return used
 
 
-def functions_that_run(codes: Iterable[CodeType], spaces: Iterable[dict[str, Any]]) -> list[str]:
-    """Name the functions with globals ``spaces`` that run one of ``codes``, or code made of it; walk over all objects.
+def functions_with_code(codes: Iterable[CodeType], namespaces: Iterable[dict[str, Any]]) -> list[str]:
+    """Name the functions with globals ``namespaces`` that run one of ``codes``, or code made of it; walk over all objects.
 
-    Not by ``gc.get_objects``: to hold a tuple that another thread is just filling makes ``tuple()`` fail there.
+    It does not use ``gc.get_objects``: holding a tuple that another thread is just building makes ``tuple()`` fail there.
     """
     parts = {id(part) for code in codes for part in with_nested_code(code)}
-    functions = [f for f in gc.get_referrers(*spaces) if isinstance(f, FunctionType)] if parts else []
+    functions = [f for f in gc.get_referrers(*namespaces) if isinstance(f, FunctionType)] if parts else []
     found = [f for f in functions if any(id(part) in parts for part in with_nested_code(f.__code__))]
     return sorted({f"{f.__module__}.{f.__qualname__}" for f in found})
 
 
-def running() -> list[tuple[dict[str, Any], CodeType]]:
+def globals_and_code_of_frames() -> list[tuple[dict[str, Any], CodeType]]:
     """Return globals and code of every frame of every thread, but no frame: it would keep its variables alive."""
     found = []
     frames = list(sys._current_frames().values())

@@ -50,7 +50,9 @@ def describe(state: State) -> Iterator[str]:
     names = {slot.attribute for slot in idle if isinstance(slot, NameSlot)}
     codes = [code for code in in_use(state) if frames.names_in_code([code], names)]
     spaces = {id(module): vars(module) for slot in idle if (module := slot.held()) is not None}
-    who = ", ".join(frames.functions_that_run(codes, spaces.values())) or "a frame, a generator or a tool that keeps it"
+    who = (
+        ", ".join(frames.functions_with_code(codes, spaces.values())) or "a frame, a generator or a tool that keeps it"
+    )
     yield (
         f"{who} still runs code of reverted patches, so the names that this code uses stay: "
         f"{', '.join(sorted(s.name for s in idle))}. Once the code has ended, patches.report(), apply() or revert() "

@@ -204,10 +204,10 @@ def _check_original(value: Any, edit: SetAttribute | DeleteAttribute, compiler: 
         return
     if value is not ABSENT:
         _check_home(value, edit.target)
-    if edit.over and not (value is ABSENT and edit.missing_ok):
+    if edit.original_contains and not (value is ABSENT and edit.missing_ok):
         function = targets.unwrapped(value, edit.target)
-        if not compiler.holds(function, state.original_code(function), edit.over):
-            raise Conflict(f"{edit.target}: {match.brief(edit.over)} does not occur in it")
+        if not compiler.holds(function, state.original_code(function), edit.original_contains):
+            raise Conflict(f"{edit.target}: {match.brief(edit.original_contains)} does not occur in it")
     elif value is not ABSENT and not edit.keep:
         raise Conflict(f"{edit.target} already exists in the package")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-FIRST_VERSION = "0.17"  # the first with target_parameters stands for a release that a configuration does not name
+ASSUMED_VERSION = "0.17"  # where a configuration names none: the first release with target_parameters
 
 
 class _Pair(NamedTuple):
@@ -90,20 +90,20 @@ def _is_old(config: Any) -> bool:
         return False
 
 
-def record_saved_version(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Add the release that wrote an adapter's configuration, if that names none: peft would fill in its own."""
+def fill_in_missing_version(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Fill in ``ASSUMED_VERSION`` where an adapter's configuration names no version: peft would fill in its own."""
     if attributes.get("target_parameters") and attributes.get("peft_version") is None:
-        return {**attributes, "peft_version": FIRST_VERSION}
+        return {**attributes, "peft_version": ASSUMED_VERSION}
     return attributes
 
 
 RECORD_VERSION = Rewrite(
     "peft.config:PeftConfigMixin.from_pretrained",
     find="{**class_kwargs, **loaded_attributes}",
-    replace="{**class_kwargs, **_patches_with_version(loaded_attributes)}",
-    names={"_patches_with_version": record_saved_version},
+    replace="{**class_kwargs, **_patches_fill_in_missing_version(loaded_attributes)}",
+    names={"_patches_fill_in_missing_version": fill_in_missing_version},
 )
-"""The edit that tells which release wrote a file: each patch that needs it has it."""
+"""The edit that keeps the release that wrote a file: each patch that needs it declares it."""
 
 
 def converted_state_dict(
@@ -129,7 +129,7 @@ def converted_state_dict(
 
 
 def _in_model(key: str, adapter: str) -> str:
-    """Return the name that a tensor of a file has in the model: with the adapter's, without the prefix of ``PeftModel``."""
+    """Return the name in the model of a tensor of a file: with the adapter's name, without the prefix of ``PeftModel``."""
     name = key.removeprefix("base_model.model.")
     for kind in ("lora_A", "lora_B"):
         name = name.replace(f"{kind}.weight", f"{kind}.{adapter}.weight")

@@ -42,7 +42,7 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     if not is_bitsandbytes(quantizer):
         return mapping
     packed = quantizer.pre_quantized and has_packed_experts(keys)
-    asked = asked and not packed  # of a checkpoint with packed experts the file decides
+    asked = asked and not packed  # a checkpoint with packed experts is read as it is
     if not packed and not asked:
         return mapping
     found = [one for one in find_experts(model) if packed or is_to_be_quantized(one.full_name, quantizer)]
@@ -57,12 +57,12 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     if transposed:
         mapping = [*gpt_oss_layout.bias_converters(found), *mapping]
     return _replaced(
-        mapping, found, Reading(QuantizationConfig.from_config(quantizer.quantization_config), asked, transposed)
+        mapping, found, ReadOptions(QuantizationConfig.from_config(quantizer.quantization_config), asked, transposed)
     )
 
 
 def _refuse_divided_experts(keys: Any) -> None:
-    """Raise an error if transformers has made linear layers of the experts, as before it reads Llama 4 quantized."""
+    """Raise an error if transformers has made linear layers of the experts, as it does to load a quantized Llama 4."""
     for key in filter(_STATISTIC_OF_AN_EXPERT.search, keys):
         raise NotImplementedError(
             f"this checkpoint has {key}, but transformers has made linear layers of the experts. The patch "
@@ -70,10 +70,10 @@ def _refuse_divided_experts(keys: Any) -> None:
         )
 
 
-class Reading(NamedTuple):
-    """The way to read experts: as ``config`` says, and in floating point only if that is not ``asked`` to be quantized.
+class ReadOptions(NamedTuple):
+    """How to read experts. ``asked``: quantize experts in floating point by ``config``; else they stay as they are.
 
-    ``transposed``: the checkpoint has each matrix as the weight of a linear layer, and the parameter the other way round.
+    ``transposed``: the checkpoint has each matrix as (out, in), the parameter is (experts, in, out).
     """
 
     config: QuantizationConfig
@@ -96,19 +96,19 @@ class Reading(NamedTuple):
         return self.quantized(((expert,) for expert in whole.unbind(0)), name, model)
 
 
-def _replaced(mapping: list[Any], found: list[ExpertParameter], how: Reading) -> list[Any]:
+def _replaced(mapping: list[Any], found: list[ExpertParameter], reading: ReadOptions) -> list[Any]:
     """Put our converters in the place of the ones that make the parameters ``found``, and before all others."""
     left = {one.full_name for one in found}
     result = []
     for each in mapping:
         names = {name for name in left if isinstance(each, WeightConverter) and makes_parameter(each, name)}
         if names and matrices_per_expert_of(each):
-            each = ExpertsConverter.of(each, names, how)
+            each = ExpertsConverter.of(each, names, reading)
             left -= names
-        elif names and how.asked:  # made otherwise: quantized once it is made
-            each = QuantizedWhenMade.of(each, names, how)
+        elif names and reading.asked:  # made otherwise: quantized once it is made
+            each = QuantizedWhenMade.of(each, names, reading)
         result.append(each)
-    whole = [ExpertsConverter.of_one(suffix, names, how) for suffix, names in _by_suffix(left).items()]
+    whole = [ExpertsConverter.without_predecessor(suffix, names, reading) for suffix, names in _by_suffix(left).items()]
     return [*whole, *result]  # before the ones that take any "weight"
 
 
@@ -129,20 +129,20 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
     before: Any
 
     @classmethod
-    def of(cls, before: Any, names: set[str], how: Reading) -> ExpertsConverter:
+    def of(cls, before: Any, names: set[str], reading: ReadOptions) -> ExpertsConverter:
         """Make one in the place of ``before``, which makes the parameters ``names``."""
         sources, targets = _patterns(before)
-        self = cls(_with_statistics(sources), targets, operations=[MakeExperts(names, how, before)])
+        self = cls(_with_statistics(sources), targets, operations=[MakeExperts(names, reading, before)])
         self.before = before
         _scope(self, before)
         return self
 
     @classmethod
-    def of_one(cls, suffix: str, names: set[str], how: Reading) -> ExpertsConverter:
-        """Make one for parameters that a checkpoint has whole, or one expert after the other as we write them."""
-        one = gpt_oss_layout.matrix_name(suffix) if how.transposed else suffix
-        sources = [*_with_statistics([f"{one}.*.weight"]), f"{suffix}$"]
-        self = cls(sources, suffix, operations=[MakeExperts(names, how, None)])
+    def without_predecessor(cls, suffix: str, names: set[str], reading: ReadOptions) -> ExpertsConverter:
+        """Make one for parameters that no converter makes: stored whole, or, as we save them, one expert a tensor."""
+        source = gpt_oss_layout.matrix_name(suffix) if reading.transposed else suffix
+        sources = [*_with_statistics([f"{source}.*.weight"]), f"{suffix}$"]
+        self = cls(sources, suffix, operations=[MakeExperts(names, reading, None)])
         self.before = None
         return self
 
@@ -160,7 +160,7 @@ class ExpertsConverter(WeightConverter):  # type: ignore[misc]
 
 
 def _patterns(converter: Any) -> tuple[list[str], list[str]]:
-    """Return sources and targets as they were given; transformers before 5.1 has them as it changed them."""
+    """Return sources and targets as they were given; transformers before 5.1 keeps them rewritten alone."""
     return tuple(  # type: ignore[return-value]
         list(getattr(converter, f"_original_{side}_patterns", getattr(converter, f"{side}_patterns")))
         for side in ("source", "target")
@@ -194,11 +194,11 @@ class QuantizedWhenMade(WeightConverter):  # type: ignore[misc]
     before: Any
 
     @classmethod
-    def of(cls, before: Any, names: set[str], how: Reading) -> QuantizedWhenMade:
+    def of(cls, before: Any, names: set[str], reading: ReadOptions) -> QuantizedWhenMade:
         options = {"force_cpu": before.force_cpu} if hasattr(before, "force_cpu") else {}
         self = cls(*_patterns(before), operations=before.operations, **options)
         _scope(self, before)
-        self.before, self.quantization_operation = before, QuantizeMade(names, how)
+        self.before, self.quantization_operation = before, QuantizeMade(names, reading)
         return self
 
     def reverse_transform(self) -> Any:
@@ -208,12 +208,12 @@ class QuantizedWhenMade(WeightConverter):  # type: ignore[misc]
 class QuantizeMade(ConversionOps):  # type: ignore[misc]
     """Quantizes what a converter of transformers has made of other tensors, an interleaved ``gate_up_proj`` say."""
 
-    def __init__(self, names: set[str], how: Reading) -> None:
-        self.names, self.how = names, how
+    def __init__(self, names: set[str], reading: ReadOptions) -> None:
+        self.names, self.reading = names, reading
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
         made = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        return {n: self.how.quantized_whole(v, n, model) if n in self.names else v for n, v in made.items()}
+        return {n: self.reading.quantized_whole(v, n, model) if n in self.names else v for n, v in made.items()}
 
 
 class MakeExperts(ConversionOps):  # type: ignore[misc]
@@ -221,8 +221,8 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
 
     reads_as_stored = True  # for transformers-checkpoint-keeps-dtype: rounding to bfloat16 would change statistics
 
-    def __init__(self, names: set[str], how: Reading, before: Any) -> None:
-        self.names, self.how, self.before, self.keys = names, how, before, list[str]()
+    def __init__(self, names: set[str], reading: ReadOptions, before: Any) -> None:
+        self.names, self.reading, self.before, self.keys = names, reading, before, list[str]()
 
     @property
     def hf_quantizer(self) -> Any:
@@ -237,8 +237,8 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         whole = [key for key in tensors if "*" not in key]
         if whole:  # the checkpoint has the parameter in one piece
             value = tensors[whole[0]][0]
-            asked = self.how.asked
-            made = self.how.quantized_whole(value, full_layer_name, model) if asked else value.to(target.dtype)
+            asked = self.reading.asked
+            made = self.reading.quantized_whole(value, full_layer_name, model) if asked else value.to(target.dtype)
             return {full_layer_name: made}
         sources = [key for key in tensors if key.endswith(".weight")]
         matrices = {
@@ -248,8 +248,8 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
         packed = [isinstance(one, tuple) for group in matrices.values() for one in group]
         if all(packed):
             check_kinds(full_layer_name, matrices)
-            how, groups = self.how.config_for(full_layer_name, model), list(matrices.values())
-            return {full_layer_name: make_parameter(full_layer_name, groups, target, how, self.how.transposed)}
+            config, groups = self.reading.config_for(full_layer_name, model), list(matrices.values())
+            return {full_layer_name: make_parameter(full_layer_name, groups, target, config, self.reading.transposed)}
         if any(packed):
             LOGGER.warning(
                 "%s: %d of %d matrices are packed in the checkpoint and the others are not; the parameter is kept in "
@@ -288,11 +288,11 @@ class MakeExperts(ConversionOps):  # type: ignore[misc]
     def _floating(self, matrices: dict[str, list[Any]], name: str, target: Any, model: Any, kwargs: Any) -> Any:
         floating = {source: [to_dense_matrix(one, target.dtype) for one in group] for source, group in matrices.items()}
         check_shapes(name, floating)
-        if self.how.asked and name in self.names:
-            return self.how.quantized(zip(*floating.values()), name, model)
+        if self.reading.asked and name in self.names:
+            return self.reading.quantized(zip(*floating.values()), name, model)
         if self.before is None:
             stack = torch.stack(next(iter(floating.values())))
-            return stack.mT.contiguous() if self.how.transposed else stack
+            return stack.mT.contiguous() if self.reading.transposed else stack
         result: Any = {p: floating[p.removesuffix("$")] for p in self.before.source_patterns}
         known = {"source_patterns": self.before.source_patterns, "target_patterns": self.before.target_patterns}
         for operation in self.before.operations:

@@ -49,14 +49,14 @@ def find_experts(model: torch.nn.Module) -> Iterator[ExpertParameter]:
             yield from (one for one in _parameters(path, module) if _stacks_matrices(one.parameter))
 
 
-def find_two_dimensional_experts(model: torch.nn.Module) -> Iterator[ExpertParameter]:
+def find_row_concatenated_experts(model: torch.nn.Module) -> Iterator[ExpertParameter]:
     """Find experts that cannot be quantized: the matrices of all, one below the other in one parameter (DBRX)."""
     for path, module in model.named_modules():
-        if holds_two_dimensional_experts(module):
+        if holds_row_concatenated_experts(module):
             yield from _parameters(path, module)
 
 
-def holds_two_dimensional_experts(module: Any) -> bool:
+def holds_row_concatenated_experts(module: Any) -> bool:
     """Tell whether ``module`` holds all experts in parameters of two dimensions; a single expert is made of layers."""
     own = [one.parameter for one in _parameters("", module)]
     return "Expert" in type(module).__name__ and bool(own) and all(p.dim() == 2 and min(p.shape) > 1 for p in own)

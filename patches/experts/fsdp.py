@@ -34,7 +34,9 @@ def flatten_for_fsdp(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_quantized_experts(tensor) else tensor.view(-1)
 
 
-def gather_parts(part: QuantizedExperts, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> QuantizedExperts:
+def from_gathered_shards(
+    part: QuantizedExperts, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype
+) -> QuantizedExperts:
     """Return the experts of all ranks, with the gathered stacked tensors ``tensors``."""
     return part.like(packed=part.packed.with_tensors(dict(zip(part.packed.stacked(), tensors))), dtype=dtype)
 
@@ -97,7 +99,7 @@ def collective_rules() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def refuse_other_collectives(func: Any) -> None:
+def refuse_unsupported_collectives(func: Any) -> None:
     """Raise `NotImplementedError` if ``func`` is another collective: it would write into a copy, or read too early."""
     if func.namespace in ("c10d", "_c10d_functional"):
         raise NotImplementedError(

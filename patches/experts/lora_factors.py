@@ -27,7 +27,7 @@ def adapts_quantized_experts(layer: Any) -> bool:
 
 
 def delta_weight(layer: Any, adapter: str) -> Any:
-    """Return what peft adds to the parameter: of quantized experts the factors of ``adapter``, else their product."""
+    """Return the delta weight of ``adapter``: as its LoRA factors for quantized experts, else dense."""
     if not adapts_quantized_experts(layer):
         return layer.get_delta_weight(adapter)
     from . import adapted_rules  # noqa: F401 - the rules for operations on them
@@ -45,7 +45,9 @@ def split_factors(layer: Any, adapter: str) -> Factors:
     a = a.reshape(experts, -1, a.shape[-1])
     b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
     made = Factors(b, a, layer.scaling[adapter])
-    return made if getattr(layer, "_did_swap_in_out_features", False) else made.swapped()  # peft before 0.19: never
+    return (
+        made if getattr(layer, "_did_swap_in_out_features", False) else made.swapped()
+    )  # peft before 0.19 never swaps them
 
 
 def merge_adapter(layer: Any, adapter: str, safe: bool) -> bool:
@@ -74,7 +76,7 @@ def unmerge_adapters(layer: Any) -> bool:
     there = [adapter for adapter in layer.merged_adapters if adapter in layer.lora_A]
     if len(there) == len(layer.merged_adapters) and _holds_merged(layer, parameter.packed):
         parameter.data = vars(layer)[_KEPT]["before"].to(parameter.device)
-    else:  # written to since, or a merged adapter was deleted, whose part stays
+    else:  # the experts were written to since, or a merged adapter was deleted and its part stays
         _warn()
         for adapter in there:
             parameter.data = parameter.like(packed=_requantized(parameter, split_factors(layer, adapter), -1.0))
@@ -102,7 +104,7 @@ def _warn() -> None:
 
 
 def _requantized(experts: QuantizedExperts, adapter: Factors, sign: float, checked: str | None = None) -> PackedExperts:
-    """Add ``adapter`` to experts and quantize them as they were. ``checked``: the name of an adapter that may be broken."""
+    """Add ``adapter`` to experts and quantize them as they were. ``checked``: its name, if the result must be finite."""
     from .quantize import QuantizationConfig, quantize_experts_by_matrix
 
     adapter = adapter.swapped() if experts.swapped else adapter

@@ -165,7 +165,7 @@ class PackedExperts:
         """Return the same experts with ``tensors`` in the place of their own tensors of these names."""
         return PackedExperts.from_layout(self.layout(), {**self.tensors(), **tensors})
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedExperts:
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedExperts:
         """Return the experts with ``change`` made to each tensor."""
         return self.with_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
 

@@ -40,7 +40,7 @@ def _multiply_by_each(
     """Multiply each group of rows (of ``dtype``) by one of ``numbers``, as :func:`multiply_by_expert`."""
     if _in_int8(dtype, experts):
         return (multiply_by_expert(rows, experts, number) for rows, number in zip(groups, numbers))
-    return (torch.mm(rows, matrix) for rows, matrix in zip(groups, experts.each(numbers)))
+    return (torch.mm(rows, matrix) for rows, matrix in zip(groups, experts.iter_dequantized(numbers)))
 
 
 def _in_int8(dtype: torch.dtype, experts: QuantizedExperts) -> bool:

@@ -14,7 +14,7 @@ from . import int8_matrix
 from .experts_in_model import (
     ExpertParameter,
     find_experts,
-    find_two_dimensional_experts,
+    find_row_concatenated_experts,
     matrices_per_expert,
     weight_converters,
 )
@@ -24,7 +24,8 @@ from .packed_experts import PackedExperts
 class QuantizationConfig(NamedTuple):
     """The part of a ``BitsAndBytesConfig`` about quantized weights.
 
-    ``threshold`` is of INT8, ``blocksize`` of 4 bits; None: the default of bitsandbytes.
+    ``threshold`` is ``llm_int8_threshold``; None, also in 4 bits: products dequantize. ``blocksize`` is of 4-bit weights; None:
+    the default of bitsandbytes.
     """
 
     quant_type: str
@@ -67,7 +68,7 @@ class QuantizationConfig(NamedTuple):
         """Return how the experts in ``module`` are quantized.
 
         LLM.int8 needs matrices whose rows are output features. Unless transformers says that they are
-        (``is_transposed=False``), the experts are dequantized instead (``threshold=None``).
+        (``is_transposed=False``), the experts are stored in INT8 and dequantized for products (``threshold=None``).
         """
         return self if getattr(module, "is_transposed", True) is False else self._replace(threshold=None)
 
@@ -109,7 +110,7 @@ def experts_to_quantize(model: Any) -> tuple[list[ExpertParameter], Quantization
     """Return the experts of a loaded model that its configuration asks to quantize, and how; raise an error if it cannot."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
-        raise ValueError(_not_quantized(model))
+        raise ValueError(_reason_not_quantized(model))
     how = QuantizationConfig.from_config(quantizer.quantization_config)
     found = [one for one in find_experts(model) if is_to_be_quantized(one.full_name, quantizer)]
     if not found:
@@ -122,7 +123,7 @@ def experts_to_quantize(model: Any) -> tuple[list[ExpertParameter], Quantization
 def reason_for_none(model: Any) -> str:
     """Say why no experts of ``model`` are quantized."""
     what = type(model).__name__
-    if flat := [one.full_name for one in find_two_dimensional_experts(model)]:
+    if flat := [one.full_name for one in find_row_concatenated_experts(model)]:
         more = f" and {len(flat) - 1} more" if len(flat) > 1 else ""
         return (
             f"the experts of this {what} cannot be quantized and stay as they are: it keeps them in parameters of two "
@@ -134,7 +135,7 @@ def reason_for_none(model: Any) -> str:
     )
 
 
-def _not_quantized(model: Any) -> str:
+def _reason_not_quantized(model: Any) -> str:
     what = type(model).__name__
     modules = model.modules() if hasattr(model, "named_modules") and not isinstance(model, type) else ()
     if any(type(module).__name__ in ("Linear4bit", "Linear8bitLt") for module in modules):
@@ -151,8 +152,8 @@ def _not_quantized(model: Any) -> str:
 def is_to_be_quantized(name: str, quantizer: Any) -> bool:
     """Tell whether neither ``llm_int8_skip_modules`` nor the quantizer's ``modules_to_not_convert`` skips ``name``.
 
-    A name of the list skips a path that has its components, as for linear layers (docs/asked.md); transformers looks at
-    the beginning and the end of the path.
+    An entry of ``llm_int8_skip_modules`` skips each path that contains its components, as for linear layers (docs/asked.md);
+    transformers compares the beginning and the end of the path alone.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 

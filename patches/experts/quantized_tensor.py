@@ -3,8 +3,8 @@
 What operators do with it is in :data:`RULES` and :data:`FUNCTIONS`, which ``.views`` and ``.products`` fill; ``.tensor``
 imports all of it. Indexing, slicing over experts and transposing give views. A product dequantizes one expert at a time (an
 accelerator a few). Autograd saves the view, which costs no bytes, and the product of the backward dequantizes again. So no
-model is edited, and nothing that is dequantized is kept. Any other operation gets all experts in floating point, and says so
-(``.dense``); one that would write into them raises an error.
+model is edited, and nothing that is dequantized is kept. Any other operation gets all experts in floating point, and this is
+recorded (``.dense_operations``); one that would write into them raises an error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .packed_experts import PackedExperts
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-"""The function that stands for an operator below autograd; ``NotImplemented`` leaves it to floating point."""
+"""Operators (``__torch_dispatch__``) and the functions that implement them; one that returns ``NotImplemented`` dequantizes."""
 FUNCTIONS: dict[Any, Rule] = {}
-"""The same for a function of Python, above autograd: where gradients of other arguments are still to be recorded."""
+"""The same for ``__torch_function__``: functions of Python above autograd, where gradients of other arguments are recorded."""
 
 
 class QuantizedExperts(torch.Tensor):
@@ -34,7 +34,7 @@ class QuantizedExperts(torch.Tensor):
     ``chosen``: None for all, a number for one, a tensor for a choice with repetitions, as ``experts[ids]`` makes.
     ``swapped``: whether rows and columns are exchanged.
     ``rebuild``: the function that a pickle calls; :mod:`.tensor` sets it.
-    ``graph_key``: by it torch finds a compiled graph on disk again; :mod:`.products` sets it.
+    ``graph_key``: a part of the key of torch's cache of compiled graphs on disk; :mod:`.products` sets it.
     """
 
     packed: PackedExperts
@@ -91,7 +91,7 @@ class QuantizedExperts(torch.Tensor):
         matrix = self.packed.dequantize(number, self.dtype)
         return matrix.t() if self.swapped else matrix
 
-    def each(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
+    def iter_dequantized(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
         """Give the experts ``numbers`` of all, one after the other, as :meth:`expert`."""
         for matrix in self.packed.dequantize_each(numbers, self.dtype):
             yield matrix.t() if self.swapped else matrix
@@ -101,7 +101,9 @@ class QuantizedExperts(torch.Tensor):
         if isinstance(self.chosen, int):
             return self.expert(self.chosen)
         matrices = [self.expert(number) for number in self.numbers()]
-        with torch.autocast(self.device.type, enabled=False):  # stack raises an error for another dtype of 16 bits
+        with torch.autocast(
+            self.device.type, enabled=False
+        ):  # under it, stack raises an error for another 16-bit dtype
             return torch.stack(matrices)
 
     @property
@@ -131,7 +133,7 @@ class QuantizedExperts(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            copied: torch.Tensor = self.like(packed=self.packed.each(torch.clone))
+            copied: torch.Tensor = self.like(packed=self.packed.map_tensors(torch.clone))
             if isinstance(self, torch.nn.Parameter):
                 copied = torch.nn.Parameter(copied, requires_grad=False)
             memo[id(self)] = copied
@@ -164,7 +166,7 @@ class QuantizedExperts(torch.Tensor):
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """Return the experts of all ranks; none if ``out`` was made before, whose memory FSDP2 has filled again."""
-        return None if out is not None else (fsdp.gather_parts(self, all_gather_outputs, param_dtype), ())
+        return None if out is not None else (fsdp.from_gathered_shards(self, all_gather_outputs, param_dtype), ())
 
     def __getattr__(self, name: str) -> Any:
         tensors = vars(self)["packed"].tensors() if "packed" in vars(self) else {}
@@ -192,7 +194,7 @@ class QuantizedExperts(torch.Tensor):
         kwargs = kwargs or {}
         rule = RULES.get(func)
         result = rule(*args, **kwargs) if rule is not None else NotImplemented
-        if result is NotImplemented and rule is None:  # in inference mode nothing has taken it apart yet
+        if result is NotImplemented and rule is None:  # in inference mode composite operators are not decomposed yet
             result = func.decompose(*args, **kwargs)
         return run_dequantized(func, args, kwargs) if result is NotImplemented else result
 
@@ -213,7 +215,7 @@ def make_experts(packed: PackedExperts, *args: Any, **kwargs: Any) -> QuantizedE
 def run_dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` on dequantized experts; raise an error if it would write into them."""
     _refuse_writes(func, args, kwargs)
-    fsdp.refuse_other_collectives(func)
+    fsdp.refuse_unsupported_collectives(func)
 
     def dense(value: Any) -> Any:
         if not isinstance(value, QuantizedExperts):
@@ -243,5 +245,5 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> No
 
 
 def _no_inference_tensor() -> contextlib.AbstractContextManager[Any]:
-    """Leave inference mode meanwhile: a view of an ordinary tensor must be one, too."""
+    """Leave inference mode, if it is on: the result would be an inference tensor, and a view of an ordinary tensor must not be."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()

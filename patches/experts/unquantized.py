@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..quantized.four_bit import quant_states
 from ..quantized.quantized_experts import is_quantized_experts
-from .experts_in_model import find_two_dimensional_experts
+from .experts_in_model import find_row_concatenated_experts
 
 if TYPE_CHECKING:
     import torch
@@ -16,11 +16,11 @@ SHARE_TO_REPORT = 0.1
 
 
 class UnquantizedExperts(NamedTuple):
-    """The unquantized experts of one model, by name, and their share of the values that its parameters stand for."""
+    """The unquantized experts of one model by name, their share of its parameter count, and the bytes of the whole model."""
 
     tensors: dict[str, torch.Tensor]
     share: float
-    bytes_in_all: int
+    model_bytes: int
 
     @property
     def bytes(self) -> int:
@@ -50,7 +50,7 @@ def find_unquantized_experts(model: torch.nn.Module) -> UnquantizedExperts | Non
 
 
 def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Find parameters of many matrices in floating point, but no convolutions and no tables of positions (1, n, d)."""
+    """Find 3-D parameters of many matrices in floating point, but no convolutions and no position embeddings (1, n, d)."""
     from torch.nn.modules.conv import _ConvNd
 
     for name, parameter in model.named_parameters():
@@ -58,7 +58,7 @@ def _stacked(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if parameter.dim() == 3 and parameter.shape[0] > 1 and parameter.is_floating_point():
             if not isinstance(owner, _ConvNd) and not is_quantized_experts(parameter):
                 yield name, parameter
-    for one in find_two_dimensional_experts(model):
+    for one in find_row_concatenated_experts(model):
         yield one.full_name, one.parameter
 
 

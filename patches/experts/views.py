@@ -122,7 +122,7 @@ def is_pinned(experts: QuantizedExperts, device: Any = None) -> bool:
 
 @register_rule(aten.clone.default)
 def clone_experts(experts: QuantizedExperts, memory_format: Any = None) -> Any:
-    return experts.like(packed=experts.packed.each(torch.clone))
+    return experts.like(packed=experts.packed.map_tensors(torch.clone))
 
 
 @register_rule(aten._to_copy.default)
@@ -140,7 +140,7 @@ def move_experts(
         packed, chosen = packed.only(slice(chosen, chosen + 1)), 0
     elif chosen is not None:
         chosen = chosen.to(device)
-    packed = packed.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    packed = packed.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
     return experts.like(packed=packed, chosen=chosen, dtype=dtype)
 
 
@@ -149,7 +149,7 @@ def empty_like(experts: QuantizedExperts, dtype: Any = None, device: Any = None,
     """Return packed weights to be filled, for ``to_empty`` and on the meta device; else floating point."""
     if experts.dim() < 3 or experts.chosen is not None or (dtype or experts.dtype) != experts.dtype:
         return torch.empty(experts.shape, dtype=dtype or experts.dtype, device=device or experts.device)
-    return experts.like(packed=experts.packed.each(lambda tensor: torch.empty_like(tensor, device=device)))
+    return experts.like(packed=experts.packed.map_tensors(lambda tensor: torch.empty_like(tensor, device=device)))
 
 
 @register_rule(aten.new_zeros.default)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..experts.experts_in_model import holds_two_dimensional_experts
+from ..experts.experts_in_model import holds_row_concatenated_experts
 from ..offload.forward_uses import bytes_per_use, count_forward_uses
 from .records import Asked, Layers, Place
 from .tensors import (
@@ -174,7 +174,7 @@ def reason_not_quantized(layer: Layer, naming: Naming) -> str:
         return "the output head"
     if holds_experts(layer):
         return "3-D expert parameters: only nn.Linear layers are quantized"
-    if holds_two_dimensional_experts(module):
+    if holds_row_concatenated_experts(module):
         return "2-D parameters of all experts: nothing quantizes these"
     if max(p.dim() for p in own_parameters(module)) < 2:
         return "one-dimensional, as in norms"

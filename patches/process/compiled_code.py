@@ -12,7 +12,7 @@ import sys
 from pathlib import PurePath
 from types import CodeType, ModuleType
 
-from ..engine.frames import running
+from ..engine.frames import globals_and_code_of_frames
 
 FORGOTTEN = "torch.compiler.reset() was called: compiled code is compiled again at its next use"
 _MACHINERY = ("_dynamo", "_functorch", "_inductor")
@@ -26,7 +26,7 @@ def forget_compiled_code() -> str | None:
         return ""
     import torch
 
-    if any(_is_machinery(code) for _, code in running()):
+    if any(_is_machinery(code) for _, code in globals_and_code_of_frames()):
         return None
     torch.compiler.reset()
     return FORGOTTEN

@@ -11,11 +11,11 @@ from ..engine import SetAttribute
 Method = Callable[..., Any]
 
 
-def wrap_method(owner: str, name: str, run: Method, over: str = "", when: str = "") -> SetAttribute:
+def wrap_method(owner: str, name: str, run: Method, original_contains: str = "", when: str = "") -> SetAttribute:
     """Return the edit that puts ``run`` around the method ``name`` of the class ``owner``.
 
     The method calls ``run(self, inherited, *args, **kwargs)``. ``inherited`` is the bound method that the class had until
-    then, of its own or of its base class. ``over`` and ``when`` are the ones of :class:`SetAttribute`.
+    then, of its own or of its base class. ``original_contains`` and ``when`` are the ones of :class:`SetAttribute`.
     """
 
     def make(original: Method | None) -> Method:
@@ -30,7 +30,9 @@ def wrap_method(owner: str, name: str, run: Method, over: str = "", when: str = 
         method.__name__ = name
         return method
 
-    return SetAttribute(f"bitsandbytes.nn.modules:{owner}.{name}", make=make, over=over, when=when)
+    return SetAttribute(
+        f"bitsandbytes.nn.modules:{owner}.{name}", make=make, original_contains=original_contains, when=when
+    )
 
 
 class Load(NamedTuple):

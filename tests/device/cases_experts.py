@@ -117,10 +117,10 @@ def test_several_experts_dequantized_at_once_are_the_same_to_the_bit(
         for numbers in (list(range(32)), [3, 4, 5], [31, 2, 2, 17]):
             monkeypatch.setattr(packed_experts, "BYTES_AT_ONCE", 3 * 2 * experts[0].numel())
             with watch.watch() as seen:
-                several = list(experts.each(numbers))
+                several = list(experts.iter_dequantized(numbers))
             monkeypatch.setattr(packed_experts, "BYTES_AT_ONCE", 0)
             with watch.watch() as alone:
-                expected = list(experts.each(numbers))
+                expected = list(experts.iter_dequantized(numbers))
             assert len(several) == len(numbers) and all(map(torch.equal, several, expected))
             at_once, each = (found.kernels.count("bitsandbytes::dequantize_4bit") for found in (seen, alone))
             assert at_once < each

@@ -221,7 +221,10 @@ def test_a_set_attribute_that_is_made_is_made_once_while_it_is_in(toy, registry)
         made.append(original)
         return lambda self: "made"
 
-    r = registry((SetAttribute("toy:Base.who", over="'base'", make=make),), (Rewrite("toy:plain", "y * 2", "y * 3"),))
+    r = registry(
+        (SetAttribute("toy:Base.who", original_contains="'base'", make=make),),
+        (Rewrite("toy:plain", "y * 2", "y * 3"),),
+    )
     r.apply(strict=True)
     r.apply(strict=True)
     r.revert("b")

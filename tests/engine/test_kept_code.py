@@ -80,7 +80,7 @@ def test_it_does_not_grow_without_end(toy, path, monkeypatch):
 
 def test_a_registry_keeps_what_all_patches_make_and_nothing_of_a_few(toy, path):
     def registry():
-        return Registry([patch("a", ONE), patch("b", SetAttribute("toy:Base.who", over="'base'", make=lambda old: old))],
+        return Registry([patch("a", ONE), patch("b", SetAttribute("toy:Base.who", original_contains="'base'", make=lambda old: old))],
                         builder=Builder(KeepingCompiler(path)))  # fmt: skip
 
     one = registry()

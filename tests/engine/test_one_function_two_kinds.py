@@ -30,7 +30,7 @@ REWRITE = Rewrite("toy:Base.who", "'base'", "'BASE'")
 @pytest.mark.parametrize("calls", [("ab",), ("a", "b"), ("b", "a")])
 def test_both_go_in_and_each_comes_out_alone(toy, registry, make, calls):
     before = snapshot(toy)
-    r = registry((REWRITE,), (SetAttribute("toy:Base.who", make=make, over="'base'"),))
+    r = registry((REWRITE,), (SetAttribute("toy:Base.who", make=make, original_contains="'base'"),))
     for ids in calls:
         assert all(result.status is Status.APPLIED for result in r.apply(*ids, strict=True))
     assert toy.Base().who() == "BASE!"
@@ -47,7 +47,7 @@ def test_both_go_in_and_each_comes_out_alone(toy, registry, make, calls):
 
 
 def test_what_another_program_puts_there_is_seen_as_before(toy, registry, monkeypatch):
-    r = registry((REWRITE,), (SetAttribute("toy:Base.who", make=_louder, over="'base'"),))
+    r = registry((REWRITE,), (SetAttribute("toy:Base.who", make=_louder, original_contains="'base'"),))
     r.apply("b", strict=True)
     monkeypatch.setattr(toy.Base, "who", lambda self: "theirs")
     assert r.apply("a")["a"].status is Status.SHADOWED

@@ -100,7 +100,7 @@ def theirs(self):
 @pytest.mark.parametrize(
     "edit",
     [
-        SetAttribute("toy:Base.who", over="'base'", make=lambda old: lambda self: old(self)),
+        SetAttribute("toy:Base.who", original_contains="'base'", make=lambda old: lambda self: old(self)),
         SetAttribute("toy:Base.who", value=lambda self: "ours", keep=True),
         SetAttribute("toy:Base.who", value=lambda self: "ours"),
         DeleteAttribute("toy:Base.who"),
@@ -132,8 +132,8 @@ def test_a_name_that_someone_else_put_into_the_module_stays(toy, registry):
     ("edit", "why"),
     [
         (SetAttribute("toy:Base.who", value=1), "already exists in the package"),
-        (SetAttribute("toy:Base.who", value=1, over="'other'"), "'other'\" does not occur in it"),
-        (SetAttribute("toy:Base.nothing", value=1, over="'base'"), "there is no such function"),
+        (SetAttribute("toy:Base.who", value=1, original_contains="'other'"), "'other'\" does not occur in it"),
+        (SetAttribute("toy:Base.nothing", value=1, original_contains="'base'"), "there is no such function"),
         (DeleteAttribute("toy:Base.nothing"), "cannot be deleted"),
     ],
 )
@@ -150,7 +150,13 @@ def test_what_the_package_has_itself_stays_where_the_edit_says_so(toy, registry)
 
 
 def test_an_original_that_some_releases_lack(toy, registry):
-    r = registry((SetAttribute("toy:Base.extra", make=lambda old: old or (lambda self: 1), over="x", missing_ok=True),))
+    r = registry(
+        (
+            SetAttribute(
+                "toy:Base.extra", make=lambda old: old or (lambda self: 1), original_contains="x", missing_ok=True
+            ),
+        )
+    )
     r.apply(strict=True)
     assert toy.Base().extra() == 1
 

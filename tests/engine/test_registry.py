@@ -33,7 +33,9 @@ def test_apply_is_idempotent_and_revert_is_exact(toy, registry):
         (SetAttribute("toy:Base.new", 5), DeleteAttribute("toy:Base.who")),
         (
             SetAttribute(
-                "toy:Base.static", over="a - 1", make=lambda o: staticmethod(lambda ctx, a: o.__func__(ctx, a) * 2)
+                "toy:Base.static",
+                original_contains="a - 1",
+                make=lambda o: staticmethod(lambda ctx, a: o.__func__(ctx, a) * 2),
             ),
         ),
     )
@@ -51,7 +53,9 @@ def test_apply_is_idempotent_and_revert_is_exact(toy, registry):
 
 def test_patches_on_one_attribute_chain_and_one_can_be_taken_out_of_the_middle(toy, registry):
     def adds(letter):
-        return (SetAttribute("toy:Base.who", over="'base'", make=lambda old: lambda self: old(self) + letter),)
+        return (
+            SetAttribute("toy:Base.who", original_contains="'base'", make=lambda old: lambda self: old(self) + letter),
+        )
 
     original = vars(toy.Base)["who"]
     r = registry(adds("1"), adds("2"), adds("3"))
@@ -74,7 +78,7 @@ def test_a_patch_that_fails_half_way_is_undone_whole_and_the_next_goes_on(toy, r
     before = snapshot(toy)
     r = registry(
         (Rewrite("toy:plain", "y * 2", "y * 3"), SetAttribute("toy:Sealed.y", "bad")),
-        (SetAttribute("toy:Base.made", over="(cls, a)", make=lambda old: 1 / 0),),
+        (SetAttribute("toy:Base.made", original_contains="(cls, a)", make=lambda old: 1 / 0),),
         (Rewrite("toy:wrapped", "x + 1", "x + 2"),),
     )
     results = r.apply()

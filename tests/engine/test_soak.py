@@ -16,7 +16,7 @@ def test_rounds_of_apply_and_revert_leave_nothing_behind(toy, registry):
     r = registry(
         (Rewrite("toy:plain", "y * 2", "_patches_twice(y)", names={"_patches_twice": lambda y: y * 4}),),
         (Rewrite("toy:plain", "y > 3", "y > 4"), DeleteAttribute("toy:Base.made")),
-        (SetAttribute("toy:Base.who", over="'base'", make=lambda old: lambda self: old(self) + "!"),),
+        (SetAttribute("toy:Base.who", original_contains="'base'", make=lambda old: lambda self: old(self) + "!"),),
         (SetAttribute("toy:Base.new", 5),),
     )
     before = dict(vars(toy))

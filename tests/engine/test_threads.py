@@ -186,7 +186,7 @@ def make(original):
     import later
     return lambda x: original(x) + 10
 
-registry = Registry([patch("a", SetAttribute("toys:f0", make=make, over="x + 1")), patch("b", Rewrite("toys:f1", "x + 1", "x + 2"))])
+registry = Registry([patch("a", SetAttribute("toys:f0", make=make, original_contains="x + 1")), patch("b", Rewrite("toys:f1", "x + 1", "x + 2"))])
 registry.apply(strict=True)
 assert (toys.f0(1), toys.f1(1)) == (12, 3)
 registry.revert()

@@ -24,7 +24,7 @@ def toys(toy, registry) -> Subject:
             ),
             (Rewrite("toy:plain", "y > 3", "y > 4"), DeleteAttribute("toy:Base.made")),
             (Rewrite("toy:counted", "x + 1", "_patches_next(x)", names={"_patches_next": lambda x: x + 2}),),
-            (SetAttribute("toy:Base.who", over="'base'", make=lambda old: lambda self: old(self) + "!"),),
+            (SetAttribute("toy:Base.who", original_contains="'base'", make=lambda old: lambda self: old(self) + "!"),),
             damage=lambda: ("something",),
         )
     )

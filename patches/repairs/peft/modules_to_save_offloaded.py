@@ -149,7 +149,7 @@ PATCH = Patch(
                 SetAttribute(
                     "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.update_layer",
                     make=_make,
-                    over="self._move_adapter_to_device_of_base_layer(adapter_name)",
+                    original_contains="self._move_adapter_to_device_of_base_layer(adapter_name)",
                 ),
             ),
             defect_trainable_token_indices,

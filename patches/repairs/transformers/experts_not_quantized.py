@@ -42,7 +42,7 @@ def warn_of_unquantized(model: PreTrainedModel) -> None:
         100 * left.share,
         type(model).__name__,
         format_bytes(left.bytes),
-        format_bytes(left.bytes_in_all),
+        format_bytes(left.model_bytes),
         left.dimensions,
         left.dtypes,
         left,

@@ -65,7 +65,7 @@ def _made(kind: str, seed: int) -> Any:
 
 
 def _packed(kind: str, seed: int) -> Any:
-    return _made(kind, seed).each(torch.clone)
+    return _made(kind, seed).map_tensors(torch.clone)
 
 
 def _values(held: Any) -> torch.Tensor:

@@ -156,7 +156,7 @@ PATCH = Patch(
             "Linear4bit",
             "_save_to_state_dict",
             _save_to_state_dict,
-            over="super()._save_to_state_dict(destination, prefix, keep_vars)",
+            original_contains="super()._save_to_state_dict(destination, prefix, keep_vars)",
         ),
         wrap_method("Linear4bit", "_load_from_state_dict", _load_from_state_dict),
         SetAttribute("bitsandbytes.functional:QuantState.__getattr__", value=packed_key, keep=True),

@@ -36,7 +36,7 @@ def make_torch_function(original: classmethod[Any, ..., Any]) -> classmethod[Any
 
 
 def _pieces(whole: Params4bit, parts: tuple[Tensor, ...], dim: int = 0) -> tuple[Tensor, ...]:
-    """Return ``parts``, which torch made of ``whole``, as weights of their own where they can be."""
+    """Turn ``parts``, the plain pieces of ``whole``, into ``Params4bit`` of their own where they are complete blocks."""
     import torch
 
     if whole.requires_grad and torch.is_grad_enabled():
@@ -56,7 +56,7 @@ def _pieces(whole: Params4bit, parts: tuple[Tensor, ...], dim: int = 0) -> tuple
 
 
 def _is_packed_column(weight: Params4bit) -> bool:
-    """Tell whether ``weight`` is packed as bitsandbytes saves it, and its statistics are on its device."""
+    """Tell whether ``weight`` is one whole column of packed bytes, and its statistics are on its device."""
     state = quant_states.get_quant_state(weight)
     if state is None or state.shape is None or quant_states.is_for_cpu_kernel(state):
         return False
@@ -99,7 +99,7 @@ def _cut(state: QuantState, first: int, last: int) -> None:
 
 
 def defect() -> Finding:
-    """Take a weight apart by its methods and by functions: which part dequantizes to its part of the weight?"""
+    """Chunk and split a weight by methods and by functions, and count the parts that dequantize to their rows."""
     import torch
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
@@ -130,11 +130,11 @@ PATCH = Patch(
     why="""
         The methods return plain tensors without class and quantization state. ``torch.chunk`` and ``torch.split``
         keep both since 0.47.0, for FSDP2, but give each piece the quantization state and the shape of the whole
-        weight. Such a piece cannot be dequantized, and ``state_dict()`` writes 1024 packed bytes with 64 scales. If
-        the weight is not quantized yet, autograd does not see the split, and the gradient of the weight is silently
-        lost. Named arguments fail (``torch.chunk(input=weight, …)``: IndexError). A piece keeps the layer of the
-        whole weight, so quantizing the piece gives that layer its quantization state. In 0.46.1 all four return
-        plain tensors.
+        weight. Such a piece cannot be dequantized, and ``state_dict()`` of half a 64 x 64 weight writes its 1024
+        packed bytes with all 64 scales instead of 32. If the weight is not quantized yet, autograd does not see the
+        split, and the gradient of the weight is silently lost. Named arguments fail (``torch.chunk(input=weight,
+        …)``: IndexError). A piece still refers to the layer of the whole weight, so quantizing the piece overwrites
+        the quantization state of that layer. In 0.46.1 all four return plain tensors.
     """,
     repair="""
         With the repair all four do the same (except ``torch.chunk`` on 0.46.1, which no Python code can intercept).
@@ -155,7 +155,7 @@ PATCH = Patch(
         SetAttribute(
             f"{_PARAMETER}.__torch_function__",
             make=make_torch_function,
-            over="func in [torch.chunk, torch.split]",
+            original_contains="func in [torch.chunk, torch.split]",
             when="bitsandbytes>=0.47",
         ),
     ),

@@ -64,7 +64,7 @@ PATCH = Patch(
         SetAttribute(
             f"bitsandbytes.nn.modules:{name}.__new__",
             make=make_new,
-            over="torch.Tensor._make_subclass(cls, data, requires_grad)",
+            original_contains="torch.Tensor._make_subclass(cls, data, requires_grad)",
         )
         for name in ("Params4bit", "Int8Params")
     ),
