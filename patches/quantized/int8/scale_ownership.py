@@ -242,12 +242,9 @@ def sync_weight_with_state(layer: Any) -> None:
         return
     if owning_layer(weight) is not layer or vars(weight).get("SCB") is not None:
         return  # the owner is unknown, or the weight has scales of its own
-    ownership = _ownerships[id(weight)]
-    weight_replaced, state_replaced = (
-        ownership.packed_address != weight.data_ptr(),
-        ownership.packed_address != state.CB.data_ptr(),
-    )
-    scales_replaced = ownership.scale is not None and ownership.scale() is not state.SCB
+    _, packed_address, scale = _ownerships[id(weight)]
+    weight_replaced, state_replaced = packed_address != weight.data_ptr(), packed_address != state.CB.data_ptr()
+    scales_replaced = scale is not None and scale() is not state.SCB
     if not weight_replaced:
         weight.data = state.CB
     elif state_replaced or not scales_replaced:
