@@ -67,7 +67,7 @@ def _is_off() -> bool:
 
 def _started() -> bool:
     """Whether an earlier import has started it: what still waits for a package then is to wait no more."""
-    registry = getattr(sys.modules.get(f"{_PACKAGE}.registry"), "REGISTRY", None)
+    registry = getattr(sys.modules.get(f"{_PACKAGE}.process_registry"), "REGISTRY", None)
     return registry is not None and registry.on_change is not None
 
 

@@ -14,7 +14,6 @@ class Ids:
     def __init__(self, patches: Iterable[Patch], note: Callable[[str], None]) -> None:
         """Take ``patches``; raise ``ValueError`` if two have one id. ``note`` is told of each former id that is used."""
         self.present: dict[str, Patch] = {}
-        self._parts: dict[str, Part] = {}
         self._former: dict[str, str] = {}
         self._note = note
         for patch in patches:
@@ -23,7 +22,6 @@ class Ids:
                     raise ValueError(f"two patches are named {known}")
                 self._former[known] = patch.id
             self.present[patch.id] = patch
-            self._parts |= {part.key: part for part in patch.parts}
             del self._former[patch.id]
 
     def find(self, patch_id: str) -> str | None:
@@ -59,7 +57,7 @@ class Ids:
 
     def part(self, key: str) -> Part:
         """Return the part with ``key``."""
-        return self._parts[key]
+        return next(part for part in self.present[patch_id_of(key)].parts if part.key == key)
 
 
 def patch_id_of(key: str) -> str:

@@ -49,7 +49,7 @@ FAULTS: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
     ("8", "no scales"): (
         "packed INT8 weights have no row scales (SCB): they are quantized a second time, and outputs are 2000 times off",
         "Load the checkpoint again: row scales cannot be computed from packed weights.",
-        "bitsandbytes-int8-requantized-weights",
+        "bitsandbytes-int8-scales-lost-on-offload",
         RAISES,
     ),
     ("4", "scales elsewhere"): (

@@ -95,8 +95,8 @@ def whole_stack(fresh):
         from transformers.quantizers import auto
         ours = [p for patch in bnb_patches.REGISTRY.patches.values() for p in patch.parts
                 if p.package in ("bitsandbytes", "transformers", "peft", "accelerate", "torch")]
-        ours = [p for p in ours if all(map(gate.installed, gate.packages(p)))]
-        missing = {p.key: [sorted(needs.missing(p)), sorted(needs.modules(p) - needs.missing(p))] for p in ours}
+        ours = [p for p in ours if all(map(gate.installed_version, gate.packages(p)))]
+        missing = {p.key: [sorted(needs.modules_not_imported(p)), sorted(needs.modules(p) - needs.modules_not_imported(p))] for p in ours}
         for patch in ours:
             bnb_patches.REGISTRY.import_targets(patch)
         applied = [r.id for r in bnb_patches.report().with_status(bnb_patches.Status.APPLIED)]

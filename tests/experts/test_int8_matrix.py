@@ -25,7 +25,7 @@ pytestmark = pytest.mark.one_in(2)
 
 ID = "transformers-experts-of-linear-layers"
 INT8 = dict(load_in_4bit=False, load_in_8bit=True)
-LINEAR = ("bitsandbytes-int8-requantized-weights", "bitsandbytes-int8-copies", "bitsandbytes-int8-load-state-dict")
+LINEAR = ("bitsandbytes-int8-scales-lost-on-offload", "bitsandbytes-int8-copies", "bitsandbytes-int8-load-state-dict")
 """What linear layers in INT8 need, on older releases of bitsandbytes to be read at all."""
 FILE = "model.safetensors"
 

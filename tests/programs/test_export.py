@@ -79,10 +79,10 @@ def test_int8_programs_are_right_where_they_are_loaded(tmp_path):
 
 ALONE = [
     ("bitsandbytes-int8-cold-state",),
-    ("bitsandbytes-int8-requantized-weights",),
+    ("bitsandbytes-int8-scales-lost-on-offload",),
     ("bitsandbytes-int8-plain-weight",),
     ("bitsandbytes-int8-backward-live-state",),
-    ("bitsandbytes-int8-cold-state", "bitsandbytes-int8-requantized-weights"),
+    ("bitsandbytes-int8-cold-state", "bitsandbytes-int8-scales-lost-on-offload"),
 ]
 
 

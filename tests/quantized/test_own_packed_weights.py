@@ -170,7 +170,7 @@ def test_int8_parameters_that_carry_their_scales_can_be_assigned(strict):
 
 def test_an_offloaded_layer_is_given_what_is_on_meta():
     accelerate = pytest.importorskip("accelerate")
-    offloads = ("bitsandbytes-params4bit-meta", "bitsandbytes-int8-requantized-weights")
+    offloads = ("bitsandbytes-params4bit-meta", "bitsandbytes-int8-scales-lost-on-offload")
     for make in (four_bit, int8):
         model = make()
         expected = copy.deepcopy(model)(X)

@@ -122,7 +122,7 @@ def test_by_default_one_process_for_each_processor_at_most_four(monkeypatch):
     monkeypatch.setattr(
         verification, "ask_processes", lambda *arguments: asked.append(arguments[-1]) or (_ for _ in ())
     )
-    monkeypatch.setattr(verification.gate, "check", lambda _: Verdict(Status.NOT_INSTALLED, "", {}))
+    monkeypatch.setattr(verification.gate, "check", lambda *_, **__: Verdict(Status.NOT_INSTALLED, "", {}))
     for processors, expected in ((1, 1), (3, 3), (64, 4)):
         monkeypatch.setattr(verification, "_processors", lambda n=processors: n)
         verification.verify()

@@ -1,6 +1,6 @@
 """Packed INT8 weights are never quantized a second time, and keep their scales where they go.
 
-The edits of ``bitsandbytes-int8-requantized-weights``. Before 0.48 ``Int8Params.to`` itself spoils packed weights: 0.46.1
+The edits of ``bitsandbytes-int8-scales-lost-on-offload``. Before 0.48 ``Int8Params.to`` itself spoils packed weights: 0.46.1
 quantizes them again when they are on a CPU and are moved, also to where they are, 0.47.0 does so for a GPU, and drops
 packed weights and scales on other ways. There, whatever makes a weight an ``Int8Params`` where there was a plain tensor
 or an error has the same edits, so that each patch is right alone too: the next ``.to()`` would undo the repair.

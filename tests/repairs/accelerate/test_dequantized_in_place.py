@@ -11,7 +11,7 @@ from bitsandbytes.nn import Linear4bit, Linear8bitLt
 import patches
 
 ID = "accelerate-dequantized-in-place"
-HOMES = "bitsandbytes-int8-requantized-weights"  # which knows the layer of a weight that has run
+HOMES = "bitsandbytes-int8-scales-lost-on-offload"  # which knows the layer of a weight that has run
 META = "bitsandbytes-params4bit-meta"  # without which packed 4-bit weights cannot be offloaded
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
 KINDS = pytest.mark.parametrize("bits", [4, 8])

@@ -12,7 +12,7 @@ from patches.process import live_objects
 
 ID = "accelerate-dequantized-in-place"
 NOTES = "bitsandbytes-int8-plain-weight"  # which knows the layer of a weight that has not
-HOMES = "bitsandbytes-int8-requantized-weights"  # which knows the layer of a weight that has run
+HOMES = "bitsandbytes-int8-scales-lost-on-offload"  # which knows the layer of a weight that has run
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
 RAN = pytest.mark.parametrize("ran", [False, True], ids=["cold", "ran"])
 

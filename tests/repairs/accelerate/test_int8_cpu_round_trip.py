@@ -29,7 +29,7 @@ def test_codes_and_scales_handed_over_for_the_cpu_arrive():
 
     with pytest.raises((RuntimeError, AttributeError)):
         put()
-    with patches.applied(ID, "bitsandbytes-int8-requantized-weights"):
+    with patches.applied(ID, "bitsandbytes-int8-scales-lost-on-offload"):
         put()
         assert torch.equal(layer(x), expected)
 

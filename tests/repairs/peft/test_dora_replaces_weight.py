@@ -211,7 +211,7 @@ def test_a_model_is_trained_saved_loaded_and_merged(saved, tmp_path):
         r=2, target_modules="all-linear", use_dora=True, init_lora_weights=False, task_type="CAUSAL_LM"
     )
     ids = torch.arange(8).view(2, 4)
-    with patches.applied(ID, "bitsandbytes-int8-requantized-weights"):
+    with patches.applied(ID, "bitsandbytes-int8-scales-lost-on-offload"):
         base = quantized(saved)
         without = logits(base)
         model = peft.get_peft_model(base, config).train()

@@ -12,7 +12,7 @@ import patches
 from patches.engine.gate import satisfied
 
 ID = "peft-new-weight-old-scales"
-MOVES = "bitsandbytes-int8-requantized-weights"
+MOVES = "bitsandbytes-int8-scales-lost-on-offload"
 """peft moves the weight to where it is, and before 0.48 bitsandbytes quantizes it again there."""
 IDS = (ID,) if satisfied("bitsandbytes>=0.48") else (ID, MOVES)
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))

@@ -48,7 +48,7 @@ def defect() -> Finding:
 
 
 PATCH = Patch(
-    id="bitsandbytes-int8-requantized-weights",
+    id="bitsandbytes-int8-scales-lost-on-offload",
     former_ids=("bitsandbytes-int8-requantized-codes",),
     summary="an INT8 weight without SCB is quantized a second time: outputs are 2000 times too large",
     groups=("layers", "offload", "save"),

@@ -15,7 +15,7 @@ import patches
 
 pytestmark = pytest.mark.one_in(2)
 
-ID = "bitsandbytes-int8-requantized-weights"
+ID = "bitsandbytes-int8-scales-lost-on-offload"
 OFFLOAD = (
     "bitsandbytes-int8-backward-live-state",
     ID,

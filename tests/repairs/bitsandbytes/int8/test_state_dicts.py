@@ -111,7 +111,7 @@ def test_to_meta_and_back(warm):
 
 
 def test_to_meta_before_quantization_and_the_embedding():
-    with patches.applied(META, "bitsandbytes-int8-requantized-weights"):
+    with patches.applied(META, "bitsandbytes-int8-scales-lost-on-offload"):
         layer = bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False).to("meta")
         assert type(layer.weight) is bnb.nn.Int8Params and layer.weight.dtype == torch.float32
         table = bnb.nn.Embedding8bit(16, 64).to("cpu")
