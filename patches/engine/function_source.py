@@ -9,6 +9,7 @@ import __future__
 
 import ast
 import builtins
+import contextlib
 import functools
 import inspect
 import linecache
@@ -49,9 +50,13 @@ class Source(NamedTuple):
     """The function's own lines, decorators included; the first is line ``code.co_firstlineno``."""
     file_lines: list[str]
     """All lines of its file."""
+    spare_trees: list[tuple[ast.Module, FunctionNode]]
+    """The tree that the source was checked with, until a caller takes it: parsing takes as long as compiling."""
 
     def parse(self) -> tuple[ast.Module, FunctionNode]:
-        """Return a new syntax tree, and the function in it."""
+        """Return a syntax tree that no other caller has, and the function in it."""
+        with contextlib.suppress(IndexError):
+            return self.spare_trees.pop()
         tree = ast.parse(self.text, self.code.co_filename)
         node: ast.AST = tree
         for _ in range(self.scopes + 1):
@@ -98,9 +103,10 @@ def _find_source(function: FunctionType, code: CodeType) -> Source:
         try:
             for block, imports in find_lines(function, code, lines):
                 text, scopes = _in_scopes(block, code, function.__qualname__)
-                found = Source(code, text, scopes, imports, block, lines)
-                tree, _ = found.parse()
-                if compile_like(tree, code) == code:
+                found = Source(code, text, scopes, imports, block, lines, [])
+                parsed = found.parse()
+                if compile_like(parsed[0], code) == code:
+                    found.spare_trees.append(parsed)
                     return found
             problem = None
         except (SyntaxError, IndexError, LookupError) as error:

@@ -19,7 +19,7 @@ def traced(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     state, weight = layer.state, layer.weight
     if state.has_fp16_weights or not row_scales.has_scales(weight):
         return None  # tied, sharded or given by functional_call: the state belongs to another weight
-    # The weight first: with `int8-requantized-weights` it shows the scales of the state. So an eager forward in between,
+    # The weight first: with `bitsandbytes-int8-scales-lost-on-offload` it shows the scales of the state. So an eager forward in between,
     # which moves them to the state, changes nothing that is read here, and the graph holds. detach(), not .data: an
     # operation that the graph holds too, where torch.export would make a constant of the value that it read.
     scale = row_scales.get_scales(weight)
