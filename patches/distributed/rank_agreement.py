@@ -1,4 +1,4 @@
-"""Words between ranks without a collective, in which ranks without the plugin would not take part."""
+"""Messages between ranks through the store: a collective would hang if some ranks run without the plugin."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ SHORT_TIMEOUT = timedelta(seconds=5)
 _PAUSE = 0.01
 
 
-def tell_ranks(about: str, word: str = "1") -> None:
-    """Tell the other ranks of the default group ``word`` about something that all of them are at."""
+def tell_ranks(topic: str, word: str = "1") -> None:
+    """Publish ``word`` on ``topic`` for the other ranks of the default group."""
     import torch.distributed as dist
 
-    _store().set(_key(about, dist.get_rank()), word)
+    _store().set(_key(topic, dist.get_rank()), word)
 
 
-def silent_ranks(about: str, patience: timedelta = SHORT_TIMEOUT) -> list[int]:
-    """Return the ranks of the default group that have told nothing about that within ``patience``."""
+def silent_ranks(topic: str, patience: timedelta = SHORT_TIMEOUT) -> list[int]:
+    """Return the ranks of the default group that have published nothing on ``topic`` within ``patience``."""
     import torch.distributed as dist
 
     store, ranks = _store(), range(dist.get_world_size())
     try:
-        store.wait([_key(about, rank) for rank in ranks], patience)
+        store.wait([_key(topic, rank) for rank in ranks], patience)
     except RuntimeError:  # dist.DistStoreError: time is up
-        return absent_ranks(about, ranks)
+        return absent_ranks(topic, ranks)
     return []
 
 
-def absent_ranks(about: str, ranks: Iterable[int]) -> list[int]:
-    """Return the ``ranks`` that have told nothing by now, although all of them have passed the point to tell it."""
+def absent_ranks(topic: str, ranks: Iterable[int]) -> list[int]:
+    """Return the ``ranks`` that have published nothing on ``topic`` yet, without waiting."""
     store = _store()
-    return [rank for rank in ranks if not store.check([_key(about, rank)])]
+    return [rank for rank in ranks if not store.check([_key(topic, rank)])]
 
 
-def all_agree(mine: bool, about: str, here: str) -> bool:
+def all_agree(mine: bool, topic: str, plugin_present: str) -> bool:
     """Tell whether ``mine`` is true on every rank; each rank of the default group calls it. Raise if one does not answer.
 
-    Ranks with the plugin have told ``here`` before: the others run without it.
+    Ranks with the plugin have published on ``plugin_present`` before: a rank that has not runs without it.
     """
     import torch.distributed as dist
 
-    tell_ranks(about, "1" if mine else "0")
+    tell_ranks(topic, "1" if mine else "0")
     store, began = _store(), time.monotonic()
     missing = list(range(dist.get_world_size()))
     while True:
-        missing = absent_ranks(about, missing)
+        missing = absent_ranks(topic, missing)
         if not missing:
-            return all(store.get(_key(about, rank)) == b"1" for rank in range(dist.get_world_size()))
-        if failed := [rank for rank in missing if store.check([_key(_failed(about), rank)])]:
+            return all(store.get(_key(topic, rank)) == b"1" for rank in range(dist.get_world_size()))
+        if failed := [rank for rank in missing if store.check([_key(_failed(topic), rank)])]:
             raise RuntimeError(f"Ranks {failed} raised an error while rank 0 sent its state dict; see their logs.")
         if time.monotonic() - began > ANSWER_TIMEOUT.seconds:
-            absent = absent_ranks(here, missing)
+            absent = absent_ranks(plugin_present, missing)
             why = (
                 "run without bnb-patches: call patches.check_ranks() on every rank"
                 if absent
@@ -68,17 +68,17 @@ def all_agree(mine: bool, about: str, here: str) -> bool:
         time.sleep(_PAUSE)
 
 
-def give_up(about: str) -> None:
+def give_up(topic: str) -> None:
     """Tell the ranks that wait in :func:`all_agree` that this one has raised an error and does not come to it."""
-    tell_ranks(_failed(about))
+    tell_ranks(_failed(topic))
 
 
-def _failed(about: str) -> str:
-    return f"{about}/failed"
+def _failed(topic: str) -> str:
+    return f"{topic}/failed"
 
 
-def _key(about: str, rank: int) -> str:
-    return f"bnb_patches/{about}/{rank}"
+def _key(topic: str, rank: int) -> str:
+    return f"bnb_patches/{topic}/{rank}"
 
 
 def _store() -> Any:

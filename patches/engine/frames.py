@@ -1,4 +1,4 @@
-"""Which global names of ours running frames and code objects may still look up, so that revert leaves them."""
+"""Which global names of ours may still be looked up, by running frames and code objects: revert leaves these."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def outcome_of(error: Exception) -> Outcome:
 class Draft:
     """The next state, in the making.
 
-    A method that cannot do all it was asked to do leaves out whole owners (a part of a patch, or a feature) and
-    returns them with the reason: an owner never has only some of its edits in.
+    An owner is a part of a patch, or a feature. Its edits go in all together or not at all: a method that fails for an
+    owner leaves it out, and returns it with the reason.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Draft:
         return ""
 
     def _keep_only(self, key: Hashable, known: Installed, rest: tuple[tuple[str, Edit], ...]) -> None:
-        """Let a slot have the edits ``rest`` alone; a name without edits stays until nothing uses it."""
+        """Let a slot have the edits ``rest`` alone. Without any it is restored, but a global name stays until no code uses it."""
         if rest:
             self.slots[key] = self._builder.with_edits(known, rest, self.before)
         elif isinstance(known.slot, NameSlot):
@@ -243,7 +243,7 @@ class Draft:
                 self.outcomes[scan.owner] = Outcome(outcome.status, outcome.reason, notes)
 
     def record_compiled_discarded(self, said: str | None) -> None:
-        """Take note that compiled code was discarded; ``said`` is None if that was not possible now: it is tried again."""
+        """Record whether compiled code was discarded; ``said``: a note or nothing to report, None if it must be tried again."""
         if said is None:
             self.note(NOT_FORGOTTEN)
             return

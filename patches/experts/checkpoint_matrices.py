@@ -15,7 +15,7 @@ from .tensor import as_parameter
 _TENSOR_STATISTICS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 _SCALES = "SCB"
-_INT8 = (_SCALES, "weight_format")  # beside the weight, and not below it
+_INT8 = (_SCALES, "weight_format")  # named layer.SCB, not layer.weight.SCB
 STATISTICS = (*_TENSOR_STATISTICS, *_STATES, *_INT8)
 
 
@@ -25,9 +25,9 @@ def statistic_name(weight: str, statistic: str) -> str:
 
 
 def read_matrices(source: str, tensors: dict[str, Any], target: Any) -> list[Any]:
-    """Return each expert's matrix of ``source``: packed weights with their state or scales, or floating point.
+    """Return for each expert its packed weight and `QuantState` or INT8 scales, or its matrix in floating point.
 
-    Raises `ValueError` if statistics are missing, or if the experts are quantized in different ways.
+    ``tensors`` has a list over the experts for ``source``, the name of a weight, and for the name of each statistic. Raises `ValueError` if statistics are missing, or if the experts are quantized in different ways.
     """
     weights = tensors[source]
     named = {name: tensors.get(statistic_name(source, name)) for name in STATISTICS}
@@ -136,7 +136,7 @@ def _stack_4bit(name: str, matrices: list[list[Any]], target: Any, how: Quantiza
                 )
             _check_lengths(f"{name}: expert {number}", packed, state)
             _check_quant_maps(f"{name}: expert {number}", state, matrices[0][0][1])
-            state.dtype = target.dtype  # as transformers-quant-state-dtype for linear layers
+            state.dtype = target.dtype  # as the patch transformers-quant-state-dtype does for linear layers
     return PackedExperts.from_states(matrices)
 
 
@@ -144,7 +144,11 @@ def _check_lengths(what: str, packed: Any, state: Any) -> None:
     """Raise `ValueError` if tensors of a matrix are not as long as its shape asks for: a kernel would read beyond them."""
     values = state.shape.numel()
     blocks = -(-values // state.blocksize)
-    lengths = [("packed weights", packed.nbytes, -(-values // 2)), ("absmax", state.absmax.numel(), blocks)]
+    if packed.nbytes != -(-values // 2):
+        raise ValueError(
+            f"{what} has shape {tuple(state.shape)}, but packed weights of {packed.nbytes} bytes: expected {-(-values // 2)}"
+        )
+    lengths = [("absmax", state.absmax.numel(), blocks)]
     if state.nested:
         nested = state.state2
         lengths.append(("nested_absmax", nested.absmax.numel(), -(-blocks // nested.blocksize)))

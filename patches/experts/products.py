@@ -1,7 +1,8 @@
-"""Products with quantized experts: one expert at a time (an accelerator dequantizes a few at once), if rows chose it.
+"""Products with quantized experts. Experts that rows chose are dequantized one at a time (a few at once on an accelerator).
 
-In 4 bits it is dequantized. In INT8 the product with an expert is the one of ``Linear8bitLt``, and the product of the
-backward dequantizes, as there. Which of both it is follows from the orientation: the rows of an expert are its outputs.
+4-bit experts are dequantized, then multiplied. INT8 experts are multiplied as ``Linear8bitLt`` does in the forward, and
+dequantized in the backward, as there. The orientation tells the two apart: a stored row is an output feature, so ``x @ W.T``
+(``swapped``) is a forward.
 
 A compiled graph cannot follow a loop over data, so it calls one operator for the loop. All that the operator needs is in its
 arguments, where a graph that outlives the process finds it.
@@ -53,10 +54,10 @@ def multiply_by_choice(other: torch.Tensor, experts: QuantizedExperts) -> torch.
     assert isinstance(experts.chosen, torch.Tensor)
     out = _make_room(experts, other, left=False)
     numbers = experts.chosen.unique().tolist()
-    places = [(experts.chosen == number).nonzero()[:, 0] for number in numbers]
-    groups = (other[where].flatten(0, 1) for where in places)
-    for where, product in zip(places, _multiply_by_each(groups, other.dtype, experts, numbers)):
-        out[where] = product.view(len(where), other.shape[1], -1)
+    indices = [(experts.chosen == number).nonzero()[:, 0] for number in numbers]
+    groups = (other[rows].flatten(0, 1) for rows in indices)
+    for rows, product in zip(indices, _multiply_by_each(groups, other.dtype, experts, numbers)):
+        out[rows] = product.view(len(rows), other.shape[1], -1)
     return out
 
 
@@ -104,9 +105,13 @@ def _experts_product(
     dtype: torch.dtype,
     grouped: bool,
 ) -> torch.Tensor:
-    """Multiply ``rows`` sorted by expert, ``where`` the rows of each end; or a matrix for each of the experts ``where``."""
-    parts, names = decode_layout(layout)
-    packed = PackedExperts.from_layout(parts, dict(zip(names, tensors)))
+    """Multiply rows by experts.
+
+    ``grouped``: the rows are sorted by expert, and ``where`` has the end of each expert. Else each matrix of the batch is
+    multiplied by the expert whose number ``where`` has for it.
+    """
+    decoded, names = decode_layout(layout)
+    packed = PackedExperts.from_layout(decoded, dict(zip(names, tensors)))
     if grouped:
         return multiply_by_group(rows, make_experts(packed, None, swapped, dtype), where)
     return multiply_by_choice(rows, make_experts(packed, where, swapped, dtype))
@@ -131,7 +136,7 @@ OPERATOR: Callable[..., torch.Tensor] = getattr(torch.ops.bnb_patches, NAME).def
 
 
 def _multiply(rows: torch.Tensor, where: torch.Tensor, experts: QuantizedExperts, grouped: bool) -> torch.Tensor:
-    """Multiply by groups or by choice; while something is traced (tensors are no plain ones) by the operator."""
+    """Multiply by groups or by choice: at once for plain tensors, by the operator while something is traced."""
     if type(rows) is torch.Tensor and type(where) is torch.Tensor:
         return multiply_by_group(rows, experts, where) if grouped else multiply_by_choice(rows, experts)
     tensors = experts.packed.tensors()

@@ -58,7 +58,7 @@ class QuantizationConfig(NamedTuple):
         return cls(config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_storage)
 
     def bytes_per_value(self, columns: int) -> float:
-        """Return the bytes of a value in a matrix with so many columns, with its part of the statistics."""
+        """Return the bytes a value takes in a matrix with so many columns, statistics included."""
         if self.quant_type == "int8":
             return 1 + 4 / columns
         blocksize = self.blocksize or 64
@@ -79,7 +79,7 @@ def split_and_quantize_experts(experts: Iterable[torch.Tensor], count: int, how:
 
 
 def quantize_experts_by_matrix(experts: Iterable[Sequence[torch.Tensor]], how: QuantizationConfig) -> PackedExperts:
-    """Quantize each expert as its matrices."""
+    """Quantize each matrix of each expert by itself."""
     by_matrix: list[list[Any]] = []
     for matrices in experts:
         by_matrix = by_matrix or [[] for _ in matrices]

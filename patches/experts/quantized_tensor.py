@@ -1,8 +1,8 @@
 """A parameter that looks like the experts of a layer in floating point, and holds packed weights.
 
 What operators do with it is in :data:`RULES` and :data:`FUNCTIONS`, which ``.views`` and ``.products`` fill; ``.tensor``
-imports all of it. Indexing, slicing over experts and transposing give views. A product dequantizes one expert at a time (an
-accelerator a few). Autograd saves the view, which costs no bytes, and the product of the backward dequantizes again. So no
+imports all of it. Indexing, slicing over experts and transposing give views. A product dequantizes one expert at a time (a
+few at once on an accelerator). Autograd saves the view, which costs no bytes, and the product of the backward dequantizes again. So no
 model is edited, and nothing that is dequantized is kept. Any other operation gets all experts in floating point, and this is
 recorded (``.dense_operations``); one that would write into them raises an error.
 """

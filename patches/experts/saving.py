@@ -13,11 +13,11 @@ from .packed_experts import PackedExperts
 from .tensor import QuantizedExperts
 
 State = dict[str, Any]
-_TABLES = ("quant_map", "nested_quant_map")  # shared by all experts: a file needs each for itself
+_TABLES = ("quant_map", "nested_quant_map")  # shared by all experts in memory; each matrix in a file needs its own copy
 
 
 def without_ties(remove: Callable[[State, Any], State], state: State, model: Any) -> State:
-    """Call ``remove_tied_weights_from_state_dict``, which compares addresses, without quantized experts: they have none."""
+    """Call ``remove_tied_weights_from_state_dict`` without the quantized experts: it compares addresses, and they have none."""
     experts, rest = _split(state)
     removed = remove(rest, model)
     return {**removed, **experts} if experts else removed
@@ -56,13 +56,13 @@ def checkpoint_names(
 ) -> dict[str, tuple[int, int]]:
     """Return the name of each matrix in a checkpoint, with the number of its expert and of its part.
 
-    transformers converts a parameter whose values are these numbers, and each number is found under a name.
+    To find the names, transformers converts a parameter whose values are these numbers.
     """
     count, parts = experts.packed.count, experts.packed.parts
     if experts.swapped:  # read from linear layers, and saved as such
         return {f"{gpt_oss_layout.matrix_name(name)}.{expert}.weight": (expert, 0) for expert in range(count)}
     if any(makes_parameter(each, name) and not matrices_per_expert_of(each) for each in weight_converters(model)):
-        # The checkpoint's own tensors are made otherwise.
+        # The converter does not just stack whole matrices, so the names of its checkpoint cannot be used.
         return {f"{name}.{expert}.weight": (expert, 0) for expert in range(count)}
     rows = torch.cat([torch.full((part.shape[0],), i) for i, part in enumerate(parts)])
     traced = torch.arange(count)[:, None] * len(parts) + rows

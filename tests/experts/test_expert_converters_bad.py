@@ -73,7 +73,7 @@ def one_too_many(tensors):
     ("change", "message"),
     [
         (shorter(".absmax", 3), r"expert 0 has shape \(64, 64\), but absmax of 3 values: expected 64"),
-        (shorter("_proj.weight", 100), "but packed weights of 100 values: expected 2048"),
+        (shorter("_proj.weight", 100), "but packed weights of 100 bytes: expected 2048"),
         (shorter(".quant_map", 4), "but quant_map of 4 values: expected 16"),
         (shorter("nested_absmax", 0), "but nested_absmax of 0 values: expected 1"),
         (lambda t: t.update({f"{EXPERT}.quant_map": t[f"{EXPERT}.quant_map"] * 2}), "expert 2 has another quant_map"),
