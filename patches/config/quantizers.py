@@ -44,3 +44,12 @@ def is_bitsandbytes(quantizer: Any) -> bool:
     """Tell whether ``quantizer``, which may be None, is a quantizer of transformers for bitsandbytes."""
     config = getattr(quantizer, "quantization_config", None)
     return getattr(config, "quant_method", None) == "bitsandbytes"
+
+
+def names_precision(quantizer: Any) -> bool:
+    """Tell whether the configuration of ``quantizer``, which may be None, names 4 bits or INT8.
+
+    ``BitsAndBytesConfig()`` names neither: transformers quantizes linear layers by it, and experts stay as they are.
+    """
+    config = getattr(quantizer, "quantization_config", None)
+    return bool(getattr(config, "load_in_4bit", False) or getattr(config, "load_in_8bit", False))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ..config.quantizers import is_bitsandbytes
+from ..config.quantizers import names_precision
 from ..process.messages import LOGGER
 from . import experts_on_disk, gpt_oss_layout
 from .checkpoint_matrices import (
@@ -39,7 +39,7 @@ def converters(mapping: list[Any], model: Any, load_config: Any, keys: Any, aske
     ``keys`` are the names of the tensors in the checkpoint.
     """
     quantizer = load_config.hf_quantizer
-    if not is_bitsandbytes(quantizer):
+    if not names_precision(quantizer):
         return mapping
     packed = quantizer.pre_quantized and has_packed_experts(keys)
     asked = asked and not packed  # a checkpoint with packed experts is read as it is

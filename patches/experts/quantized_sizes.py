@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..config.quantizers import is_bitsandbytes
+from ..config.quantizers import names_precision
 from . import quantize_request
 from .experts_in_model import has_packed_experts, is_expert_parameter
 
@@ -18,7 +18,7 @@ _HAS_PACKED_EXPERTS = "_patches_has_packed_experts"
 
 def record_packed_experts(quantizer: Any, keys: Callable[[], Iterable[str]]) -> Any:
     """Record on ``quantizer`` whether the checkpoint with the tensors ``keys()`` has packed experts, and return it."""
-    if getattr(quantizer, "pre_quantized", False) and is_bitsandbytes(quantizer):
+    if getattr(quantizer, "pre_quantized", False) and names_precision(quantizer):
         vars(quantizer)[_HAS_PACKED_EXPERTS] = has_packed_experts(keys())
     return quantizer
 
@@ -34,6 +34,6 @@ def bytes_of_element(quantizer: Any, model: Any, name: str, parameter: Any) -> f
 
 
 def _quantizes(quantizer: Any) -> bool:
-    if not is_bitsandbytes(quantizer) or getattr(quantizer.quantization_config, "llm_int8_has_fp16_weight", False):
+    if not names_precision(quantizer) or getattr(quantizer.quantization_config, "llm_int8_has_fp16_weight", False):
         return False
     return bool(vars(quantizer).get(_HAS_PACKED_EXPERTS)) or quantize_request.is_requested()

@@ -50,6 +50,16 @@ def test_not_outside_and_not_in_floating_point(tmp_path):
         assert not any(isinstance(parameter, Experts4bit) for parameter in model.parameters())
 
 
+def test_a_configuration_that_names_no_precision_loads_as_without_the_request(tmp_path):
+    saved(tmp_path, "qwen3_moe")
+    neither = {"load_in_4bit": False, "load_in_8bit": False}
+    expected = loaded(tmp_path, **neither)
+    with patches.quantize_experts():
+        model = loaded(tmp_path, **neither)
+    assert not any(isinstance(parameter, Experts4bit) for parameter in model.parameters())
+    assert gap(step(expected), step(model)) == 0
+
+
 def test_by_the_environment(tmp_path, monkeypatch):
     saved(tmp_path, "qwen3_moe")
     monkeypatch.setenv("PATCHES_QUANTIZE_EXPERTS", "1")
