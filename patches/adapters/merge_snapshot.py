@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 IN_BNB = ("Linear8bitLt", "Linear4bit")
 # where it is in vars() of a layer of peft: neither a parameter nor a buffer, so in no state dict
 _SNAPSHOT = "_patches_merge_snapshot"
+# where 1.1 had it, and its keys: in a model that was pickled while an adapter was merged
+_SNAPSHOT_OF_1_1 = "_patches_before_merge"
+_KEYS_OF_1_1 = {
+    "class": "weight_class",
+    "codes": "packed_weight",
+    "knows module": "weight_had_module",
+    "bias changed": "bias_was_merged",
+}
 
 
 class Snapshot(TypedDict):
@@ -91,7 +99,7 @@ def snapshot_before_merge(layer: Any, names: list[str]) -> Snapshot | None:
         plain_weights.check_plain_weight(base)
     if not layer.merged:
         return _take_snapshot(base)
-    snapshot = vars(layer).get(_SNAPSHOT)
+    snapshot = _snapshot_of(layer)
     if snapshot is not None and not _holds_merged(base, snapshot):
         del vars(layer)[_SNAPSHOT]
     return None
@@ -132,7 +140,7 @@ def record_merge(layer: Any, before: Snapshot | None) -> None:
     """Record that an adapter was merged into the base of ``layer``; ``before`` is the snapshot if it was the first one."""
     if before is not None:
         vars(layer)[_SNAPSHOT] = before
-    snapshot: Snapshot | None = vars(layer).get(_SNAPSHOT)
+    snapshot = _snapshot_of(layer)
     if snapshot is None:
         return
     base, bias = layer.get_base_layer(), snapshot["bias"]
@@ -146,7 +154,7 @@ def restore(layer: Any) -> bool:
     There is none that fits if the base was loaded or written to since, or if a merged adapter was deleted, whose part
     stays in the weight. peft then subtracts the adapters that it has.
     """
-    snapshot: Snapshot | None = vars(layer).get(_SNAPSHOT)
+    snapshot = _snapshot_of(layer)
     if snapshot is None:
         return False
     base = layer.get_base_layer()
@@ -158,6 +166,15 @@ def restore(layer: Any) -> bool:
         layer.merged_adapters.clear()
     del vars(layer)[_SNAPSHOT]
     return fits
+
+
+def _snapshot_of(layer: Any) -> Snapshot | None:
+    """Return the snapshot of the base of ``layer``; None if there is none."""
+    attributes = vars(layer)
+    if (old := attributes.pop(_SNAPSHOT_OF_1_1, None)) is not None:
+        attributes[_SNAPSHOT] = {_KEYS_OF_1_1.get(key, key): value for key, value in old.items()}
+    snapshot: Snapshot | None = attributes.get(_SNAPSHOT)
+    return snapshot
 
 
 def _take_snapshot(base: Any) -> Snapshot | None:

@@ -76,3 +76,13 @@ def layers(model: torch.nn.Module) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def store_as_1_1(model) -> None:
+    """Give the snapshots the place and the keys that the plugin 1.1 gave them."""
+    names = dict(
+        weight_class="class", packed_weight="codes", weight_had_module="knows module", bias_was_merged="bias changed"
+    )
+    for layer in layers(model):
+        snapshot = vars(layer).pop("_patches_merge_snapshot")
+        vars(layer)["_patches_before_merge"] = {names.get(key, key): value for key, value in snapshot.items()}

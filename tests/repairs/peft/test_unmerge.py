@@ -24,6 +24,7 @@ from tests.repairs.peft.merging import (  # noqa: E402
     config,
     layers,
     same,
+    store_as_1_1,
     train_a_little,
 )
 
@@ -145,7 +146,7 @@ def test_more_than_one_adapter(kind, device):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["copy", "file"])
+@pytest.mark.parametrize("way", ["copy", "file", "file of 1.1"])
 def test_copied_or_saved_and_loaded_between(kind, way, device):
     model = adapted(kind, "lora", device)
     own = bits(model)
@@ -154,6 +155,8 @@ def test_copied_or_saved_and_loaded_between(kind, way, device):
     if way == "copy":
         other = copy.deepcopy(model)
     else:
+        if way == "file of 1.1":
+            store_as_1_1(model)
         file = io.BytesIO()
         torch.save(model, file)
         assert b"bnb_patches" not in file.getvalue(), "it cannot be loaded without the plugin"
