@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
@@ -39,9 +39,13 @@ def read_headers(files: Iterable[str] | None, state_dict: Mapping[str, Any] | No
     return found
 
 
-def tensor_names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> list[str]:
-    """Read the names of the tensors alone."""
-    return list(read_headers(files, state_dict) or ())
+def tensor_names(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield the names of the tensors, file by file: a caller that stops early opens no other file."""
+    if state_dict is not None:
+        yield from state_dict
+        return
+    for file in files or ():
+        yield from read_headers([file], None) or ()
 
 
 def map_tensors(files: Iterable[str] | None, state_dict: Mapping[str, Any] | None, wanted: set[str]) -> dict[str, Any]:

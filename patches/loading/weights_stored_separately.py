@@ -59,7 +59,7 @@ def _names_in_checkpoint(model: Any, tied: Mapping[str, str], files: Any, state:
     """Return the names that tied weights have in the checkpoint, as far as it has them."""
     known = {*tied, *tied.values()}
     ends = tuple({name.rpartition(".")[2] for name in known})
-    keys = checkpoint_keys.tensor_names(files, state)
+    keys = list(checkpoint_keys.tensor_names(files, state))
     found = checkpoint_keys.names_in_model(model, keys, [key for key in keys if key.endswith(ends)], asked)
     return {name: key for key, name in found.items() if name in known}
 
