@@ -6,7 +6,8 @@ this file, or below ``PYTHONPYCACHEPREFIX``; not with ``-B`` or ``PYTHONDONTWRIT
 written. A program that can write there can change this file too.
 
 Kept code is used for a function that still has the code it was made from, in a file of the same size and time of change
-(Python asks no more of a ``.pyc``), for the same edits, engine and Python. Otherwise the source decides.
+(Python asks no more of a ``.pyc``), for the same edits, engine and Python. Otherwise the source decides. Digests of files
+are kept with it.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ import marshal
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, cast
 
-from . import frames, function_source, match
+from . import definitions, frames, function_source, match
 from .edits import Rewrite
 
 _Stamp = tuple[int, int]
 """Size of a file in bytes, and the time of its last change in whole seconds, as tar and images of containers keep it."""
 _Entries = dict[tuple[Any, ...], tuple[_Stamp, bytes]]
-"""By file, function, line and edits: the stamp of the file, and the marshalled original code and new code."""
+"""By file, function, line and edits: the stamp of the file, and the marshalled original code and new code.
+
+Of a file's digests: by file and names.
+"""
 
 _MAX_ENTRIES = 1_000  # all patches together make about 250
 _HASH_LENGTH = 8  # of importlib.util.source_hash
@@ -49,6 +53,10 @@ class Compiler:
         """
         return match.occurrences(function_source.read_source(function, code), text) > 0
 
+    def digests(self, file: str, names: Sequence[str]) -> Mapping[str, str]:
+        """Return the digests of definitions in a source file, see :mod:`.definitions`. May raise what reading it raises."""
+        return definitions.digests(Path(file).read_bytes(), names)
+
     def keep(self) -> None:
         """Write new code to the file, if there is one. Raises no ``Exception``."""
 
@@ -62,27 +70,31 @@ class KeepingCompiler(Compiler):
         self._fresh = False
 
     def rewritten(self, function: FunctionType, code: CodeType, edits: Sequence[Rewrite]) -> CodeType:
-        asked = tuple((edit.find, edit.replace, edit.count) for edit in edits)
-        make = partial(super().rewritten, function, code, edits)
-        return cast(CodeType, self._remembered(function, code, asked, make))
+        key = _key(function, code, tuple((edit.find, edit.replace, edit.count) for edit in edits))
+        return cast(CodeType, self._remembered(key, code, partial(super().rewritten, function, code, edits)))
 
     def holds(self, function: FunctionType, code: CodeType, text: str) -> bool:
-        return cast(bool, self._remembered(function, code, text, partial(super().holds, function, code, text)))
+        key = _key(function, code, text)
+        return cast(bool, self._remembered(key, code, partial(super().holds, function, code, text)))
 
-    def _remembered(self, function: FunctionType, code: CodeType, asked: Any, make: Callable[[], Any]) -> Any:
-        stamp = _stamp(code.co_filename)  # before the file is read
+    def digests(self, file: str, names: Sequence[str]) -> Mapping[str, str]:
+        key = (file, tuple(names))
+        return cast(Mapping[str, str], self._remembered(key, None, partial(super().digests, file, names)))
+
+    def _remembered(self, key: tuple[Any, ...], original: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returns, or has returned for this key, file and ``original``."""
+        stamp = _stamp(key[0])  # before the file is read
         if stamp is None:
             return make()
         if self._entries is None:
             self._entries = self._read()
-        key = (code.co_filename, function.__qualname__, code.co_firstlineno, asked)
         before, data = self._entries.get(key, (None, b""))
         if before == stamp:
-            original, made = marshal.loads(data)
-            if original == code:
+            known, made = marshal.loads(data)
+            if known == original:
                 return made
         made = make()
-        self._entries[key] = stamp, marshal.dumps((code, made))
+        self._entries[key] = stamp, marshal.dumps((original, made))
         self._fresh = True
         return made
 
@@ -128,6 +140,10 @@ def compiler() -> Compiler:
         return Compiler()
 
 
+def _key(function: FunctionType, code: CodeType, asked: object) -> tuple[Any, ...]:
+    return (code.co_filename, function.__qualname__, code.co_firstlineno, asked)
+
+
 def _stamp(path: str | None) -> _Stamp | None:
     """Return the stamp of a file; None if there is no such file."""
     try:
@@ -141,7 +157,7 @@ def _engine() -> tuple[Any, ...] | None:
     """Identify this Python and this engine, whose code no other may use; None if our own files cannot be looked at."""
     stamps = [
         _stamp(getattr(sys.modules[name], "__file__", None))
-        for name in (__name__, frames.__name__, function_source.__name__, match.__name__)
+        for name in (__name__, definitions.__name__, frames.__name__, function_source.__name__, match.__name__)
     ]
     return (importlib.util.MAGIC_NUMBER, *stamps) if all(stamps) else None
 
