@@ -1,0 +1,66 @@
+"""Which definitions of a library a patch rests on: what its edits name, and what its own code takes or reads by name."""
+
+from __future__ import annotations
+
+import ast
+import functools
+
+from patches.engine import definitions, gate
+from patches.engine.patch import Part
+
+from . import own_code
+from .names import Names
+
+_CONTAINERS = (dict, list, tuple, set, str, bytes)
+_MAKES_INSTANCES = ("__init__", "__new__", "__post_init__")
+
+
+def rests_on(part: Part, names: Names) -> set[str]:
+    """Return the definitions of the package that ``part`` repairs, as ``"module:name"``, in the release of ``names``.
+
+    Its edits are in it whether the release has their targets or not. What our code reads of an object is looked for in
+    the modules that the patch edits or imports from, but for what tensors and containers have: it reads that of these.
+    A patch that does neither is about what its reproducer imports.
+    """
+    own = gate.module_name(part.package)
+    edited = {edit.target for edit in part.edits if _package(edit.target) == own}
+    used = own_code.uses(part.edits, [part.damage] if part.damage else [])
+    if not edited and not any(_package(module) == own for module, _ in used.imported):
+        used = used._replace(imported=used.imported | own_code.uses((), [part.defect]).imported)
+    taken = {(module, path) for module, path in used.imported if _package(module) == own}
+    found = {_defined(names, target) for target in (names.resolve(*each) for each in taken) if target}
+    for target in filter(None, (names.resolve(*each) for each in used.called if _package(each[0]) == own)):
+        found |= {f"{target}.{method}" for method in _MAKES_INSTANCES if _is_class(names, target)}
+    modules = {name.partition(":")[0] for name in (*edited, *found)}
+    modules |= {module for module, path in taken if names.tree(module) is not None and not path}
+    for module in modules:
+        found |= {whole for name, whole in names.members(module) if name in used.attributes - _of_values()}
+    return edited | found
+
+
+@functools.cache
+def _of_values() -> frozenset[str]:
+    """Return the attributes of tensors and containers."""
+    import torch
+
+    return frozenset(dir(torch.Tensor)).union(*map(dir, _CONTAINERS))
+
+
+def _is_class(names: Names, target: str) -> bool:
+    module, _, path = target.partition(":")
+    tree = names.tree(module)
+    return tree is not None and any(isinstance(each, ast.ClassDef) for each in definitions.find(tree, path))
+
+
+def _package(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
+
+
+def _defined(names: Names, target: str) -> str:
+    """Cut what is read of an object off a name: ``module:Class.method`` of ``module:Class.method.__doc__``."""
+    module, _, path = target.partition(":")
+    tree = names.tree(module)
+    assert tree is not None
+    while next(definitions.find(tree, path), None) is None:
+        path = path.rpartition(".")[0]
+    return f"{module}:{path}"
