@@ -3,8 +3,8 @@
 That is bitsandbytes', or the first of transformers, peft, accelerate and torchao after torch. It never raises into
 that import, whatever a logging handler does. Logger ``bnb_patches``: at most three INFO lines in a process say how many
 defects were repaired, DEBUG lines name the patches; a WARNING for a conflict or a failure (an ERROR with
-``PATCHES_STRICT``), for compiled code that could not be forgotten, and where another distribution has replaced a file
-of ours.
+``PATCHES_STRICT``), for compiled code that could not be forgotten, for patches that are left out because a release is newer
+than any that they were tested on, and where another distribution has replaced a file of ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .engine import gate, imports
 from .engine.ids import unknown
 from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Result, Status
-from .process_registry import REGISTRY
+from .process_registry import NEWER_RELEASES, REGISTRY
 
 log = logging.getLogger("bnb_patches")
 
@@ -113,6 +113,8 @@ _uncounted: list[Result] = []
 """Applied, and in no INFO line yet."""
 _counted: set[str] = set()
 """Ids of patches that are in a line, or will be: their other parts may follow."""
+_left_out: dict[str, set[str]] = {}
+"""By package and version the ids of patches that are not applied there, because nobody has tested it; in no line yet."""
 _info_lines: list[str] = []
 _MAX_LINES = 3
 _MAX_WIDTH = 200
@@ -124,6 +126,10 @@ def _tell(report: Report, settings: Settings) -> None:
         _uncounted.extend(result for result in done if result.id not in _counted)
         _counted.update(result.id for result in done)
         imports.after_outermost(_tell_how_many)
+    if untested := report.with_status(Status.UNTESTED):
+        for result in untested:
+            _left_out.setdefault(_label(result), set()).add(result.id)
+        imports.after_outermost(_tell_what_is_left_out)
     for result in report.with_status(Status.CONFLICT, Status.FAILED):
         level = logging.ERROR if settings.strict else logging.WARNING
         _log(level, "%s: %s: %s", result.id, result.status, result.reason)
@@ -148,6 +154,27 @@ def _tell_how_many() -> None:
         line = f"repaired {_defects(sum(counted.values()))} of {len(counted)} packages{end}"
     _info_lines.append(line)
     _log(logging.INFO, "%s", line)
+
+
+def _tell_what_is_left_out() -> None:
+    """Log one line for what a program has just imported in a release that nobody has tested."""
+    fresh = {package: len(ids) for package, ids in _left_out.items() if ids}
+    for ids in _left_out.values():
+        ids.clear()
+    if not fresh:
+        return
+    first, *others = fresh.items()
+    counts = ", ".join(
+        [f"{_patches(first[1])} of {first[0]}", *(f"{number} of {package}" for package, number in others)]
+    )
+    what = "left out, because nobody has tested them on so new a release, and its source differs"
+    _log(logging.WARNING, "%s: %s. To verify them on this machine: python -m patches adopt", what, counts)
+    if problem := NEWER_RELEASES.problem:
+        _log(logging.WARNING, "%s", problem)
+
+
+def _patches(number: int) -> str:
+    return "1 patch" if number == 1 else f"{number} patches"
 
 
 def _label(result: Result) -> str:

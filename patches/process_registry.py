@@ -11,6 +11,7 @@ from .engine.registry import Registry
 from .engine.report import Report
 from .experts import dense_operations
 from .loading import placement_summary
+from .newer_releases import NewerReleases
 from .process import compiled_code, live_objects
 
 
@@ -21,14 +22,19 @@ class _PluginRegistry(Registry):
         found = super().report(*ids)
         if ids:
             return found
-        notes = (*tested_stacks.report_notes(), *placement_summary.report_notes(), *dense_operations.report_notes())
+        notes = (*tested_stacks.report_notes(), *NEWER_RELEASES.report_notes())
+        notes += (*placement_summary.report_notes(), *dense_operations.report_notes())
         return replace(found, notes=(*found.notes, *notes))
 
+
+_COMPILER = compiler.compiler()
+NEWER_RELEASES = NewerReleases(_COMPILER.digests)
 
 REGISTRY = _PluginRegistry(
     catalog.patches(),
     compiled_code.forget_compiled_code,
     live_objects.one_walk,
-    Builder(compiler.compiler()),
+    Builder(_COMPILER),
     tested_stacks.oldest_releases(),
+    NEWER_RELEASES.judge,
 )

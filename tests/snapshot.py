@@ -11,7 +11,7 @@ from patches.engine.edits import module_of
 from patches.engine.report import Status
 from patches.engine.slots import slots_of
 
-here = [p for p in REGISTRY.patches.values() if gate.is_for(p)]
+here = [p for p in REGISTRY.patches.values() if REGISTRY.is_for(p)]
 targets = sorted({module_of(e) for p in here for e in REGISTRY.edits(p)})
 
 def load():

@@ -27,7 +27,7 @@ from tests.snapshot import SNAPSHOT
 from tools import drift
 
 ALL = [REGISTRY.patches[i] for i in os.environ.get("PATCH", "").split()] or list(REGISTRY.patches.values())
-HERE = [p for p in ALL if gate.is_for(p)]
+HERE = [p for p in ALL if REGISTRY.is_for(p)]
 """Those for the installed releases."""
 
 DAILY = [p.id for p in ALL if releases.is_newest() or any(module_of(e).startswith("bitsandbytes") for e in p.edits)]

@@ -47,7 +47,7 @@ def active() -> dict[str, list[Rewrite]]:
     """By target the rewrites of all patches that are for the installed releases."""
     found: dict[str, list[Rewrite]] = {}
     for patch in REGISTRY.patches.values():
-        if gate.is_for(patch):
+        if REGISTRY.is_for(patch):
             for edit in REGISTRY.edits(patch):
                 if isinstance(edit, Rewrite):
                     found.setdefault(edit.target, []).append(edit)

@@ -212,14 +212,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="only say what would be changed")
     options = parser.parse_args(argv)
-    from patches.engine import catalog, gate
+    from patches import REGISTRY
+    from patches.engine import catalog
 
     declared = {patch.id: patch for patch in catalog.patches()}
     files = {id: Path(sys.modules[patch.module].__file__ or "") for id, patch in declared.items()}
     if unknown := sorted(set(options.ids) - files.keys()):
         print(f"unknown patches: {', '.join(unknown)}; python -m patches list has their ids", file=sys.stderr)
         return 2
-    for id in [id for id, patch in declared.items() if not gate.is_for(patch)]:
+    for id in [id for id, patch in declared.items() if not REGISTRY.is_for(patch)]:
         if id in options.ids or not options.ids:
             print(f"left out: {id} repairs nothing in the installed releases", file=sys.stderr)
         del files[id]

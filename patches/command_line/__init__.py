@@ -16,7 +16,6 @@ from types import FrameType
 from typing import NoReturn
 
 from .. import autoload, second_name, verification
-from ..engine import gate
 from ..engine.report import Report, Result, Status
 from ..process_registry import REGISTRY
 from ..verification.processes import NoInterpreter
@@ -193,7 +192,7 @@ def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
     before = os.environ.get("PATCHES_AUTOLOAD")
     os.environ["PATCHES_AUTOLOAD"] = "0"  # while it imports: one way of applying is enough
     try:
-        said += REGISTRY.import_targets(*filter(gate.is_for, REGISTRY.ids.choose(tuple(ids))))
+        said += REGISTRY.import_targets(*filter(REGISTRY.is_for, REGISTRY.ids.choose(tuple(ids))))
     finally:
         del os.environ["PATCHES_AUTOLOAD"]
         os.environ.update({"PATCHES_AUTOLOAD": before} if before is not None else {})

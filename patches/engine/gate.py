@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -99,10 +99,22 @@ def satisfied(requirements: str) -> bool:
     return True
 
 
-_TO_TRY = "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
+OnNewer = Callable[[Part, str], tuple[bool, str]]
+"""From a part and a version that it was not tested on: whether it is applied all the same, and why."""
 
 
-def check(part: Part, *, untested: bool = False, oldest_supported: Mapping[str, str] = MappingProxyType({})) -> Verdict:
+def left_out(part: Part, version: str) -> tuple[bool, str]:
+    """Apply nothing on a version that it was not tested on."""
+    return False, "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
+
+
+def check(
+    part: Part,
+    *,
+    untested: bool = False,
+    oldest_supported: Mapping[str, str] = MappingProxyType({}),
+    on_newer: OnNewer = left_out,
+) -> Verdict:
     """Say whether ``part`` is for the installed releases.
 
     Parameters
@@ -112,6 +124,8 @@ def check(part: Part, *, untested: bool = False, oldest_supported: Mapping[str, 
         decides.
     oldest_supported:
         The oldest release of each package with which any patch is applied, whatever a patch requires.
+    on_newer:
+        Asked about a release that is newer than any that the part was tested on.
     """
     versions = {name: installed_version(name) for name in packages(part)}
     for name, found in versions.items():
@@ -119,25 +133,24 @@ def check(part: Part, *, untested: bool = False, oldest_supported: Mapping[str, 
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
     if old := too_old(oldest_supported):
         return Verdict(Status.NOT_AFFECTED, old, versions)
-    if not untested and (odd := [f"{n} {v}" for n, v in versions.items() if requirement.parse_version(str(v)) is None]):
-        why = f"the version of {' and of '.join(odd)} cannot be read; {_TO_TRY}"
-        return Verdict(Status.UNTESTED, why, versions)
     for text in part.requires:
         needed = requirement.parse(text)
         version = str(versions[needed.name])
         if not _contains(text, version):
             reason = f"{needed.name} {version} is outside {needed.specifier}"
             return Verdict(Status.NOT_AFFECTED, reason, versions)
+    if untested:
+        return Verdict(Status.AVAILABLE, "", versions)
     package, version = part.package, str(versions[part.package])
-    if not untested and _newer(version, part.tested_up_to):
-        reason = f"{package} {version} is newer than {part.tested_up_to}, the last it was tested on; {_TO_TRY}"
-        return Verdict(Status.UNTESTED, reason, versions)
-    return Verdict(Status.AVAILABLE, "", versions)
-
-
-def is_for(patch: Patch) -> bool:
-    """Tell whether a part of ``patch`` is for the installed releases."""
-    return any(check(part).status is Status.AVAILABLE for part in patch.parts)
+    if odd := {name: str(v) for name, v in versions.items() if requirement.parse_version(str(v)) is None}:
+        said = f"the version of {' and of '.join(map(' '.join, odd.items()))} cannot be read"
+        version = next(iter(odd.values()))
+    elif _newer(version, part.tested_up_to):
+        said = f"{package} {version} is newer than {part.tested_up_to}"
+    else:
+        return Verdict(Status.AVAILABLE, "", versions)
+    applied, why = on_newer(part, version)
+    return Verdict(Status.AVAILABLE if applied else Status.UNTESTED, f"{said}; {why}", versions)
 
 
 @functools.cache

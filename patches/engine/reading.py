@@ -71,6 +71,8 @@ def part_result(state: State, patch: Patch, part: Part, verdict: gate.Verdict, *
         status, reason = _of_active(state, needs.edits(part), active)
         if outcome is not None:
             reason, notes = reason or outcome.reason, outcome.notes
+        if status is Status.APPLIED and verdict.status is Status.AVAILABLE:
+            reason = reason or verdict.reason
     elif disabled:
         status, reason = Status.DISABLED, "PATCHES_DISABLE names it or its group"
     elif outcome is not None and outcome.status is not Status.APPLIED:

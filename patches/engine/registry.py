@@ -39,17 +39,18 @@ class Registry:
         damage_scan: Callable[[], AbstractContextManager[Any]] = nullcontext,
         builder: Builder | None = None,
         oldest_supported: Mapping[str, str] = MappingProxyType({}),
+        on_newer: gate.OnNewer = gate.left_out,
     ) -> None:
         """Take all patches, and the functions that depend on the libraries.
 
         ``forget_compiled`` is called after each change: compilers discard what they made of the old code. It returns a
         note for the report, often empty, or None if it has to be called again later. ``damage_scan`` makes one walk over
         live objects serve all calls of ``damage()`` inside; it may be nested, and is entered before objects change.
-        ``oldest_supported``: see :func:`.gate.check`.
+        ``oldest_supported``, ``on_newer``: see :func:`.gate.check`.
         """
         self.ids = Ids(patches, self.note)
         self.patches = self.ids.present
-        self.oldest_supported = oldest_supported
+        self.oldest_supported, self._on_newer = oldest_supported, on_newer
         self.disabled: frozenset[str] = frozenset()
         self.on_change: Callable[[Report], None] | None = None
         """Called with the patches that an import, or :meth:`follow_imports`, has just brought to an end state."""
@@ -66,7 +67,11 @@ class Registry:
 
     def verdict(self, part: Part, *, untested: bool = False) -> gate.Verdict:
         """Say whether ``part`` is for the installed releases."""
-        return gate.check(part, untested=untested, oldest_supported=self.oldest_supported)
+        return gate.check(part, untested=untested, oldest_supported=self.oldest_supported, on_newer=self._on_newer)
+
+    def is_for(self, patch: Patch) -> bool:
+        """Tell whether a part of ``patch`` is for the installed releases."""
+        return any(self.verdict(part).status is Status.AVAILABLE for part in patch.parts)
 
     # -- the three verbs -----------------------------------------------------------------------
 
@@ -171,10 +176,10 @@ class Registry:
             if patch_id_of(key) in self.disabled:
                 continue
             draft.waiting.pop(key, None)
-            fits = needs.is_package_imported(part) and self.verdict(part, untested=untested).status is Status.AVAILABLE
-            if fits and not needs.modules_not_imported(part):
+            status = self.verdict(part, untested=untested).status if needs.is_package_imported(part) else Status.PENDING
+            if status is Status.AVAILABLE and not needs.modules_not_imported(part):
                 ready[key] = needs.edits(part)
-            elif needs.modules_to_wait_for(part):
+            elif status is not Status.UNTESTED and needs.modules_to_wait_for(part):
                 draft.waiting[key] = untested
         changed, failed = draft.put_in(ready)
         for key in failed.keys() - active:

@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import patches
-from patches.engine import function_source, gate
+from patches.engine import function_source
 from patches.engine.build import Builder
 from patches.engine.compiler import KeepingCompiler
 from patches.engine.registry import Registry
@@ -94,7 +94,7 @@ class Subject:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
-        self.here = [p for p in registry.patches.values() if gate.is_for(p)]
+        self.here = [p for p in registry.patches.values() if registry.is_for(p)]
         edits = [edit for patch in self.here for edit in registry.edits(patch)]
         self.slots = {slot.key: slot for edit in edits for slot, _ in slots_of(edit)}
         # Names that code of earlier tests needs stay. A whole cycle frees what the compiler kept of that code.
@@ -235,7 +235,7 @@ def everything() -> Subject:
     registry = patches.REGISTRY
     registry._builder = Builder()  # made from the source, to compare with what was kept
     for patch in registry.patches.values():
-        if gate.is_for(patch):
+        if registry.is_for(patch):
             registry.import_targets(patch)
     return Subject(registry)
 

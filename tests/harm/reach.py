@@ -19,7 +19,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from patches import REGISTRY
-from patches.engine import gate, needs
+from patches.engine import needs
 from patches.engine.compiler import Compiler
 from patches.engine.edits import Rewrite
 from patches.engine.slots import CodeSlot, slots_of
@@ -54,7 +54,7 @@ def here() -> tuple[str, ...]:
     for patch in REGISTRY.patches.values():
         if patch.package in USED:
             REGISTRY.import_targets(patch)
-        if gate.is_for(patch) and not needs.modules_not_imported(patch):
+        if REGISTRY.is_for(patch) and not needs.modules_not_imported(patch):
             found.append(patch.id)
     return tuple(found)
 

@@ -45,7 +45,7 @@ def _rewritten() -> Iterator[tuple[str, ast.AST]]:
     from patches.engine.edits import Rewrite
 
     for patch in REGISTRY.patches.values():
-        if gate.is_for(patch):
+        if REGISTRY.is_for(patch):
             for edit in patch.edits:
                 if isinstance(edit, Rewrite) and (not edit.when or gate.satisfied(edit.when)):
                     yield patch.id, ast.parse(textwrap.dedent(edit.replace))

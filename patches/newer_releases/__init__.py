@@ -1,0 +1,92 @@
+"""Whether a patch is applied on a release that is newer than any it was tested on.
+
+It is if all the source that it rests on is that of one tested release, or if ``python -m patches adopt`` has verified it
+on just this stack.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection
+
+from ..engine import gate
+from ..engine.patch import Part
+from . import adopted
+from .source_table import Comparison, Digests, SourceTable
+
+STACK = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+"""Packages whose releases an entry is for, beside those that the patch requires."""
+
+
+class NewerReleases:
+    """Judges parts of patches on releases that nobody has tested. Reads each file once."""
+
+    def __init__(self, digests: Digests) -> None:
+        self.sources = SourceTable(digests)
+        self.on_trial: Collection[str] = ()
+        """Keys of parts that are applied here because `adopt` is about to find out whether they hold."""
+        self.problem = ""
+        """Why the file of adopted patches counts for nothing; empty if it counts."""
+        self._judged: dict[tuple[str, str], tuple[bool, str]] = {}
+        self._entries: list[adopted.Entry] | None = None
+
+    def judge(self, part: Part, version: str) -> tuple[bool, str]:
+        """Tell whether ``part`` is applied where ``version`` of its package is installed, and why."""
+        if part.key in self.on_trial:
+            return True, "tried by `python -m patches adopt`"
+        key = (part.key, version)
+        if key not in self._judged:
+            self._judged[key] = self._judgement(part, version)
+        return self._judged[key]
+
+    def _judgement(self, part: Part, version: str) -> tuple[bool, str]:
+        found = self.sources.compare(part, version)
+        if found.is_known:
+            return True, f"the source is that of {found.release}"
+        if day := self._adopted_on(part, version):
+            return True, f"verified here on {day}"
+        return (
+            False,
+            f"{_difference(found)}; to try it on this machine: python -m patches adopt {part.key.partition(':')[0]}",
+        )
+
+    def _adopted_on(self, part: Part, version: str) -> str:
+        """Return the day on which it was verified on just this stack; empty if it was not."""
+        mine = [entry for entry in self._read() if entry.patch == part.key and entry.versions == stack_of(part)]
+        if not mine:
+            return ""
+        sources = self.sources.fingerprint(part, version)
+        return max((entry.on for entry in mine if entry.sources == sources), default="")
+
+    def _read(self) -> list[adopted.Entry]:
+        if self._entries is None:
+            try:
+                self._entries = adopted.read(adopted.file())
+            except adopted.Unusable as error:
+                self._entries, self.problem = [], str(error)
+        return self._entries
+
+    def entry(self, part: Part, version: str, day: str) -> adopted.Entry | None:
+        """Return what to remember of ``part``, which held on ``day``; None where its source cannot be read."""
+        sources = self.sources.fingerprint(part, version)
+        return adopted.Entry(part.key, stack_of(part), sources, day) if sources else None
+
+    def report_notes(self) -> tuple[str, ...]:
+        """Say in the report that the file of adopted patches counts for nothing, if it does."""
+        return (self.problem,) if self.problem else ()
+
+
+def stack_of(part: Part) -> dict[str, str]:
+    """Return the releases that an entry is for: of Python, of this plugin, of the stack and of what ``part`` requires."""
+    names = dict.fromkeys((*STACK, *gate.packages(part), "bnb-patches"))
+    found = {name: version for name in names if (version := gate.installed_version(name))}
+    return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
+
+
+def _difference(found: Comparison) -> str:
+    """Say what differs from the nearest release."""
+    if not found.release:
+        return found.why
+    module, _, name = found.different[0].partition(":")
+    more = f", and {len(found.different) - 1} more" if len(found.different) > 1 else ""
+    return f"{name} of {module} is not that of {found.release}{more}"

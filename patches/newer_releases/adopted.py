@@ -1,0 +1,112 @@
+"""What ``python -m patches adopt`` has verified on this machine, read from its file.
+
+The file holds ids, versions, digests and dates, no code. It is ``$PATCHES_ADOPTED``, or lies in the user's cache folder.
+One that others can write to, or that cannot be read, counts for nothing, and that is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+VARIABLE = "PATCHES_ADOPTED"
+_FORMAT = 1
+_MAX_BYTES = 10_000_000
+
+
+class Entry(NamedTuple):
+    """One patch, or one part of it, that held on one stack."""
+
+    patch: str
+    """The key of the part: the id, with its name if there are several."""
+    versions: Mapping[str, str]
+    sources: str
+    """Digest of what it rests on and of its edits."""
+    on: str
+    """The date, as in 2026-11-27."""
+
+
+class Unusable(Exception):
+    """The file counts for nothing; the message says why and what to do."""
+
+
+def file() -> Path:
+    """Return the path of the file, which need not exist."""
+    if named := os.environ.get(VARIABLE, ""):
+        return Path(named)
+    return cache_folder() / "adopted.json"
+
+
+def cache_folder() -> Path:
+    """Return the folder of the user's cache that is ours."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "bnb-patches"
+
+
+def read(path: Path) -> list[Entry]:
+    """Return the entries of the file; none where there is no file and no one has named it.
+
+    Raises ``Unusable``.
+    """
+    try:
+        with open(path, "rb") as opened:
+            _check_owner(path, os.fstat(opened.fileno()))
+            data = opened.read(_MAX_BYTES)
+        content = json.loads(data)
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']!r}")
+        return [_entry(row) for row in content["entries"]]
+    except FileNotFoundError as error:
+        if os.environ.get(VARIABLE):
+            raise Unusable(f"{VARIABLE}={path}: there is no such file; `python -m patches adopt` writes it") from error
+        return []
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read ({error.strerror or error}), and counts for nothing") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = f"{path} is damaged, and counts for nothing; `python -m patches adopt` writes it anew"
+        raise Unusable(said) from error
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise Unusable(f"{path} is no file, and counts for nothing")
+    if not hasattr(os, "geteuid"):  # Windows: the folder is the user's own
+        return
+    if found.st_uid not in (os.geteuid(), 0):
+        raise Unusable(f"{path} belongs to another user, and counts for nothing; remove it")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Unusable(f"{path} can be written to by others, and counts for nothing; to change that: chmod go-w {path}")
+
+
+def _entry(row: Mapping[str, object]) -> Entry:
+    versions = row["versions"]
+    if not isinstance(versions, dict) or not all(isinstance(row[name], str) for name in ("patch", "sources", "on")):
+        raise TypeError("an entry is not as it was written")
+    return Entry(str(row["patch"]), {str(k): str(v) for k, v in versions.items()}, str(row["sources"]), str(row["on"]))
+
+
+def write(path: Path, entries: Iterable[Entry]) -> None:
+    """Write the file anew: it is there whole or as it was. Raises ``OSError``."""
+    rows = ",\n".join(json.dumps(entry._asdict()) for entry in entries)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    opened = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    try:
+        with open(opened, "w", encoding="utf-8") as file:
+            file.write(f'{{"format": {_FORMAT}, "entries": [\n{rows}\n]}}\n')
+        os.chmod(draft, 0o644)  # whatever the mask lets pass
+        os.replace(draft, path)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
