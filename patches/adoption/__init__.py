@@ -1,0 +1,1 @@
+"""What ``adopt`` runs on releases that nobody has tested, beside the reproducers."""
