@@ -1,1 +1,234 @@
-"""What ``adopt`` runs on releases that nobody has tested, beside the reproducers."""
+"""``python -m patches adopt``: verify here what nobody has tested on so new a release, and apply from then on what holds.
+
+First the reproducers: the defect must be there without the patch, gone with it alone and with all, and back after revert.
+Then programs of ordinary users on healthy paths, whose results must be the same to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..engine import table
+from ..engine.ids import patch_id_of
+from ..engine.patch import Part
+from ..engine.report import Status
+from ..newer_releases import adopted
+from ..process_registry import NEWER_RELEASES, REGISTRY
+from ..verification import CANNOT, PREPARE, preload
+from ..verification.processes import ask_processes, default_jobs
+from ..verification.progress import bar
+from ..verification.worker import Answer
+from . import trial
+from .healthy_programs import PROGRAMS
+
+HELD, NOT_NEEDED, CANNOT_SHOW, DOES_NOT_FIT, WRONG = "held", "not needed", "cannot show", "does not fit", "wrong"
+VERDICTS = (HELD, NOT_NEEDED, CANNOT_SHOW, DOES_NOT_FIT, WRONG)
+"""In the order in which a table shows them: what needs attention comes last."""
+_PROGRAM_PACKAGES = ("torch", "bitsandbytes", "transformers", "peft", "accelerate")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A patch, or a part of one, that is not applied here by itself, and what came of trying it.
+
+    ``verdict`` is ``"held"``; ``"not needed"`` where the release does not have the defect any more; ``"cannot show"`` where
+    the reproducer does not run here; ``"does not fit"`` where the source has changed too much; or ``"wrong"``.
+    """
+
+    id: str
+    part: str
+    verdict: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The id, with the part if there are several."""
+        return f"{self.id}: {self.part}" if self.part else self.id
+
+    @property
+    def loud(self) -> bool:
+        """Whether the defect is there and is not repaired, or something else is wrong."""
+        return self.verdict in (DOES_NOT_FIT, WRONG)
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """What :func:`adopt` found. ``str()`` is a table."""
+
+    rows: tuple[Row, ...]
+    programs: int
+    """The number of programs that were run with what held."""
+    harmed: Mapping[str, str]
+    """By program what the patches changed in it, apart from those on trial."""
+    file: str
+    """Where what held is remembered."""
+    problem: str = ""
+    """Why it could not be remembered."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong and all that held is remembered."""
+        return not (self.harmed or self.problem or any(row.loud for row in self.rows))
+
+    def held(self) -> list[str]:
+        """Return the names of what held."""
+        return [row.name for row in self.rows if row.verdict == HELD]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``ok`` and the fields by their names."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return :meth:`to_dict` as JSON, as ``python -m patches adopt --json`` prints it."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "nothing to adopt: no patch is left out here because a release is newer than any it was tested on"
+        ordered = sorted(self.rows, key=lambda row: VERDICTS.index(row.verdict))
+        lines = [table.Row((row.verdict, row.name), [row.reason] if row.reason else [], row.loud) for row in ordered]
+        text = table.text(lines, table.total([row.verdict for row in self.rows], VERDICTS))
+        return "\n".join([text, *map(table.wrapped, self._ending())])
+
+    def _ending(self) -> Iterator[str]:
+        held = len(self.held())
+        for program, what in self.harmed.items():
+            yield f"note: {program}: {what}"
+        if held and not self.harmed:
+            yield f"{self.programs} programs of ordinary users give the same results to the bit with them"
+        if self.problem:
+            yield f"not remembered: {self.problem}"
+        elif held:
+            yield f"remembered in {self.file}: from now on {'it is' if held == 1 else 'they are'} applied on this stack"
+
+
+def adopt(*ids: str, jobs: int | None = None, progress: bool = False) -> Adoption:
+    """Try the named patches, or all, that are left out because a release is newer than any that they were tested on.
+
+    Raises what :func:`patches.verify` raises.
+    """
+    parts = {part.key: part for patch in REGISTRY.ids.choose(ids) for part in patch.parts}
+    verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
+    left_out = {key: part for key, part in parts.items() if verdicts[key].status is Status.UNTESTED}
+    ask = _Asking(preload([(part, verdicts[key]) for key, part in left_out.items()]), jobs or default_jobs(), progress)
+    said = _try_alone(left_out, ask) if left_out else {}
+    _try_together(left_out, said, ask)
+    programs, harmed = _run_programs(left_out, said, ask)
+    rows = tuple(Row(patch_id_of(key), left_out[key].name, *said[key]) for key in left_out)
+    held = [left_out[key] for key in left_out if said[key][0] == HELD]
+    return Adoption(rows, programs, harmed, str(adopted.file()), _remember(held))
+
+
+_Said = dict[str, tuple[str, str]]
+"""By the key of a part the verdict and its reason."""
+
+
+class _Asking:
+    """Asks questions in processes of their own."""
+
+    def __init__(self, modules: Sequence[str], jobs: int, progress: bool) -> None:
+        self._modules = list(dict.fromkeys([*modules, *_PROGRAM_PACKAGES]))
+        self._jobs, self._progress = jobs, progress
+
+    def __call__(
+        self, function: Callable[..., Answer], questions: Sequence[tuple[str, ...]], label: str
+    ) -> list[Answer]:
+        """Call ``function`` of :mod:`.trial` with each of ``questions``; return the answers in their order."""
+        found: dict[int, Answer] = {}
+        name = f"{trial.__name__}:{function.__name__}"
+        answers = ask_processes(name, questions, self._modules, PREPARE, self._jobs)
+        with contextlib.closing(answers), bar(label, len(questions), self._progress) as advance:
+            for index, answer in answers:
+                found[index] = answer
+                advance()
+        return [found[index] for index in range(len(questions))]
+
+
+def _try_alone(parts: Mapping[str, Part], ask: _Asking) -> _Said:
+    phases = ("unpatched", "patched")
+    questions = [(patch_id_of(key), part.name, phase, key) for key, part in parts.items() for phase in phases]
+    answers = ask(trial.reproducer, questions, "reproducers")
+    return {key: _judged(*answers[2 * at : 2 * at + 2]) for at, key in enumerate(parts)}
+
+
+def _judged(unpatched: Answer, patched: Answer) -> tuple[str, str]:
+    """Return the verdict on a patch from its reproducer without it and with it alone."""
+    present, figure = unpatched
+    if present is None:
+        why = figure.removeprefix(CANNOT) if figure.startswith(CANNOT) else f"its reproducer fails: {figure}"
+        return CANNOT_SHOW, why
+    if not present:
+        return NOT_NEEDED, f"the defect is not there: {figure}" if figure else "the defect is not there"
+    present, figure = patched
+    if present is None and figure.startswith(f"{Status.CONFLICT}: "):
+        return DOES_NOT_FIT, figure.removeprefix(f"{Status.CONFLICT}: ")
+    if present is not False:
+        return WRONG, f"with the patch: {figure or 'the defect is still there'}"
+    return HELD, ""
+
+
+def _try_together(parts: Mapping[str, Part], said: _Said, ask: _Asking) -> None:
+    """Let the reproducers of what held run with all patches, and after revert."""
+    held = [key for key in parts if said[key][0] == HELD]
+    together = trial.SEPARATOR.join(held)
+    expected = {"all": False, "reverted": True}
+    questions = [(patch_id_of(key), parts[key].name, phase, together) for key in held for phase in expected]
+    for question, (present, figure) in zip(questions, ask(trial.reproducer, questions, "all together")):
+        phase = question[2]
+        if present is not expected[phase]:
+            key = next(each for each in held if (patch_id_of(each), parts[each].name) == question[:2])
+            where = "with all patches" if phase == "all" else "after revert"
+            said[key] = WRONG, f"{where}: {figure or ('the defect is there' if present else 'the defect is gone')}"
+
+
+def _run_programs(parts: Mapping[str, Part], said: _Said, ask: _Asking) -> tuple[int, dict[str, str]]:
+    """Run the healthy programs without what held and with it.
+
+    Returns how many could be run, and by program what patches changed in it that are not on trial.
+    """
+    held = [key for key in parts if said[key][0] == HELD]
+    if not held:
+        return 0, {}
+    together = trial.SEPARATOR.join(held)
+    ways = (trial.UNPATCHED, trial.KNOWN, "")
+    questions = [(name, way, together) for name in PROGRAMS for way in ways]
+    answers = ask(trial.program, questions, "programs")
+    runs = {name: answers[3 * at : 3 * at + 3] for at, name in enumerate(PROGRAMS)}
+    runs = {name: found for name, found in runs.items() if found[0][0] is not None}
+    harmed = {name: _change(before, known) for name, (before, known, _) in runs.items() if known != before}
+    for name, (_, known, after) in runs.items():
+        if after != known:
+            _blame(name, known, held, said, ask)
+    return len(runs), harmed
+
+
+def _blame(program: str, before: Answer, held: Collection[str], said: _Said, ask: _Asking) -> None:
+    """Find out which patch changes a program; if none does alone, none is adopted."""
+    questions = [(program, patch_id_of(key), key) for key in held]
+    answers = dict(zip(held, ask(trial.program, questions, "which patch")))
+    guilty = {key: answer for key, answer in answers.items() if answer != before} or dict.fromkeys(held, before)
+    for key, after in guilty.items():
+        change = "it changes the result together with others" if after == before else _change(before, after)
+        said[key] = WRONG, f"a program that was right, {program!r}: {change}"
+
+
+def _change(before: Answer, after: Answer) -> str:
+    return f"fails: {after[1]}" if after[0] is None else "its result changes"
+
+
+def _remember(parts: Sequence[Part]) -> str:
+    """Write what held into the file; return why that was not possible."""
+    day = datetime.date.today().isoformat()
+    versions = {part.key: REGISTRY.verdict(part).versions[part.package] for part in parts}
+    entries = [NEWER_RELEASES.entry(part, str(versions[part.key]), day) for part in parts]
+    try:
+        adopted.add([entry for entry in entries if entry is not None])
+        return ""
+    except OSError as error:
+        said = f"{adopted.file()} cannot be written ({error.strerror or error})"
+        return f"{said}; name a file that can: {adopted.VARIABLE}=FILE python -m patches adopt"

@@ -1,4 +1,4 @@
-"""``python -m patches list | report | diff | verify | explain``, each with ``--json``."""
+"""``python -m patches list | report | diff | verify | adopt | explain``, each with ``--json``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
-from .. import autoload, second_name, verification
+from .. import adoption, autoload, second_name, verification
 from ..engine.report import Report, Result, Status
+from ..newer_releases import adopted
 from ..process_registry import REGISTRY
 from ..verification.processes import NoInterpreter
 from . import colour, explain, glance, streams
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         ("report", _report, "what is applied here and what is not, with the reason"),
         ("diff", _diff, "what is changed, as a unified diff"),
         ("verify", _verify, "run the reproducers in fresh processes: unpatched, patched, reverted"),
+        ("adopt", _adopt, "verify here what nobody has tested on so new a release, and apply from then on what holds"),
         ("explain", _explain, "one patch, or the patches for an error message in quotes"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -111,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name == "report":
             command.add_argument("--all", action="store_true", help="a line for each patch")
-        if name == "verify":
+        if name == "adopt":
+            command.add_argument("--forget", action="store_true", help="take back what was adopted")
+        if name in ("verify", "adopt"):
             command.add_argument("--jobs", type=_count, help="processes at a time")
     return parser
 
@@ -164,6 +168,28 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
         _complain(str(error))
         return "", 2
     return result.to_json() if options.json else str(result), 0 if result.ok else 1
+
+
+def _adopt(options: argparse.Namespace) -> tuple[str, int]:
+    if options.forget:
+        return _forget(options)
+    try:
+        found = adoption.adopt(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)
+    except NoInterpreter as error:
+        _complain(str(error))
+        return "", 2
+    return found.to_json() if options.json else str(found), 0 if found.ok else 1
+
+
+def _forget(options: argparse.Namespace) -> tuple[str, int]:
+    try:
+        number = adopted.forget({patch.id for patch in REGISTRY.ids.choose(options.ids)} if options.ids else ())
+    except OSError as error:
+        _complain(f"{adopted.file()} cannot be written: {error.strerror or error}")
+        return "", 2
+    if options.json:
+        return json.dumps({"forgotten": number, "file": str(adopted.file())}), 0
+    return f"{number} forgotten in {adopted.file()}", 0
 
 
 def _explain(options: argparse.Namespace) -> tuple[str, int]:

@@ -30,6 +30,11 @@ def installed_version(package: str) -> str | None:
     return _imported_version(package) or _metadata_version(package)
 
 
+def recorded_version(package: str) -> str | None:
+    """Return the version of a distribution as its metadata give it, whatever is imported; without any as its module does."""
+    return _metadata_version(package) or _imported_version(package)
+
+
 def mismatch(package: str) -> str:
     """Return a sentence if the imported module is of another version than its metadata say; else an empty string."""
     here, said = _imported_version(package), _metadata_version(package)

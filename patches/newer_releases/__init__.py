@@ -78,8 +78,8 @@ class NewerReleases:
 
 def stack_of(part: Part) -> dict[str, str]:
     """Return the releases that an entry is for: of Python, of this plugin, of the stack and of what ``part`` requires."""
-    names = dict.fromkeys((*STACK, *gate.packages(part), "bnb-patches"))
-    found = {name: version for name in names if (version := gate.installed_version(name))}
+    names = sorted({*STACK, *gate.packages(part), "bnb-patches"})
+    found = {name: version for name in names if (version := gate.recorded_version(name))}
     return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
 
 

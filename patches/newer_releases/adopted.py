@@ -11,13 +11,16 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from ..engine.ids import patch_id_of
 
 VARIABLE = "PATCHES_ADOPTED"
 _FORMAT = 1
 _MAX_BYTES = 10_000_000
+_MAX_ENTRIES = 2_000
 
 
 class Entry(NamedTuple):
@@ -96,17 +99,61 @@ def _entry(row: Mapping[str, object]) -> Entry:
     return Entry(str(row["patch"]), {str(k): str(v) for k, v in versions.items()}, str(row["sources"]), str(row["on"]))
 
 
-def write(path: Path, entries: Iterable[Entry]) -> None:
-    """Write the file anew: it is there whole or as it was. Raises ``OSError``."""
-    rows = ",\n".join(json.dumps(entry._asdict()) for entry in entries)
+def add(fresh: Collection[Entry]) -> None:
+    """Add entries to the file, in the place of those for the same patch and stack. Raises ``OSError``."""
+    replaced = {(entry.patch, tuple(entry.versions.items())) for entry in fresh}
+
+    def added(known: list[Entry]) -> list[Entry]:
+        others = [entry for entry in known if (entry.patch, tuple(entry.versions.items())) not in replaced]
+        return [*others, *fresh][-_MAX_ENTRIES:]
+
+    if fresh:
+        _change(file(), added)
+
+
+def forget(ids: Collection[str]) -> int:
+    """Take out the entries of patches, or all if none is named; return how many. Raises ``OSError``."""
+    gone = 0
+
+    def without(known: list[Entry]) -> list[Entry]:
+        nonlocal gone
+        kept = [entry for entry in known if ids and patch_id_of(entry.patch) not in ids]
+        gone = len(known) - len(kept)
+        return kept
+
+    if file().exists():
+        _change(file(), without)
+    return gone
+
+
+def _change(path: Path, change: Callable[[list[Entry]], list[Entry]]) -> None:
+    """Write the file anew, one process after the other: it is there whole or as it was."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    opened = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    with _alone(path):
+        try:
+            known = read(path)
+        except Unusable:  # it counted for nothing
+            known = []
+        rows = ",\n".join(json.dumps(entry._asdict()) for entry in change(known))
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            with open(os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644), "w", encoding="utf-8") as opened:
+                opened.write(f'{{"format": {_FORMAT}, "entries": [\n{rows}\n]}}\n')
+            os.chmod(draft, 0o644)  # others may read it, whatever the mask lets pass
+            os.replace(draft, path)
+        finally:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let no other process change the file meanwhile, where the system can say so."""
     try:
-        with open(opened, "w", encoding="utf-8") as file:
-            file.write(f'{{"format": {_FORMAT}, "entries": [\n{rows}\n]}}\n')
-        os.chmod(draft, 0o644)  # whatever the mask lets pass
-        os.replace(draft, path)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path.with_name(f"{path.name}.lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

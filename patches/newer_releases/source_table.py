@@ -82,7 +82,7 @@ class SourceTable:
     def fingerprint(self, part: Part, version: str) -> str:
         """Return one digest of all that ``part`` rests on here and of its edits; empty where there is no source."""
         found = self.installed(part, version)
-        if not found or _NO_SOURCE in found.values():
+        if _NO_SOURCE in found.values():
             return ""
         text = json.dumps([sorted(found.items()), [_words(edit) for edit in part.edits]])
         return hashlib.sha256(text.encode()).hexdigest()[:32]

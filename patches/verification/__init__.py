@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +19,8 @@ from ..engine.ids import patch_id_of
 from ..engine.patch import CannotShow, Finding, Part
 from ..engine.report import Status
 from ..process_registry import REGISTRY
-from .processes import ask_processes
+from .processes import ask_processes, default_jobs
+from .progress import bar
 from .worker import Answer
 
 PHASES = ("unpatched", "patched", "all", "reverted")
@@ -31,7 +30,7 @@ VERDICTS = ("ok", "skipped", "cannot show", "wrong")
 PREPARE = f"{process_registry.__name__}:REGISTRY.prepare"
 """Called in the process that the others are copies of: works out what patches change, which else each of them does."""
 
-_CANNOT = "cannot show: "
+CANNOT = "cannot show: "
 _NOT_THERE = "its reproducer does not run there"
 _MEDDLESOME = {"unsloth"}
 """Packages that patch others when they are imported: only in the processes of their own patches."""
@@ -115,7 +114,7 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     jobs:
         How many processes at a time; by default as many as there are processors, at most four.
     progress:
-        Show a progress bar on standard error, if tqdm is installed.
+        Show on standard error how many runs are done.
 
     Raises
     ------
@@ -132,9 +131,9 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
     tasks = [(*key, phase) for key in parts for phase in _phases(verdicts[key].status)]
     findings: dict[tuple[str, str], dict[str, Answer]] = {key: {} for key in parts}
-    preload = _preload([(part, verdicts[key]) for key, part in parts.items()])
-    answers = ask_processes(f"{__name__}:run_reproducer", tasks, preload, PREPARE, jobs or min(4, _processors()))
-    with contextlib.closing(answers), _bar(len(tasks), progress) as advance:
+    modules = preload([(part, verdicts[key]) for key, part in parts.items()])
+    answers = ask_processes(f"{__name__}:run_reproducer", tasks, modules, PREPARE, jobs or default_jobs())
+    with contextlib.closing(answers), bar("verify", len(tasks), progress) as advance:
         for index, finding in answers:
             patch_id, name, phase = tasks[index]
             findings[patch_id, name][phase] = finding
@@ -142,7 +141,7 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     return Verification(tuple(_judged(parts[key], verdicts[key], findings[key]) for key in parts))
 
 
-def _preload(chosen: Sequence[tuple[Part, gate.Verdict]]) -> list[str]:
+def preload(chosen: Sequence[tuple[Part, gate.Verdict]]) -> list[str]:
     """Name what several processes import: the packages, and the modules that are edited where there is a defect."""
     packages = {name for _, verdict in chosen for name in verdict.versions} - _MEDDLESOME
     edited: set[str] = set()
@@ -166,26 +165,8 @@ def run_reproducer(patch_id: str, name: str, phase: str) -> Answer:
     try:
         finding: Finding = part.defect()
     except CannotShow as reason:
-        return None, f"{_CANNOT}{reason}"
+        return None, f"{CANNOT}{reason}"
     return bool(finding.present), str(finding.figure)
-
-
-def _processors() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def _bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
-    """Give a function to call after each of ``total`` steps."""
-    if progress and total and sys.stderr is not None:
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm  # type: ignore[import-untyped]
-
-            with tqdm(total=total, desc="verify", unit="run", file=sys.stderr, leave=False) as bar:
-                yield bar.update
-                return
-    yield lambda: None
 
 
 # -- the judgement -----------------------------------------------------------------------------
@@ -200,7 +181,7 @@ def _phases(status: Status) -> Sequence[str]:
 def _judged(part: Part, verdict: gate.Verdict, found: dict[str, Answer]) -> Row:
     found = {phase: found[phase] for phase in PHASES if phase in found}
     word, reason = _judgement(part, verdict, found)
-    if found and found["unpatched"][1].startswith(_CANNOT):
+    if found and found["unpatched"][1].startswith(CANNOT):
         found = {}
     return Row(patch_id_of(part.key), word, reason, found, part.name)
 
@@ -210,8 +191,8 @@ def _judgement(part: Part, verdict: gate.Verdict, found: dict[str, Answer]) -> t
     if not found:
         return "skipped", verdict.reason
     present, figure = found["unpatched"]
-    if figure.startswith(_CANNOT):
-        return "cannot show", figure.removeprefix(_CANNOT)
+    if figure.startswith(CANNOT):
+        return "cannot show", figure.removeprefix(CANNOT)
     if verdict.status is Status.UNTESTED:
         return "skipped", verdict.reason
     if verdict.status is Status.NOT_AFFECTED and present is None:  # an older release may lack a function that it calls

@@ -123,6 +123,11 @@ class _Interpreter(subprocess.Popen[bytes]):
         self.stdin.close()
 
 
+def default_jobs() -> int:
+    """Return how many processes to run at a time: as many as there are processors for this one, at most four."""
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 def _can_fork() -> bool:
     return sys.platform not in ("darwin", "win32")
 
