@@ -7,12 +7,12 @@ on just this stack.
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..engine import gate
 from ..engine.patch import Part
 from . import adopted
-from .source_table import Comparison, Digests, SourceTable
+from .source_table import Comparison, SourceTable, of_installed
 
 STACK = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 """Packages whose releases an entry is for, beside those that the patch requires."""
@@ -21,8 +21,9 @@ STACK = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 class NewerReleases:
     """Judges parts of patches on releases that nobody has tested. Reads each file once."""
 
-    def __init__(self, digests: Digests) -> None:
-        self.sources = SourceTable(digests)
+    def __init__(self, read: Callable[[str, Sequence[str]], Mapping[str, str]]) -> None:
+        """Take ``read``, which gives the digests of names in a source file."""
+        self.sources = SourceTable(of_installed(read))
         self.on_trial: Collection[str] = ()
         """Keys of parts that are applied here because `adopt` is about to find out whether they hold."""
         self.problem = ""

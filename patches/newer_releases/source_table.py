@@ -26,7 +26,7 @@ from ..engine.edits import Edit, Rewrite
 from ..engine.patch import Part
 
 Digests = Callable[[str, Sequence[str]], Mapping[str, str]]
-"""From the path of a source file and names in it to their digests; see :mod:`patches.engine.definitions`."""
+"""From a module and names in it to their digests (:mod:`patches.engine.definitions`); raises what reading it raises."""
 _NO_SOURCE = "no source"
 
 
@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
 
 
 class SourceTable:
-    """The table that the package ships, and the installed files beside it; each file is read once."""
+    """The table that the package ships, and ``digests`` of what is installed; each module is read once."""
 
     def __init__(self, digests: Digests, load: Callable[[], Mapping[str, Any]] | None = None) -> None:
         self._digests = digests
@@ -118,14 +118,23 @@ class SourceTable:
 
     def _read(self, module: str, names: Sequence[str]) -> Mapping[str, str]:
         try:
-            file = source_file(module)
-            return dict.fromkeys(names, ABSENT) if file is None else self._digests(str(file), names)
+            return self._digests(module, names)
         except (OSError, ValueError, SyntaxError, ImportError):
             return {}
 
 
 def _shipped() -> Mapping[str, Any]:
     return json.loads(pkgutil.get_data(__name__, "sources.json") or b"")  # type: ignore[no-any-return]
+
+
+def of_installed(read: Callable[[str, Sequence[str]], Mapping[str, str]]) -> Digests:
+    """Return the digests of what is installed; ``read`` gives those of a file."""
+
+    def digests(module: str, names: Sequence[str]) -> Mapping[str, str]:
+        file = source_file(module)
+        return dict.fromkeys(names, ABSENT) if file is None else read(str(file), names)
+
+    return digests
 
 
 def source_file(module: str) -> Path | None:

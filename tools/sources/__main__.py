@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from packaging.version import Version
 
-from patches import REGISTRY
-from patches.engine import definitions, gate, requirement
-from patches.engine.patch import Part
 from tools import stacks
 from tools.commands import Failed
 
-from .names import Names
-from .rests_on import rests_on
-from .wheel_files import ROOT, WheelFiles
+from .gathered import Gathered, parts
+from .wheel_files import ROOT
 
 TABLE = ROOT / "patches" / "newer_releases" / "sources.json"
 REPLAYED = ROOT / "docs" / "replay.json"
@@ -30,16 +26,12 @@ BY_HAND = {"torch": ("2.14.1",), "torchao": ("0.14.1",), "bitsandbytes": ("0.50.
 
 
 def main() -> int:
-    TABLE.write_text(text(table(tested())), "utf-8")
+    TABLE.write_text(text(Gathered().table(tested())), "utf-8")
     found = json.loads(TABLE.read_text("utf-8"))
     print(f"{len(found['rests_on'])} patches rest on {sum(map(len, found['digests'].values()))} definitions; releases:")
     for package, releases in found["releases"].items():
         print(f"  {package}: {releases}")
     return 0
-
-
-def parts() -> list[Part]:
-    return [part for patch in REGISTRY.patches.values() for part in patch.parts]
 
 
 def tested() -> dict[str, list[str]]:
@@ -64,63 +56,16 @@ def replayed() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def table(releases: Mapping[str, Iterable[str]]) -> dict[str, Any]:
-    """Return the table for these releases."""
-    rests: dict[str, set[str]] = {}
-    digests: dict[str, dict[str, dict[str, list[str]]]] = {}
-    for package, tested_releases in releases.items():
-        own = [part for part in parts() if part.package == package]
-        names = {release: Names(WheelFiles(package, release).text) for release in tested_releases}
-        for release, known in names.items():
-            for part in own:
-                if is_for(part, release):
-                    rests.setdefault(part.key, set()).update(rests_on(part, known))
-        wanted = {name for part in own for name in (*rests.get(part.key, ()), *edited(part))}
-        digests[package] = digests_of(wanted, names)
-    for part in parts():
-        rests[part.key] = rests.get(part.key, set()) - edited(part)
-    return {"releases": releases, "rests_on": rests, "digests": digests}
-
-
-def edited(part: Part) -> set[str]:
-    """Return the targets of a part's edits in its own package."""
-    own = gate.module_name(part.package)
-    return {edit.target for edit in part.edits if edit.target.partition(":")[0].partition(".")[0] == own}
-
-
-def is_for(part: Part, release: str) -> bool:
-    needed = [requirement.parse(text) for text in part.requires]
-    return all(each.contains(release) for each in needed if each.name == part.package)
-
-
-def digests_of(wanted: Iterable[str], names: Mapping[str, Names]) -> dict[str, dict[str, list[str]]]:
-    """Return for each definition its digests, each with the releases that have it."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for name in sorted(wanted):
-        module, _, path = name.partition(":")
-        for release, known in names.items():
-            digest = definitions.digest(known.tree(module), path)
-            if digest != definitions.ABSENT:
-                found.setdefault(name, {}).setdefault(digest, []).append(release)
-        found.setdefault(name, {})
-    return found
-
-
 def text(found: Mapping[str, Any]) -> str:
     """Return the table as JSON: a definition on a line, so that a diff says what a release has changed."""
-    rests = ",\n".join(
-        f"{json.dumps(key)}: {json.dumps(sorted(names))}" for key, names in sorted(found["rests_on"].items())
-    )
-    packages = []
-    for package, definitions_of in found["digests"].items():
-        rows = ",\n".join(
-            f"{json.dumps(name)}: {json.dumps({digest: ' '.join(releases) for digest, releases in each.items()})}"
-            for name, each in definitions_of.items()
-        )
-        packages.append(f"{json.dumps(package)}: {{\n{rows}\n}}")
-    releases = json.dumps({package: " ".join(each) for package, each in found["releases"].items()})
-    digests = ",\n".join(packages)
+    rests = _lines(found["rests_on"])
+    digests = ",\n".join(f"{json.dumps(package)}: {{\n{_lines(each)}\n}}" for package, each in found["digests"].items())
+    releases = json.dumps(found["releases"])
     return f'{{"releases": {releases},\n"rests_on": {{\n{rests}\n}},\n"digests": {{\n{digests}\n}}}}\n'
+
+
+def _lines(rows: Mapping[str, Any]) -> str:
+    return ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items()))
 
 
 if __name__ == "__main__":
