@@ -99,7 +99,7 @@ def satisfied(requirements: str) -> bool:
     """Tell whether the installed releases meet requirements joined by " and "; absent packages meet none."""
     for text in requirements.split(" and "):
         version = installed_version(requirement.parse(text).name)
-        if version is None or not _contains(text, version):
+        if version is None or not contains(text, version):
             return False
     return True
 
@@ -141,7 +141,7 @@ def check(
     for text in part.requires:
         needed = requirement.parse(text)
         version = str(versions[needed.name])
-        if not _contains(text, version):
+        if not contains(text, version):
             reason = f"{needed.name} {version} is outside {needed.specifier}"
             return Verdict(Status.NOT_AFFECTED, reason, versions)
     if untested:
@@ -161,11 +161,12 @@ def check(
 @functools.cache
 def _is_older(package: str, version: str, oldest: str) -> bool:
     """Tell whether ``version`` is older; a version that cannot be read does not count as older."""
-    return requirement.parse_version(version) is not None and not _contains(f"{package}>={oldest}", version)
+    return requirement.parse_version(version) is not None and not contains(f"{package}>={oldest}", version)
 
 
 @functools.cache
-def _contains(needed: str, version: str) -> bool:
+def contains(needed: str, version: str) -> bool:
+    """Tell whether a requirement is met by a version of its package, see :meth:`.requirement.Requirement.contains`."""
     return requirement.parse(needed).contains(version)
 
 

@@ -1,8 +1,8 @@
 """Comparing the installed source of what a patch rests on with that of the releases that were tested.
 
 A patch rests on the functions that its edits name, and on what our own code takes or reads of the library by name.
-``sources.json`` lists the latter for each patch, and has the digest of all in every release that was tested.
-``make sources`` writes it.
+``sources.json`` lists the latter for each patch, and has the digest of all in every release that was tested; a release on
+which the reproducer of a patch failed does not count for it. ``make sources`` writes the file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,9 @@ class SourceTable:
         self._digests = digests
         self._load = load or _shipped
         self._found: dict[tuple[str, str], Mapping[str, str]] = {}
+        self._named: dict[str, dict[str, list[str]]] = {}
+        self._sorted: dict[str, list[str]] = {}
+        self._of_releases: dict[tuple[str, str], Mapping[str, str]] = {}
 
     @functools.cached_property
     def _table(self) -> Mapping[str, Any]:
@@ -94,27 +97,45 @@ class SourceTable:
         named = dict.fromkeys((*edited, *self._table["rests_on"].get(part.key, ())))
         return [name for name in named if name.partition(":")[0].partition(".")[0] == own]
 
-    def _releases(self, part: Part, version: str) -> list[str]:
-        """Return the tested releases that ``part`` is for and has the same edits for, the newest first."""
-        package, edits = part.package, _chosen(part, version)
-        return [
-            release
-            for release in sorted(self._table["releases"].get(package, "").split(), key=Version, reverse=True)
-            if _fits(part.requires, package, release) and _chosen(part, release) == edits
-        ]
+    def _releases(self, part: Part, version: str) -> Iterator[str]:
+        """Give the tested releases that ``part`` is for and has the same edits for, the newest first."""
+        failed = self._table["failed"].get(part.key, "").split()
+        edits = _chosen(part, version)
+        for release in self._tested(part.package):
+            if release not in failed and _fits(part.requires, part.package, release):
+                if _chosen(part, release) == edits:
+                    yield release
+
+    def _tested(self, package: str) -> list[str]:
+        """Return the tested releases of ``package``, the newest first."""
+        if package not in self._sorted:
+            tested = self._table["releases"].get(package, "").split()
+            self._sorted[package] = sorted(tested, key=Version, reverse=True)
+        return self._sorted[package]
 
     def _in_release(self, package: str, name: str, release: str) -> str:
-        digests: Mapping[str, str] = self._table["digests"][package].get(name, {})
-        return next((digest for digest, releases in digests.items() if release in releases.split()), ABSENT)
+        key = (package, name)
+        if key not in self._of_releases:
+            digests = self._table["digests"].get(package, {}).get(name, {})
+            self._of_releases[key] = {each: digest for digest, those in digests.items() for each in those.split()}
+        return self._of_releases[key].get(release, ABSENT)
 
     def _here(self, package: str, name: str) -> str:
         module, _, path = name.partition(":")
         key = (package, module)
         if key not in self._found:
-            known = self._table["digests"].get(package, ())
-            wanted = sorted(each.partition(":")[2] for each in known if each.partition(":")[0] == module)
-            self._found[key] = self._read(module, wanted)
+            self._found[key] = self._read(module, self._modules(package).get(module, ()))
         return self._found[key].get(path, _NO_SOURCE)
+
+    def _modules(self, package: str) -> Mapping[str, list[str]]:
+        """Return what the table has of ``package``, by module."""
+        if package not in self._named:
+            found: dict[str, list[str]] = {}
+            for name in sorted(self._table["digests"].get(package, ())):
+                module, _, path = name.partition(":")
+                found.setdefault(module, []).append(path)
+            self._named[package] = found  # whole, for other threads
+        return self._named[package]
 
     def _read(self, module: str, names: Sequence[str]) -> Mapping[str, str]:
         try:
@@ -174,7 +195,7 @@ def _chosen(part: Part, version: str) -> tuple[bool, ...]:
 
 
 def _fits(requirements: Iterable[str], package: str, version: str) -> bool:
-    return all(needed.contains(version) for needed in map(requirement.parse, requirements) if needed.name == package)
+    return all(gate.contains(text, version) for text in requirements if requirement.parse(text).name == package)
 
 
 def _words(edit: Edit) -> list[str]:

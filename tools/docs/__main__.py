@@ -12,7 +12,7 @@ from pathlib import Path
 
 from patches import REGISTRY
 
-from . import DOCS, architectures, commands, figures, gpu, page, reports, stacks, symptoms
+from . import DOCS, architectures, commands, figures, gpu, page, replay, reports, stacks, symptoms
 
 PAGES, FRAGMENTS = DOCS / "patches", DOCS / "generated"
 
@@ -31,6 +31,7 @@ def files(found: Sequence[reports.Report] = ()) -> dict[Path, str]:
         FRAGMENTS / "symptoms.md": symptoms.fragment(),
         FRAGMENTS / "commands.md": commands.fragment(),
         FRAGMENTS / "stacks.md": stacks.fragment(),
+        FRAGMENTS / "replay.md": replay.fragment(),
         FRAGMENTS / "architectures.md": architectures.fragment(),
         FRAGMENTS / "gpu.md": gpu.fragment(),
     }

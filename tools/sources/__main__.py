@@ -16,17 +16,17 @@ from packaging.version import Version
 from tools import stacks
 from tools.commands import Failed
 
+from . import replayed
 from .gathered import Gathered, parts
 from .wheel_files import ROOT
 
 TABLE = ROOT / "patches" / "newer_releases" / "sources.json"
-REPLAYED = ROOT / "docs" / "replay.json"
 BY_HAND = {"torch": ("2.14.1",), "torchao": ("0.14.1",), "bitsandbytes": ("0.50.0",)}
 """Releases that docs/releases.md names beside those of the stacks."""
 
 
 def main() -> int:
-    TABLE.write_text(text(Gathered().table(tested())), "utf-8")
+    TABLE.write_text(text(Gathered().table(tested(), replayed.failed())), "utf-8")
     found = json.loads(TABLE.read_text("utf-8"))
     print(f"{len(found['rests_on'])} patches rest on {sum(map(len, found['digests'].values()))} definitions; releases:")
     for package, releases in found["releases"].items():
@@ -42,26 +42,17 @@ def tested() -> dict[str, list[str]]:
     for stack in stacks.declared().values():
         for package in found.keys() & stack.keys():
             found[package].add(stack[package])
-    for package, releases in replayed().items():
-        found[package] |= releases.keys()
+    for package in found:
+        found[package] |= replayed.releases(package)
     return {package: sorted(releases, key=Version) for package, releases in sorted(found.items())}
-
-
-def replayed() -> Mapping[str, Mapping[str, Any]]:
-    """Return what `make replay` found, by package and release."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, said in json.loads(REPLAYED.read_text("utf-8")).items() if REPLAYED.exists() else ():
-        package, _, release = name.partition("==")
-        found.setdefault(package, {})[release] = said
-    return found
 
 
 def text(found: Mapping[str, Any]) -> str:
     """Return the table as JSON: a definition on a line, so that a diff says what a release has changed."""
     rests = _lines(found["rests_on"])
     digests = ",\n".join(f"{json.dumps(package)}: {{\n{_lines(each)}\n}}" for package, each in found["digests"].items())
-    releases = json.dumps(found["releases"])
-    return f'{{"releases": {releases},\n"rests_on": {{\n{rests}\n}},\n"digests": {{\n{digests}\n}}}}\n'
+    releases, failed = json.dumps(found["releases"]), json.dumps(found["failed"], sort_keys=True)
+    return f'{{"releases": {releases},\n"failed": {failed},\n"rests_on": {{\n{rests}\n}},\n"digests": {{\n{digests}\n}}}}\n'
 
 
 def _lines(rows: Mapping[str, Any]) -> str:

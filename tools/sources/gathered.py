@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from patches import REGISTRY
@@ -65,8 +65,11 @@ class Gathered:
                 found |= self._rests[key]
         return found
 
-    def table(self, releases: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Return the table for these releases of each package, as :mod:`patches.newer_releases.source_table` reads it."""
+    def table(self, releases: Mapping[str, Sequence[str]], failed: Mapping[str, Collection[str]]) -> dict[str, Any]:
+        """Return the table for these releases of each package, as :mod:`patches.newer_releases.source_table` reads it.
+
+        ``failed`` names for parts, by key, the releases on which their reproducers failed.
+        """
         chosen = [part for part in parts() if part.package in releases]
         rests = {part.key: self.rests_on(part, releases[part.package]) for part in chosen}
         digests: dict[str, dict[str, dict[str, str]]] = {}
@@ -80,6 +83,11 @@ class Gathered:
                         of_name[digest] = f"{of_name.get(digest, '')} {release}".strip()
         return {
             "releases": {package: " ".join(each) for package, each in releases.items()},
+            "failed": {
+                part.key: " ".join(release for release in releases[part.package] if release in failed[part.key])
+                for part in chosen
+                if failed.get(part.key)
+            },
             "rests_on": {part.key: sorted(rests[part.key] - edited(part)) for part in chosen},
             "digests": digests,
         }
