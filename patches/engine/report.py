@@ -25,7 +25,7 @@ class Status(str, enum.Enum):
     NOT_AFFECTED = "not affected"
     """The installed release is outside the range that has the defect."""
     UNTESTED = "untested"
-    """The installed release is newer than any that the patch was tested on; not applied without ``PATCHES_UNTESTED=1``."""
+    """The installed release is newer than any that the patch was tested on, and its source is not known: not applied."""
     DISABLED = "disabled"
     """``PATCHES_DISABLE`` names the patch or its group."""
     APPLIED = "applied"
