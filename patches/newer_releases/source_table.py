@@ -95,12 +95,16 @@ class SourceTable:
         return [name for name in named if name.partition(":")[0].partition(".")[0] == own]
 
     def _releases(self, part: Part, version: str) -> list[str]:
-        """Return the tested releases that ``part`` is for and has the same edits for, the newest first."""
-        package, edits = part.package, _chosen(part, version)
+        """Return the releases that ``part`` was tested on and has the same edits for, the newest first.
+
+        The table has newer ones too, which other patches were tested on.
+        """
+        package, edits, newest = part.package, _chosen(part, version), Version(part.tested_up_to)
         return [
             release
             for release in sorted(self._table["releases"].get(package, "").split(), key=Version, reverse=True)
-            if _fits(part.requires, package, release) and _chosen(part, release) == edits
+            if Version(release) <= newest and _fits(part.requires, package, release)
+            if _chosen(part, release) == edits
         ]
 
     def _in_release(self, package: str, name: str, release: str) -> str:
