@@ -98,11 +98,14 @@ class SourceTable:
         return [name for name in named if name.partition(":")[0].partition(".")[0] == own]
 
     def _releases(self, part: Part, version: str) -> Iterator[str]:
-        """Give the tested releases that ``part`` is for and has the same edits for, the newest first."""
+        """Give the releases that ``part`` was tested on and has the same edits for, the newest first.
+
+        The table has newer ones too, which other patches were tested on.
+        """
         failed = self._table["failed"].get(part.key, "").split()
-        edits = _chosen(part, version)
+        edits, newest = _chosen(part, version), Version(part.tested_up_to)
         for release in self._tested(part.package):
-            if release not in failed and _fits(part.requires, part.package, release):
+            if Version(release) <= newest and release not in failed and _fits(part.requires, part.package, release):
                 if _chosen(part, release) == edits:
                     yield release
 
