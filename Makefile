@@ -116,4 +116,4 @@ venv: .venv/.dev
 	$(PY) -m pip install --quiet --no-compile --no-deps --target $@ bitsandbytes==$*
 
 clean:
-	rm -rf .venv .bnb .stacks .nox .gpu build docs/generated docs/patches dist *.egg-info .mypy_cache .pytest_cache
+	rm -rf .venv .bnb .stacks .replay .nox .gpu build docs/generated docs/patches dist *.egg-info .mypy_cache .pytest_cache
