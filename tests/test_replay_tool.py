@@ -1,0 +1,60 @@
+"""The tool of docs/replay.json: which releases it finds, what goes beside them, and that it keeps what it found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tools.replay import verified as tool
+from tools.stacks import declared
+
+OFFERED = ["5.24.0", "5.23.1", "5.23.0", "5.0.0", "4.57.6", "0.50.2", "0.50.1", "0.46.1", "0.46.0"]
+
+
+@pytest.mark.parametrize(
+    ("package", "chosen"),
+    [("transformers", ["5.24.0", "5.23.1", "5.0.0"]),
+     ("bitsandbytes", ["5.24.0", "5.23.1", "5.23.0", "5.0.0", "4.57.6", "0.50.2", "0.50.1", "0.46.1"])],
+)  # fmt: skip
+def test_of_bitsandbytes_each_release_is_run_of_the_others_the_newest_of_a_series(package, chosen):
+    assert tool.chosen(package, OFFERED) == chosen
+
+
+@pytest.mark.parametrize("package", tool.OLDEST)
+def test_the_oldest_release_has_neighbours_of_the_table(monkeypatch, package):
+    monkeypatch.setattr(tool, "installed", lambda folder, *what: (folder.name, what))
+    stacks = declared()
+    assert all(one.stack in stacks for one in tool.NEIGHBOURS[package])
+    for one in tool.NEIGHBOURS[package]:
+        found = tool.Release(package, f"{one.since}.1").folders()[1:]
+        beside = {f"{name}=={stacks[one.stack][name]}" for name in one.packages} | {
+            *stacks[one.stack].get("beside", ())
+        }
+        assert {text for _, what in found for text in what[1:]} == beside
+    assert tool.Release(package, tool.OLDEST[package]).folders()
+
+
+def test_what_was_found_is_kept_and_not_run_again_unless_it_is_named(tmp_path, monkeypatch):
+    ran = []
+
+    def verified(release):
+        ran.append(str(release))
+        return {"versions": {}, "verify": [{"id": "a", "verdict": "ok", "reason": str(len(ran))}]}
+
+    monkeypatch.setattr(tool, "RESULTS", tmp_path / "replay.json")
+    monkeypatch.setattr(tool.Release, "verified", verified)
+    monkeypatch.setattr(tool, "_offered", lambda package: ["0.20.0", "0.20.1"] if package == "peft" else [])
+    assert [tool.main(arguments) for arguments in ([], [], ["peft==0.19.1"], ["peft==0.20.1"])] == [0, 0, 0, 0]
+    assert ran == ["peft==0.20.1", "peft==0.19.1", "peft==0.20.1"]
+    known = json.loads(tool.RESULTS.read_text("utf-8"))
+    assert {name: found["verify"][0]["reason"] for name, found in known.items()} == {
+        "peft==0.20.1": "3", "peft==0.19.1": "2",
+    }  # fmt: skip
+    assert list(known) == ["peft==0.20.1", "peft==0.19.1"]
+    assert '{"id": "a", "verdict": "ok", "reason": "2"}\n' in tool.RESULTS.read_text("utf-8")
+
+
+def test_what_is_no_release_is_refused(capsys):
+    assert tool.main(["trl==1.0"]) == 2 and tool.main(["peft"]) == 2
+    assert "'peft' is no release" in capsys.readouterr().err
