@@ -55,6 +55,19 @@ def test_what_was_found_is_kept_and_not_run_again_unless_it_is_named(tmp_path, m
     assert '{"id": "a", "verdict": "ok", "reason": "2"}\n' in tool.RESULTS.read_text("utf-8")
 
 
+def test_what_some_patches_say_anew_replaces_their_rows_of_the_releases_that_were_run(tmp_path, monkeypatch):
+    def found(**words):
+        return {"versions": {}, "verify": [{"id": name, "verdict": word, "reason": ""} for name, word in words.items()]}
+
+    monkeypatch.setattr(tool, "RESULTS", tmp_path / "replay.json")
+    monkeypatch.setattr(tool, "_offered", lambda package: ["0.20.0", "0.21.0"] if package == "peft" else [])
+    tool.keep(tool.Release("peft", "0.20.0"), found(a="wrong", b="ok"))
+    monkeypatch.setenv("IDS", "a")
+    monkeypatch.setattr(tool.Release, "verified", lambda release: found(a="ok"))
+    assert tool.main([]) == 0
+    assert json.loads(tool.RESULTS.read_text("utf-8")) == {"peft==0.20.0": found(a="ok", b="ok")}
+
+
 def test_what_is_no_release_is_refused(capsys):
     assert tool.main(["trl==1.0"]) == 2 and tool.main(["peft"]) == 2
     assert "'peft' is no release" in capsys.readouterr().err

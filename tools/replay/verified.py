@@ -2,8 +2,9 @@
 
 Each release lies alone in ``.replay``, on top of what is installed here, beside no more than it needs: the other packages
 are the newest. There ``verify`` runs the reproducers of the patches of this package, and what it says goes into
-``docs/replay.json``. A release that stands there already is not run again unless it is named. Which releases there are pip
-says: of bitsandbytes each is run, of the others the newest of each series.
+``docs/replay.json``. A release that stands there already is not run again unless it is named, or with ``IDS``, which is about
+the rows of these patches only, of the releases that stand there. Which there are pip says: of bitsandbytes each is run, of
+the others the newest of each series.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ OLDEST = {"transformers": "5.0.0", "peft": "0.14.0", "bitsandbytes": "0.46.1", "
 
 
 class Neighbours(NamedTuple):
-    """What a release from ``since`` on needs: ``beside`` of a stack of the table, and its release of ``packages``."""
+    """What a release from ``since`` on needs: ``beside`` of a stack of the table, and its release of ``packages``.
+
+    Without the torchao of that stack where ``torchao`` is false: peft from 0.19 on refuses it.
+    """
 
     since: str
     stack: str
     packages: tuple[str, ...] = ()
+    torchao: bool = False
 
 
 NEIGHBOURS = {
@@ -44,10 +49,10 @@ NEIGHBOURS = {
         Neighbours("5.18", "newest"),
     ),
     "peft": (  # each with a transformers of its time: older ones import names that are gone since
-        Neighbours("0.14", "oldest", ("transformers",)),
-        Neighbours("0.15", "transformers 4.53", ("transformers",)),
-        Neighbours("0.17", "transformers 4.55", ("transformers",)),
-        Neighbours("0.18", "transformers 4.57", ("transformers",)),
+        Neighbours("0.14", "oldest", ("transformers",), torchao=True),
+        Neighbours("0.15", "transformers 4.53", ("transformers",), torchao=True),
+        Neighbours("0.17", "transformers 4.55", ("transformers",), torchao=True),
+        Neighbours("0.18", "transformers 4.57", ("transformers",), torchao=True),
         Neighbours("0.19", "transformers 5.10", ("transformers",)),
         Neighbours("0.20", "axolotl 0.19.0", ("transformers",)),
         Neighbours("0.21", "newest"),
@@ -78,7 +83,8 @@ class Release(NamedTuple):
     def _neighbours(self) -> list[Path]:
         of = [one for one in NEIGHBOURS[self.package] if Version(one.since) <= Version(self.version)][-1]
         stack = declared()[of.stack]
-        what = [*(f"{name}=={stack[name]}" for name in of.packages), *stack.get("beside", ())]
+        what = [f"{name}=={stack[name]}" for name in of.packages]
+        what += [text for text in stack.get("beside", ()) if of.torchao or not text.startswith("torchao=")]
         return [_laid("-".join(["beside", *of.packages, _slug(of.stack)]), *what)] if what else []
 
     def verified(self) -> dict[str, Any]:
@@ -90,7 +96,8 @@ class Release(NamedTuple):
         run(place.python, "-c", f"import {', '.join(versions)}", cwd=ROOT, **place.environ)  # one is too new for it
         parts = {(patch.id, part.name) for patch in REGISTRY.patches.values() for part in patch.parts
                  if part.package == self.package}  # fmt: skip
-        ids = sorted({patch_id for patch_id, _ in parts})
+        ids = sorted({patch_id for patch_id, _ in parts if not _some() or patch_id in _some()})
+        expect(bool(ids), f"{self}: no patch of {self.package} is named {' or '.join(_some())}")
         rows = said(printed(place, "patches", "verify", "--json", "--jobs", "1", *ids)["rows"])
         return {"versions": versions, "verify": [row for row in rows if (row["id"], row.get("part", "")) in parts]}
 
@@ -101,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     named = [Release(*text.split("==")) for text in arguments]
     failed = 0
-    for release in named or [release for release in releases() if str(release) not in _known()]:
+    for release in named or [release for release in releases() if (str(release) in _known()) is bool(_some())]:
         began = time.monotonic()
         try:
             found = release.verified()
@@ -133,10 +140,19 @@ def chosen(package: str, offered: Sequence[str]) -> list[str]:
 
 def keep(release: Release, found: dict[str, Any]) -> None:
     """Write what was ``found`` at once: a run that is interrupted goes on where it was."""
-    known = {**_known(), str(release): found}
+    known = _known()
+    if _some():
+        rows = {(row["id"], row.get("part", "")): row for row in known.get(str(release), {}).get("verify", [])}
+        rows |= {(row["id"], row.get("part", "")): row for row in found["verify"]}
+        found = {**found, "verify": [rows[name] for name in sorted(rows)]}
+    known[str(release)] = found
     order = sorted(known, key=lambda name: Version(name.partition("==")[2]), reverse=True)
     order.sort(key=lambda name: list(OLDEST).index(name.partition("==")[0]))
     RESULTS.write_text(as_lines({name: known[name] for name in order}), "utf-8")
+
+
+def _some() -> list[str]:
+    return os.environ.get("IDS", "").split()
 
 
 def _known() -> dict[str, Any]:
