@@ -93,7 +93,7 @@ def measured(name: str, stack: Stack, torch: str = "") -> None:
 
 
 def _verified(place: Place) -> list[dict[str, str]]:
-    return list(_said(_json(place, "patches", "verify", "--json", *_words("IDS"))["rows"]))
+    return list(said(printed(place, "patches", "verify", "--json", *_words("IDS"))["rows"]))
 
 
 def _words(variable: str) -> list[str]:
@@ -101,21 +101,21 @@ def _words(variable: str) -> list[str]:
 
 
 PARTS: dict[str, Callable[[Place], Any]] = {
-    "names": lambda place: _json(place, "tests.stacks.names"),
+    "names": lambda place: printed(place, "tests.stacks.names"),
     "verify": _verified,
-    "flows": lambda place: _json(place, "tests.stacks.flows", *_words("FLOWS")),
+    "flows": lambda place: printed(place, "tests.stacks.flows", *_words("FLOWS")),
 }
 
 
-def _json(place: Place, module: str, *arguments: str) -> Any:
+def printed(place: Place, module: str, *arguments: str) -> Any:
     """What a module prints; `verify` ends with 1 where a row is wrong, and prints all the same."""
     code = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode > 1)"
     words = (str(place.python), "-W", "ignore", "-m", module, *arguments)
-    said = run(place.python, "-c", code, *words, cwd=ROOT, **place.environ)
-    return json.loads(said[said.index("{") :].replace(str(ROOT), ""))
+    text = run(place.python, "-c", code, *words, cwd=ROOT, **place.environ)
+    return json.loads(text[text.index("{") :].replace(str(ROOT), ""))
 
 
-def _said(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+def said(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     for row in rows:
         part = {"part": row["part"]} if row.get("part") else {}
         yield {"id": row["id"], **part, "verdict": row["verdict"], "reason": row["reason"][:200]}
@@ -135,11 +135,14 @@ def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None
 
 
 def write(known: Mapping[str, Any]) -> None:
-    # A record on a line of its own: a diff of this file says what a change of the plugin changes.
-    text = json.dumps({name: known[name] for name in declared() if name in known}, indent=1)
-    text = re.sub(r"\{\n +([^{}]+?)\n +\}", lambda record: "{" + re.sub(r"\n +", " ", record[1]) + "}", text)
-    RESULTS.write_text(text + "\n", "utf-8")
+    RESULTS.write_text(as_lines({name: known[name] for name in declared() if name in known}), "utf-8")
     SHIPPED.write_text(shipped(), "utf-8")
+
+
+def as_lines(known: Mapping[str, Any]) -> str:
+    """JSON with a record on a line of its own: a diff of the file says what a change of the plugin changes."""
+    text = json.dumps(known, indent=1)
+    return re.sub(r"\{\n +([^{}]+?)\n +\}", lambda record: "{" + re.sub(r"\n +", " ", record[1]) + "}", text) + "\n"
 
 
 def series(release: str) -> str:
@@ -219,8 +222,11 @@ def _found(release: str) -> Path:
 
 
 def _installed(name: str, *what: str) -> Path:
-    """The folder that holds ``what``; made anew if that is not what it was made of."""
-    folder = ROOT / ".stacks" / name
+    return installed(ROOT / ".stacks" / name, *what)
+
+
+def installed(folder: Path, *what: str) -> Path:
+    """``folder``, which holds ``what``; made anew if that is not what it was made of."""
     done = folder / "complete"
     if not done.exists() or done.read_text("utf-8").split() != list(what):
         shutil.rmtree(folder, ignore_errors=True)
