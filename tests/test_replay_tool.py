@@ -43,12 +43,12 @@ def test_what_was_found_is_kept_and_not_run_again_unless_it_is_named(tmp_path, m
     monkeypatch.setattr(tool.Release, "verified", verified)
     monkeypatch.setattr(tool, "_offered", lambda package: ["0.20.0", "0.20.1"] if package == "peft" else [])
     assert [tool.main(arguments) for arguments in ([], [], ["peft==0.19.1"], ["peft==0.20.1"])] == [0, 0, 0, 0]
-    assert ran == ["peft==0.20.1", "peft==0.19.1", "peft==0.20.1"]
+    assert ran == ["peft==0.20.1", "peft==0.20.0", "peft==0.19.1", "peft==0.20.1"]
     known = json.loads(tool.RESULTS.read_text("utf-8"))
     assert {name: found["verify"][0]["reason"] for name, found in known.items()} == {
-        "peft==0.20.1": "3", "peft==0.19.1": "2",
+        "peft==0.20.1": "4", "peft==0.20.0": "2", "peft==0.19.1": "3",
     }  # fmt: skip
-    assert list(known) == ["peft==0.20.1", "peft==0.19.1"]
+    assert list(known) == ["peft==0.20.1", "peft==0.20.0", "peft==0.19.1"]
     assert '{"id": "a", "verdict": "ok", "reason": "2"}\n' in tool.RESULTS.read_text("utf-8")
 
 
