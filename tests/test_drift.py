@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.newer_releases import copies
 from tools import drift
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,14 +46,13 @@ def test_a_reproducer_that_contradicts_the_state(status, unpatched, words):
 
 @pytest.mark.release("what it says in each case, above")
 def test_a_release_that_claims_to_be_newer_is_reported(tmp_path):
-    """The metadata of bitsandbytes 99 over the code of the installed release: its patches drift."""
-    info = tmp_path / "bitsandbytes-99.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bitsandbytes\nVersion: 99\n")
+    """Code of the installed release under another number, with another base of a class that patches rest on: they drift."""
+    change = copies.replace("class Int8Params(torch.nn.Parameter)", "class Int8Params(torch.nn.Parameter, object)")
+    copies.copy(tmp_path, "bitsandbytes", "99", {"nn/modules.py": change})
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(ROOT)])
-    ids = ["bitsandbytes-params4bit-copies", "bitsandbytes-int8-copies"]
+    ids = ["bitsandbytes-int8-weights-without-scales", "bitsandbytes-int8-copies", "bitsandbytes-params4bit-copies"]
     command = [sys.executable, str(ROOT / "tools" / "drift.py"), *ids]
     result = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
     assert "UNTESTED on bitsandbytes 99" in result.stdout
-    assert "2 patches: 2 untested. 2 to look at." in result.stdout
+    assert "3 patches: 1 available, 2 untested. 2 to look at." in result.stdout
