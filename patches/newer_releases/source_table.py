@@ -65,8 +65,10 @@ class SourceTable:
         if requirement.parse_version(version) is None:
             return Comparison("", why="no tested release can be compared")
         here = self.installed(part, version)
-        if not here or _NO_SOURCE in here.values():
-            return Comparison("", why=NOT_COMPARED if here else "the patch rests on nothing in its source")
+        if _NO_SOURCE in here.values():
+            return Comparison("", why=NOT_COMPARED)
+        if not set(here.values()) - {ABSENT}:  # to be absent as in a tested release says nothing
+            return Comparison("", why="nothing that the patch rests on is in its source")
         best = Comparison("", why="the patch has other edits for each release that was tested")
         for release in self._releases(part, version):
             different = tuple(n for n, digest in here.items() if self._in_release(part.package, n, release) != digest)
