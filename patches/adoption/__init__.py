@@ -204,9 +204,14 @@ def _run_programs(parts: Mapping[str, Part], said: _Said, ask: _Asking) -> tuple
     runs = {name: answers[3 * at : 3 * at + 3] for at, name in enumerate(PROGRAMS)}
     runs = {name: found for name, found in runs.items() if found[0][0] is not None}
     harmed = {name: _change(before, known) for name, (before, known, _) in runs.items() if known != before}
-    for name, (_, known, after) in runs.items():
-        if after != known:
-            _blame(name, known, held, said, ask)
+    changed = [name for name, (_, known, after) in runs.items() if after != known]
+    while changed:
+        for name in changed:
+            _blame(name, runs[name][1], held, said, ask)
+        held = [key for key in held if said[key][0] == HELD]
+        questions = [(name, "", trial.SEPARATOR.join(held)) for name in changed if held]
+        again = ask(trial.program, questions, "programs again") if questions else []
+        changed = [name for name, after in zip(changed, again) if after != runs[name][1]]
     return len(runs), harmed
 
 
@@ -216,6 +221,8 @@ def _blame(program: str, before: Answer, held: Collection[str], said: _Said, ask
     answers = dict(zip(held, ask(trial.program, questions, "which patch")))
     guilty = {key: answer for key, answer in answers.items() if answer != before} or dict.fromkeys(held, before)
     for key, after in guilty.items():
+        if said[key][0] != HELD:  # another program has shown it
+            continue
         change = "it changes the result together with others" if after == before else _change(before, after)
         said[key] = WRONG, f"a program that was right, {program!r}: {change}"
 
