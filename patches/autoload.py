@@ -115,6 +115,8 @@ _counted: set[str] = set()
 """Ids of patches that are in a line, or will be: their other parts may follow."""
 _left_out: dict[str, set[str]] = {}
 """By package and version the ids of patches that are not applied there, because nobody has tested it; in no line yet."""
+_problems: list[str] = []
+"""Said already."""
 _info_lines: list[str] = []
 _MAX_LINES = 3
 _MAX_WIDTH = 200
@@ -169,8 +171,9 @@ def _tell_what_is_left_out() -> None:
     )
     what = "left out, because nobody has tested them on so new a release, and its source differs"
     _log(logging.WARNING, "%s: %s. To verify them on this machine: python -m patches adopt", what, counts)
-    if problem := NEWER_RELEASES.problem:
-        _log(logging.WARNING, "%s", problem)
+    if NEWER_RELEASES.problem and NEWER_RELEASES.problem not in _problems:
+        _problems.append(NEWER_RELEASES.problem)
+        _log(logging.WARNING, "%s", NEWER_RELEASES.problem)
 
 
 def _patches(number: int) -> str:

@@ -112,6 +112,8 @@ def adopt(*ids: str, jobs: int | None = None, progress: bool = False) -> Adoptio
 
     Raises what :func:`patches.verify` raises.
     """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be 1 or more, not {jobs}")
     parts = {part.key: part for patch in REGISTRY.ids.choose(ids) for part in patch.parts}
     verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
     left_out = {key: part for key, part in parts.items() if verdicts[key].status is Status.UNTESTED}
@@ -121,7 +123,8 @@ def adopt(*ids: str, jobs: int | None = None, progress: bool = False) -> Adoptio
     programs, harmed = _run_programs(left_out, said, ask)
     rows = tuple(Row(patch_id_of(key), left_out[key].name, *said[key]) for key in left_out)
     held = [left_out[key] for key in left_out if said[key][0] == HELD]
-    return Adoption(rows, programs, harmed, str(adopted.file()), _remember(held))
+    file, problem = _remember(held)
+    return Adoption(rows, programs, harmed, file, problem)
 
 
 _Said = dict[str, tuple[str, str]]
@@ -201,9 +204,14 @@ def _run_programs(parts: Mapping[str, Part], said: _Said, ask: _Asking) -> tuple
     runs = {name: answers[3 * at : 3 * at + 3] for at, name in enumerate(PROGRAMS)}
     runs = {name: found for name, found in runs.items() if found[0][0] is not None}
     harmed = {name: _change(before, known) for name, (before, known, _) in runs.items() if known != before}
-    for name, (_, known, after) in runs.items():
-        if after != known:
-            _blame(name, known, held, said, ask)
+    changed = [name for name, (_, known, after) in runs.items() if after != known]
+    while changed:
+        for name in changed:
+            _blame(name, runs[name][1], held, said, ask)
+        held = [key for key in held if said[key][0] == HELD]
+        questions = [(name, "", trial.SEPARATOR.join(held)) for name in changed if held]
+        again = ask(trial.program, questions, "programs again") if questions else []
+        changed = [name for name, after in zip(changed, again) if after != runs[name][1]]
     return len(runs), harmed
 
 
@@ -213,6 +221,8 @@ def _blame(program: str, before: Answer, held: Collection[str], said: _Said, ask
     answers = dict(zip(held, ask(trial.program, questions, "which patch")))
     guilty = {key: answer for key, answer in answers.items() if answer != before} or dict.fromkeys(held, before)
     for key, after in guilty.items():
+        if said[key][0] != HELD:  # another program has shown it
+            continue
         change = "it changes the result together with others" if after == before else _change(before, after)
         said[key] = WRONG, f"a program that was right, {program!r}: {change}"
 
@@ -221,14 +231,18 @@ def _change(before: Answer, after: Answer) -> str:
     return f"fails: {after[1]}" if after[0] is None else "its result changes"
 
 
-def _remember(parts: Sequence[Part]) -> str:
-    """Write what held into the file; return why that was not possible."""
+def _remember(parts: Sequence[Part]) -> tuple[str, str]:
+    """Write what held into the file; return its path, and why that was not possible."""
     day = datetime.date.today().isoformat()
-    versions = {part.key: REGISTRY.verdict(part).versions[part.package] for part in parts}
-    entries = [NEWER_RELEASES.entry(part, str(versions[part.key]), day) for part in parts]
+    entries = {part.key: NEWER_RELEASES.entry(part, day) for part in parts}
+    name_one = f"name a file that can be written: {adopted.VARIABLE}=FILE python -m patches adopt"
     try:
-        adopted.add([entry for entry in entries if entry is not None])
-        return ""
+        file = adopted.file()
+    except adopted.Nowhere as error:
+        return "", f"{error}; {name_one}" if parts else ""
+    try:
+        adopted.add([entry for entry in entries.values() if entry is not None])
     except OSError as error:
-        said = f"{adopted.file()} cannot be written ({error.strerror or error})"
-        return f"{said}; name a file that can: {adopted.VARIABLE}=FILE python -m patches adopt"
+        return str(file), f"{file} cannot be written ({error.strerror or error}); {name_one}"
+    without = [key for key, entry in entries.items() if entry is None]
+    return str(file), f"{', '.join(without)}: the source cannot be read" if without else ""

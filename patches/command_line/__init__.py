@@ -183,13 +183,17 @@ def _adopt(options: argparse.Namespace) -> tuple[str, int]:
 
 def _forget(options: argparse.Namespace) -> tuple[str, int]:
     try:
+        file = adopted.file()
         number = adopted.forget({patch.id for patch in REGISTRY.ids.choose(options.ids)} if options.ids else ())
+    except adopted.Nowhere as error:
+        _complain(f"{error}: nothing is remembered; {adopted.VARIABLE} names a file elsewhere")
+        return "", 2
     except OSError as error:
-        _complain(f"{adopted.file()} cannot be written: {error.strerror or error}")
+        _complain(f"{file} cannot be written: {error.strerror or error}")
         return "", 2
     if options.json:
-        return json.dumps({"forgotten": number, "file": str(adopted.file())}), 0
-    return f"{number} forgotten in {adopted.file()}", 0
+        return json.dumps({"forgotten": number, "file": str(file)}), 0
+    return f"{number} forgotten in {file}", 0
 
 
 def _explain(options: argparse.Namespace) -> tuple[str, int]:

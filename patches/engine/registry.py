@@ -82,9 +82,8 @@ class Registry:
         is unknown is a ``KeyError``; with ``strict`` a conflict or failure is a ``PatchError``, after all were tried.
         """
         chosen = self.ids.keys(ids)
-        active = self._store.read().active
-        has_damage_check = any(self.ids.part(key).damage and key not in active for key in chosen)
-        with self._damage_scan() if has_damage_check else nullcontext():
+        fresh = [self.ids.part(key) for key in chosen if key not in self._store.read().active]
+        with self._damage_scan() if any(part.damage for part in fresh) else nullcontext():
             self._put_in(chosen, untested)
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):
@@ -224,8 +223,7 @@ class Registry:
 
         Returns the outcome of each feature that has no user any more and could not be taken out.
         """
-        failed_once: set[Hashable] = set()
-        refused: dict[Hashable, str] = {}
+        failed_once, refused = set[Hashable](), dict[Hashable, str]()
         while True:
             draft = Draft(self._store.read, self._order, self._builder, refused)
             try:
@@ -280,8 +278,7 @@ class Registry:
         """Apply the patches that waited for module ``name``. Raise nothing into its import."""
         try:
             package, waiting = name.partition(".")[0], self._store.read().waiting
-            ready = {key: value for key, value in waiting.items() if package in needs.packages(self.ids.part(key))}
-            if ready:
+            if ready := {key: each for key, each in waiting.items() if package in needs.packages(self.ids.part(key))}:
                 self._change(partial(self._plan_apply, ready, frozenset({package})))
             self._await_imports()
             self._notify(ready)

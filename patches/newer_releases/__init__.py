@@ -10,9 +10,10 @@ import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..engine import gate
+from ..engine.ids import patch_id_of
 from ..engine.patch import Part
 from . import adopted
-from .source_table import Comparison, SourceTable, of_installed
+from .source_table import NOT_COMPARED, Comparison, SourceTable, of_installed
 
 STACK = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 """Packages whose releases an entry is for, beside those that the patch requires."""
@@ -44,32 +45,40 @@ class NewerReleases:
         found = self.sources.compare(part, version)
         if found.is_known:
             return True, f"the source is that of {found.release}"
-        if day := self._adopted_on(part, version):
+        if day := self._adopted_on(part):
             return True, f"verified here on {day}"
+        if found.why == NOT_COMPARED:  # what `adopt` finds could not be remembered
+            return False, f"{found.why}; {gate.left_out(part, version)[1]}"
         return (
             False,
-            f"{_difference(found)}; to try it on this machine: python -m patches adopt {part.key.partition(':')[0]}",
+            f"{_difference(found)}; to try it on this machine: python -m patches adopt {patch_id_of(part.key)}",
         )
 
-    def _adopted_on(self, part: Part, version: str) -> str:
+    def _adopted_on(self, part: Part) -> str:
         """Return the day on which it was verified on just this stack; empty if it was not."""
         mine = [entry for entry in self._read() if entry.patch == part.key and entry.versions == stack_of(part)]
         if not mine:
             return ""
-        sources = self.sources.fingerprint(part, version)
+        sources = self._fingerprint(part)
         return max((entry.on for entry in mine if entry.sources == sources), default="")
 
     def _read(self) -> list[adopted.Entry]:
         if self._entries is None:
             try:
                 self._entries = adopted.read(adopted.file())
+            except adopted.Nowhere:
+                self._entries = []
             except adopted.Unusable as error:
-                self._entries, self.problem = [], str(error)
+                self.problem, self._entries = str(error), []
         return self._entries
 
-    def entry(self, part: Part, version: str, day: str) -> adopted.Entry | None:
+    def _fingerprint(self, part: Part) -> str:
+        """Return the digest of what ``part`` rests on, by its metadata: before the import they are all that is known."""
+        return self.sources.fingerprint(part, gate.recorded_version(part.package) or "")
+
+    def entry(self, part: Part, day: str) -> adopted.Entry | None:
         """Return what to remember of ``part``, which held on ``day``; None where its source cannot be read."""
-        sources = self.sources.fingerprint(part, version)
+        sources = self._fingerprint(part)
         return adopted.Entry(part.key, stack_of(part), sources, day) if sources else None
 
     def report_notes(self) -> tuple[str, ...]:

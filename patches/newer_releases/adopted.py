@@ -7,6 +7,7 @@ One that others can write to, or that cannot be read, counts for nothing, and th
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -39,22 +40,33 @@ class Unusable(Exception):
     """The file counts for nothing; the message says why and what to do."""
 
 
+class Nowhere(OSError):
+    """There is no folder that is the user's, and no file is named."""
+
+
 def file() -> Path:
-    """Return the path of the file, which need not exist."""
+    """Return the path of the file, which need not exist. Raises ``Nowhere``."""
     if named := os.environ.get(VARIABLE, ""):
         return Path(named)
     return cache_folder() / "adopted.json"
 
 
 def cache_folder() -> Path:
-    """Return the folder of the user's cache that is ours."""
+    """Return the folder of the user's cache that is ours. Raises ``Nowhere``."""
+    try:
+        return _users_cache() / "bnb-patches"
+    except RuntimeError as error:  # a container with a user that has no name and no HOME
+        raise Nowhere("there is no home folder") from error
+
+
+def _users_cache() -> Path:
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     elif sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "bnb-patches"
+    return Path(base)
 
 
 def read(path: Path) -> list[Entry]:
@@ -63,14 +75,14 @@ def read(path: Path) -> list[Entry]:
     Raises ``Unusable``.
     """
     try:
-        with open(path, "rb") as opened:
+        with open(path, "rb", opener=_open_at_once) as opened:
             _check_owner(path, os.fstat(opened.fileno()))
             data = opened.read(_MAX_BYTES)
         content = json.loads(data)
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
         return [_entry(row) for row in content["entries"]]
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         if os.environ.get(VARIABLE):
             raise Unusable(f"{VARIABLE}={path}: there is no such file; `python -m patches adopt` writes it") from error
         return []
@@ -79,6 +91,11 @@ def read(path: Path) -> list[Entry]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         said = f"{path} is damaged, and counts for nothing; `python -m patches adopt` writes it anew"
         raise Unusable(said) from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe that nobody writes to must not hold up an import."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
@@ -127,7 +144,10 @@ def forget(ids: Collection[str]) -> int:
 
 
 def _change(path: Path, change: Callable[[list[Entry]], list[Entry]]) -> None:
-    """Write the file anew, one process after the other: it is there whole or as it was."""
+    """Write the file anew, one process after the other: it is there whole or as it was. A link stays one."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():  # to replace a device would do harm
+        raise FileExistsError(errno.EEXIST, "it is no file")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _alone(path):
         try:
@@ -155,5 +175,6 @@ def _alone(path: Path) -> Iterator[None]:
         yield
         return
     with open(path.with_name(f"{path.name}.lock"), "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield

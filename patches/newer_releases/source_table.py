@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -28,6 +29,8 @@ from ..engine.patch import Part
 Digests = Callable[[str, Sequence[str]], Mapping[str, str]]
 """From a module and names in it to their digests (:mod:`patches.engine.definitions`); raises what reading it raises."""
 _NO_SOURCE = "no source"
+NOT_COMPARED = "its source cannot be compared"
+_WITHOUT_SOURCE = tuple({*importlib.machinery.all_suffixes()} - {".py"})
 
 
 class Comparison(NamedTuple):
@@ -65,10 +68,10 @@ class SourceTable:
         if requirement.parse_version(version) is None:
             return Comparison("", why="no tested release can be compared")
         here = self.installed(part, version)
-        if not here or _NO_SOURCE in here.values():
-            return Comparison(
-                "", why="its source cannot be compared" if here else "the patch rests on nothing in its source"
-            )
+        if _NO_SOURCE in here.values():
+            return Comparison("", why=NOT_COMPARED)
+        if not set(here.values()) - {ABSENT}:  # to be absent as in a tested release says nothing
+            return Comparison("", why="nothing that the patch rests on is in its source")
         best = Comparison("", why="the patch has other edits for each release that was tested")
         for release in self._releases(part, version):
             different = tuple(n for n, digest in here.items() if self._in_release(part.package, n, release) != digest)
@@ -143,7 +146,7 @@ class SourceTable:
     def _read(self, module: str, names: Sequence[str]) -> Mapping[str, str]:
         try:
             return self._digests(module, names)
-        except (OSError, ValueError, SyntaxError, ImportError):
+        except (OSError, ValueError, SyntaxError, ImportError, RecursionError):
             return {}
 
 
@@ -167,7 +170,7 @@ def source_file(module: str) -> Path | None:
     Raises
     ------
     ValueError
-        The package lies in no folder: it comes from a zip file.
+        The package lies in no folder: it comes from a zip file. Or the module is there without its source.
     ImportError
         There is no such package.
     """
@@ -176,10 +179,12 @@ def source_file(module: str) -> Path | None:
     if not any(map(os.path.isdir, folders)):
         raise ValueError(f"{package} does not lie in a folder")
     for folder in folders:
-        path = Path(folder, *rest)
-        for file in (path.with_suffix(".py") if rest else path / "__init__.py", path / "__init__.py"):
-            if file.is_file():
-                return file
+        path = os.path.join(folder, *rest)
+        for stem in (os.path.join(path, "__init__"), *([path] if rest else ())):
+            if os.path.isfile(f"{stem}.py"):
+                return Path(f"{stem}.py")
+            if any(os.path.isfile(f"{stem}{suffix}") for suffix in _WITHOUT_SOURCE):
+                raise ValueError(f"{module} is there without its source")
     return None
 
 

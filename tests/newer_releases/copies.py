@@ -8,6 +8,11 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
+
+from patches import REGISTRY
+from patches.engine import gate, requirement
+
 NUMBERS = {"bitsandbytes": "0.51.0", "transformers": "5.25.0", "peft": "0.22.0", "accelerate": "1.16.0"}
 """Newer than any that a patch was tested on, and in the range of each that the installed release is in."""
 
@@ -51,3 +56,20 @@ def _renumbered(text: str, version: str) -> str:
 def replace(old: str, new: str) -> Callable[[str], str]:
     """Return a change of the first ``old``."""
     return lambda text: text.replace(old, new, 1)
+
+
+def _in_the_same_ranges() -> bool:
+    """Tell whether each patch and edit that is for an installed release is for its copy, and no other is."""
+    parts = [part for patch in REGISTRY.patches.values() for part in patch.parts]
+    texts = {text for part in parts for text in part.requires}
+    texts |= {text for part in parts for edit in part.edits if edit.when for text in edit.when.split(" and ")}
+    needed = [each for each in map(requirement.parse, texts) if each.name in NUMBERS]
+    return all(
+        each.contains(gate.recorded_version(each.name) or "") == each.contains(NUMBERS[each.name]) for each in needed
+    )
+
+
+NEEDS_NEWEST = pytest.mark.skipif(
+    not (all(map(importlib.util.find_spec, NUMBERS)) and _in_the_same_ranges()),
+    reason="the newest releases that patches were tested on are not installed: a copy would be another release",
+)

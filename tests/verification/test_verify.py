@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from patches.engine.gate import Verdict
 from patches.engine.report import Status
 from patches import verification
 from patches.verification import PHASES, Row, Verification, _judged
+from patches.verification.progress import bar
 from tests.engine.conftest import patch
 
 FITS = Verdict(Status.AVAILABLE, "", {"packaging": "24"})
@@ -124,25 +126,42 @@ def test_by_default_one_process_for_each_processor_at_most_four(monkeypatch):
     )
     monkeypatch.setattr(verification.gate, "check", lambda *_, **__: Verdict(Status.NOT_INSTALLED, "", {}))
     for processors, expected in ((1, 1), (3, 3), (64, 4)):
-        monkeypatch.setattr(verification, "_processors", lambda n=processors: n)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=processors: range(n), raising=False)
         verification.verify()
         assert asked.pop() == expected
     verification.verify(jobs=7)
     assert asked == [7]
 
 
-def test_progress_is_a_bar_where_tqdm_is_installed_and_nothing_elsewhere(monkeypatch, capsys):
-    bar = pytest.importorskip("tqdm", reason="tqdm is not installed")
-    with verification._bar(2, True) as advance:
+def test_progress_is_a_bar_where_tqdm_is_installed(capsys):
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    with bar("verify", 2, True) as advance:
         advance()
     assert "verify" in capsys.readouterr().err
     for total, progress in ((2, False), (0, True)):
-        with verification._bar(total, progress) as advance:
+        with bar("verify", total, progress) as advance:
             advance()
-    monkeypatch.setitem(sys.modules, bar.__name__, None)  # as where it is not installed
-    with verification._bar(2, True) as advance:
-        advance()
     assert capsys.readouterr() == ("", "")
+
+
+def test_progress_is_a_line_where_tqdm_is_not_installed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with bar("verify", 12, True) as advance:
+        advance()
+        advance()
+    out, err = capsys.readouterr()
+    assert (out, err.split("\r")[1:4]) == ("", ["verify: 0 of 12", "verify: 1 of 12", "verify: 2 of 12"])
+    assert err.endswith(f"\r{' ' * len('verify: 12 of 12')}\r"), "it is wiped in the end"
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "there is none"])
+def test_progress_on_a_standard_error_that_cannot_be_written_is_nothing(monkeypatch, closed):
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys, "stderr", stream if closed else None)
+    with bar("verify", 2, True) as advance:
+        advance()
 
 
 CHEAP = "bitsandbytes-int8-input-dimensions"

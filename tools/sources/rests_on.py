@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterator
 
 from patches.engine import definitions, gate
 from patches.engine.patch import Part
@@ -20,7 +21,7 @@ def rests_on(part: Part, names: Names) -> set[str]:
 
     Its edits are in it whether the release has their targets or not. What our code reads of an object is looked for in
     the modules that the patch edits or imports from, but for what tensors and containers have: it reads that of these.
-    A patch that does neither is about what its reproducer imports.
+    A patch that only adds to classes, and reads nothing of the package, rests on all of these classes. A patch that does neither is about what its reproducer imports.
     """
     own = gate.module_name(part.package)
     edited = {edit.target for edit in part.edits if _package(edit.target) == own}
@@ -35,7 +36,26 @@ def rests_on(part: Part, names: Names) -> set[str]:
     modules |= {module for module, path in taken if names.tree(module) is not None and not path}
     for module in modules:
         found |= {whole for name, whole in names.members(module) if name in used.attributes - _of_values()}
+    if not any(_is_defined(names, each) for each in edited | found):
+        found |= {whole for target in edited for whole in _around(names, target)}
     return edited | found
+
+
+def _around(names: Names, target: str) -> Iterator[str]:
+    """Give a class with all its members for what is not in it; for the kernel of an operator all that have no name."""
+    module, _, path = target.partition(":")
+    owner = f"{module}:{path.rpartition('.')[0]}"
+    if _is_class(names, owner):
+        yield owner
+        yield from (whole for _, whole in names.members(module) if whole.startswith(f"{owner}."))
+    else:
+        yield f"{module}:_"
+
+
+def _is_defined(names: Names, target: str) -> bool:
+    module, _, path = target.partition(":")
+    tree = names.tree(module)
+    return tree is not None and next(definitions.find(tree, path), None) is not None
 
 
 @functools.cache
