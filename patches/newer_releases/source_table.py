@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import pkgutil
@@ -98,10 +99,13 @@ class SourceTable:
         return [name for name in named if name.partition(":")[0].partition(".")[0] == own]
 
     def _releases(self, part: Part, version: str) -> Iterator[str]:
-        """Give the tested releases that ``part`` is for and has the same edits for, the newest first."""
+        """Give the releases that ``part`` was tested on and has the same edits for, the newest first.
+
+        The table has newer ones too, which only other patches were tested on.
+        """
         failed = self._table["failed"].get(part.key, "").split()
-        edits = _chosen(part, version)
-        for release in self._tested(part.package):
+        edits, newest = _chosen(part, version), Version(part.tested_up_to)
+        for release in itertools.dropwhile(lambda each: Version(each) > newest, self._tested(part.package)):
             if release not in failed and _fits(part.requires, part.package, release):
                 if _chosen(part, release) == edits:
                     yield release
