@@ -127,12 +127,17 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     """
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be 1 or more, not {jobs}")
+    return verify_by(f"{__name__}:run_reproducer", (), ids, jobs or default_jobs(), progress)
+
+
+def verify_by(function: str, more: Sequence[str], ids: tuple[str, ...], jobs: int, progress: bool) -> Verification:
+    """Let ``function``, as ``module:name``, run each reproducer; it is called as :func:`run_reproducer` and with ``more``."""
     parts = {(patch.id, part.name): part for patch in REGISTRY.ids.choose(ids) for part in patch.parts}
     verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
     tasks = [(*key, phase) for key in parts for phase in _phases(verdicts[key].status)]
     findings: dict[tuple[str, str], dict[str, Answer]] = {key: {} for key in parts}
     modules = preload([(part, verdicts[key]) for key, part in parts.items()])
-    answers = ask_processes(f"{__name__}:run_reproducer", tasks, modules, PREPARE, jobs or default_jobs())
+    answers = ask_processes(function, [(*task, *more) for task in tasks], modules, PREPARE, jobs)
     with contextlib.closing(answers), bar("verify", len(tasks), progress) as advance:
         for index, finding in answers:
             patch_id, name, phase = tasks[index]
