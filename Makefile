@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # A thousand processes import the same files: the first one that needs a file compiles it, pip would compile them all.
 export PYTHONDONTWRITEBYTECODE =
-.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked adapters architectures stacks verify torture bench bench-eager docs figures new-patch upstream mutants gpu gpu-wheels newest pythons release-check soak readme venv clean
+.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked adapters architectures stacks verify torture bench bench-eager docs figures new-patch upstream mutants gpu gpu-wheels newest sources pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## the same program without the plugin and with it, the difference in figures; two minutes
@@ -76,8 +76,11 @@ bench-eager: .venv/.bench  ## what the patches cost in eager: steps, products, s
 soak: .venv/.dev  ## patches in and out for minutes: memory and caches must stay flat; SOAK="--rounds 1000 --steps 0"
 	$(PY) -m benchmarks.soak $(SOAK)
 
-newest: .venv/.dev  ## the newest of everything: which patch no longer fits, and what to do; ONLY="torch==2.13.0" holds back
-	$(PY) -m nox --session newest -- $(ONLY)
+newest: .venv/.dev  ## the newest of everything: what has changed, which patch no longer fits; raises tested_up_to of the others. ONLY="torch==2.13.0" holds back, DRY=1 changes no file
+	$(PY) -m nox --session newest -- $(ONLY) $(if $(DRY),--dry-run)
+
+sources: .venv/.dev  ## the table of the sources that patches rest on, in patches/newer_releases/sources.json; reads wheels, minutes
+	$(PY) -m tools.sources
 
 pythons: .venv/.dev  ## what needs no torch, on Python 3.10, 3.12 and 3.13, which must be on the path, and 3.14, which needs node
 	$(PY) -m nox --session pythons wasm

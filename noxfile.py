@@ -32,7 +32,7 @@ ANYWHERE = (
     "architectures", "asked/test_releases.py", "engine", "test_inductor_options.py", "verification",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
     "test_docs_symptoms.py",
-    "test_drift.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
+    "newest", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
     "test_imports_one_way.py", "test_new_patch.py", "test_readme.py", "test_report_anywhere.py", "test_shim.py",
     "test_mutants_tool.py", "test_stability.py", "test_test_names.py", "test_typing.py", "test_upstream_tool.py", "test_without_posix.py",
 )  # fmt: skip
@@ -51,7 +51,7 @@ SLOWEST = ("--durations", "30", "--durations-min", "4")
 PYTHONS = ("3.10", "3.12", "3.13")
 """Every supported Python but the one that the suite runs on."""
 WITHOUT_TORCH = (
-    "tests/engine", "tests/test_drift.py", "tests/test_shim.py", "tests/test_command_line.py",
+    "tests/engine", "tests/newest", "tests/test_shim.py", "tests/test_command_line.py",
     "tests/verification/test_verify.py", "tests/verification/test_processes.py", "tests/test_maintaining.py",
     "tests/test_without_posix.py",
 )  # fmt: skip
@@ -203,11 +203,12 @@ def newest(session: nox.Session) -> None:
     """Try the newest release of each package, and say which patch no longer fits. Not run in CI.
 
     Arguments after ``--`` are requirements that hold one back: ``nox -s newest -- torch==2.13.0``, where its newest
-    build would be gigabytes.
+    build would be gigabytes; ``--dry-run`` changes no file.
     """
-    session.install("--upgrade", "torch", *STACK, *session.posargs)
+    options = [each for each in session.posargs if each.startswith("-")]
+    session.install("--upgrade", "torch", *STACK, *(each for each in session.posargs if each not in options))
     session.install("--editable", ".")
-    session.run("python", "tools/drift.py")
+    session.run("python", "-m", "tools.newest", *options, env=environment(ROOT))
 
 
 def run_suite(session: nox.Session, release: str, chosen: list[str]) -> None:

@@ -24,7 +24,7 @@ from patches.engine.match import check
 from patches.verification import PHASES, _NOT_THERE
 from tests import processor, releases
 from tests.snapshot import SNAPSHOT
-from tools import drift
+from tools.newest import advice
 
 ALL = [REGISTRY.patches[i] for i in os.environ.get("PATCH", "").split()] or list(REGISTRY.patches.values())
 HERE = [p for p in ALL if REGISTRY.is_for(p)]
@@ -90,7 +90,7 @@ def verified(forked, kind: str, phases: Sequence[str], *ids: str) -> list[dict]:
         pytest.skip("PATCH names no patch that this is about")
     said = forked(VERIFY, " ".join(phases), *ids, **{processor.VARIABLE: kind})
     rows = json.loads(said.splitlines()[-1])["rows"]
-    wrong = [f"{row['id']}: {row['reason']}{drift.forgotten(row)}" for row in rows if row["verdict"] == "wrong"]
+    wrong = [f"{row['id']}: {row['reason']}{advice.forgotten(row)}" for row in rows if row["verdict"] == "wrong"]
     assert not wrong, "\n".join(wrong)
     absent = [said for row in rows for present, said in row["findings"].values() if present is False]
     unsure = [said for said in absent if re.search(r"\bnan\b", said)]
@@ -113,7 +113,7 @@ def test_present_absent_present(forked, daily, ids, phases):
     assert all(hidden.values()), "who cannot show a defect says why"
     assert not [i for i, why in hidden.items() if _NOT_THERE in why], "on this stack every reproducer runs"
     undecided = [row for row in rows if row["verdict"] == "skipped" and row["findings"]]
-    unrepaired = [f"{row['id']}: {row['reason']}{drift.forgotten(row)}" for row in undecided]
+    unrepaired = [f"{row['id']}: {row['reason']}{advice.forgotten(row)}" for row in undecided]
     assert not unrepaired, "on this stack no patch is left undecided:\n" + "\n".join(unrepaired)
     assert [row for row in rows if row["verdict"] == "ok"], "at least one defect can be shown everywhere"
 

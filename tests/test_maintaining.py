@@ -12,7 +12,7 @@ from patches.engine import requirement
 from patches.engine.gate import Verdict
 from patches.engine.report import Status
 from patches.verification import PHASES, _judged
-from tools import drift
+from tools.newest import advice
 
 ROOT = Path(__file__).resolve().parent.parent
 ID = "bitsandbytes-int8-copies"
@@ -34,7 +34,7 @@ def test_a_repair_of_upstream_that_was_forgotten_is_told_with_the_file_to_change
     """tests/test_contract.py fails on both, with these words: the defect is gone, and the range goes on."""
     repaired = row(status, *[False] * (4 if status is Status.AVAILABLE else 1))
     assert repaired["verdict"] == verdict and repaired["findings"]
-    said = drift.forgotten(repaired)
+    said = advice.forgotten(repaired)
     assert "end the range in `requires`" in said and "int8/copies.py" in said.replace("\\", "/")
 
 
@@ -44,7 +44,7 @@ def test_once_the_range_ends_nothing_is_left_to_do():
 
 
 def test_a_defect_that_is_still_there_is_not_called_repaired():
-    assert drift.forgotten(row(Status.UNTESTED, True)) == "" == drift.forgotten(row(Status.AVAILABLE, None))
+    assert advice.forgotten(row(Status.UNTESTED, True)) == "" == advice.forgotten(row(Status.AVAILABLE, None))
 
 
 def test_the_range_of_a_patch_is_one_line():
