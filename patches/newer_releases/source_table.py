@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import os
 import pkgutil
@@ -103,12 +104,12 @@ class SourceTable:
     def _releases(self, part: Part, version: str) -> Iterator[str]:
         """Give the releases that ``part`` was tested on and has the same edits for, the newest first.
 
-        The table has newer ones too, which other patches were tested on.
+        The table has newer ones too, which only other patches were tested on.
         """
         failed = self._table["failed"].get(part.key, "").split()
         edits, newest = _chosen(part, version), Version(part.tested_up_to)
-        for release in self._tested(part.package):
-            if Version(release) <= newest and release not in failed and _fits(part.requires, part.package, release):
+        for release in itertools.dropwhile(lambda each: Version(each) > newest, self._tested(part.package)):
+            if release not in failed and _fits(part.requires, part.package, release):
                 if _chosen(part, release) == edits:
                     yield release
 
