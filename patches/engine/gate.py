@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -104,11 +104,14 @@ def satisfied(requirements: str) -> bool:
     return True
 
 
-OnNewer = Callable[[Part, str], tuple[bool, str]]
-"""From a part and a version that it was not tested on: whether it is applied all the same, and why."""
+OnNewer = Callable[[Part, str, str], tuple[bool, str]]
+"""From a part, a package and a version of it that was not tested: whether it is applied all the same, and why.
+
+Without a reason if there is nothing to say: it edits nothing of the package.
+"""
 
 
-def left_out(part: Part, version: str) -> tuple[bool, str]:
+def left_out(part: Part, package: str, version: str) -> tuple[bool, str]:
     """Apply nothing on a version that it was not tested on."""
     return False, "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
 
@@ -118,6 +121,7 @@ def check(
     *,
     untested: bool = False,
     oldest_supported: Mapping[str, str] = MappingProxyType({}),
+    newest_tested: Mapping[str, str] = MappingProxyType({}),
     on_newer: OnNewer = left_out,
 ) -> Verdict:
     """Say whether ``part`` is for the installed releases.
@@ -129,8 +133,11 @@ def check(
         decides.
     oldest_supported:
         The oldest release of each package with which any patch is applied, whatever a patch requires.
+    newest_tested:
+        The newest release of each package that any patch was tested on; for packages that are edited beside the one
+        that is repaired.
     on_newer:
-        Asked about a release that is newer than any that the part was tested on.
+        Asked about each package that is newer than any release that was tested.
     """
     versions = {name: installed_version(name) for name in packages(part)}
     for name, found in versions.items():
@@ -146,16 +153,33 @@ def check(
             return Verdict(Status.NOT_AFFECTED, reason, versions)
     if untested:
         return Verdict(Status.AVAILABLE, "", versions)
-    package, version = part.package, str(versions[part.package])
     if odd := {name: str(v) for name, v in versions.items() if requirement.parse_version(str(v)) is None}:
-        said = f"the version of {' and of '.join(map(' '.join, odd.items()))} cannot be read"
-        version = next(iter(odd.values()))
-    elif _newer(version, part.tested_up_to):
-        said = f"{package} {version} is newer than {part.tested_up_to}"
-    else:
-        return Verdict(Status.AVAILABLE, "", versions)
-    applied, why = on_newer(part, version)
-    return Verdict(Status.AVAILABLE if applied else Status.UNTESTED, f"{said}; {why}", versions)
+        name, version = next(iter(odd.items()))
+        applied, why = on_newer(part, part.package, version)
+        said = f"the version of {' and of '.join(map(' '.join, odd.items()))} cannot be read; {why}"
+        return Verdict(Status.AVAILABLE if applied else Status.UNTESTED, said, versions)
+    reasons = []
+    for package in (part.package, *part.neighbours):
+        found = versions.get(package) or installed_version(package)
+        tested = part.tested_up_to if package == part.package else newest_tested.get(package, "")
+        if found is None or not tested or not _newer(found, tested):
+            continue
+        applied, why = on_newer(part, package, found)
+        said = f"{package} {found} is newer than {tested}; {why}"
+        if not applied:
+            return Verdict(Status.UNTESTED, said, versions)
+        reasons += [said] if why else []
+    return Verdict(Status.AVAILABLE, "; ".join(reasons), versions)
+
+
+def newest_tested(parts: Iterable[Part]) -> dict[str, str]:
+    """Return the newest release of each package that one of ``parts`` was tested on."""
+    newest: dict[str, str] = {}
+    for part in parts:
+        known = newest.get(part.package)
+        if part.tested_up_to and (known is None or _newer(part.tested_up_to, known)):
+            newest[part.package] = part.tested_up_to
+    return newest
 
 
 @functools.cache

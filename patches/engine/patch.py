@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import requirement
@@ -70,6 +70,14 @@ class Part:
     damage: Callable[[], tuple[str, ...]] | None = None
     key: str = ""
     """The id of the patch and the name; the patch fills it in."""
+    neighbours: tuple[str, ...] = field(init=False, compare=False, default=())
+    """Other packages in which it has edits, as their modules are named."""
+
+    def __post_init__(self) -> None:
+        """Note the neighbours: the gate asks for them at every import."""
+        own = self.package.replace("-", "_")
+        named = {edit.target.partition(":")[0].partition(".")[0] for edit in self.edits}
+        vars(self)["neighbours"] = tuple(sorted(named - {own}))
 
     @property
     def package(self) -> str:

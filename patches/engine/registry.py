@@ -51,14 +51,13 @@ class Registry:
         self.ids = Ids(patches, self.note)
         self.patches = self.ids.present
         self.oldest_supported, self._on_newer = oldest_supported, on_newer
+        self._newest_tested = gate.newest_tested(part for patch in self.patches.values() for part in patch.parts)
         self.disabled: frozenset[str] = frozenset()
         self.on_change: Callable[[Report], None] | None = None
         """Called with the patches that an import, or :meth:`follow_imports`, has just brought to an end state."""
-        self._forget_compiled = forget_compiled
-        self._damage_scan = damage_scan
+        self._forget_compiled, self._damage_scan = forget_compiled, damage_scan
         self._store: Store[State] = Store(State())
-        self._features = Features()
-        self._builder = builder or Builder()
+        self._features, self._builder = Features(), builder or Builder()
         self._hooked: set[str] = set()
         self._order = {key: i for i, key in enumerate(self.ids.keys())}
 
@@ -67,7 +66,8 @@ class Registry:
 
     def verdict(self, part: Part, *, untested: bool = False) -> gate.Verdict:
         """Say whether ``part`` is for the installed releases."""
-        return gate.check(part, untested=untested, oldest_supported=self.oldest_supported, on_newer=self._on_newer)
+        limits = {"oldest_supported": self.oldest_supported, "newest_tested": self._newest_tested}
+        return gate.check(part, untested=untested, on_newer=self._on_newer, **limits)
 
     def is_for(self, patch: Patch) -> bool:
         """Tell whether a part of ``patch`` is for the installed releases."""

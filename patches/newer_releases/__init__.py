@@ -29,26 +29,28 @@ class NewerReleases:
         """Keys of parts that are applied here because `adopt` is about to find out whether they hold."""
         self.problem = ""
         """Why the file of adopted patches counts for nothing; empty if it counts."""
-        self._judged: dict[tuple[str, str], tuple[bool, str]] = {}
+        self._judged: dict[tuple[str, str, str], tuple[bool, str]] = {}
         self._entries: list[adopted.Entry] | None = None
 
-    def judge(self, part: Part, version: str) -> tuple[bool, str]:
-        """Tell whether ``part`` is applied where ``version`` of its package is installed, and why."""
+    def judge(self, part: Part, package: str, version: str) -> tuple[bool, str]:
+        """Tell whether ``part`` is applied where ``version`` of ``package``, which it edits, is installed, and why."""
         if part.key in self.on_trial:
             return True, "tried by `python -m patches adopt`"
-        key = (part.key, version)
+        key = (part.key, package, version)
         if key not in self._judged:
-            self._judged[key] = self._judgement(part, version)
+            self._judged[key] = self._judgement(part, package, version)
         return self._judged[key]
 
-    def _judgement(self, part: Part, version: str) -> tuple[bool, str]:
-        found = self.sources.compare(part, version)
+    def _judgement(self, part: Part, package: str, version: str) -> tuple[bool, str]:
+        if package != part.package and not self.sources.edits_any(part, package, version):
+            return True, ""
+        found = self.sources.compare(part, version, package)
         if found.is_known:
             return True, f"the source is that of {found.release}"
         if day := self._adopted_on(part):
             return True, f"verified here on {day}"
         if found.why == NOT_COMPARED:  # what `adopt` finds could not be remembered
-            return False, f"{found.why}; {gate.left_out(part, version)[1]}"
+            return False, f"{found.why}; {gate.left_out(part, package, version)[1]}"
         return (
             False,
             f"{_difference(found)}; to try it on this machine: python -m patches adopt {patch_id_of(part.key)}",
@@ -74,7 +76,8 @@ class NewerReleases:
 
     def _fingerprint(self, part: Part) -> str:
         """Return the digest of what ``part`` rests on, by its metadata: before the import they are all that is known."""
-        return self.sources.fingerprint(part, gate.recorded_version(part.package) or "")
+        packages = (part.package, *part.neighbours)
+        return self.sources.fingerprint(part, {name: gate.recorded_version(name) or "" for name in packages})
 
     def entry(self, part: Part, day: str) -> adopted.Entry | None:
         """Return what to remember of ``part``, which held on ``day``; None where its source cannot be read."""
@@ -88,7 +91,7 @@ class NewerReleases:
 
 def stack_of(part: Part) -> dict[str, str]:
     """Return the releases that an entry is for: of Python, of this plugin, of the stack and of what ``part`` requires."""
-    names = sorted({*STACK, *gate.packages(part), "bnb-patches"})
+    names = sorted({*STACK, *gate.packages(part), *part.neighbours, "bnb-patches"})
     found = {name: version for name in names if (version := gate.recorded_version(name))}
     return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
 

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
-import itertools
 import json
 import os
 import pkgutil
@@ -64,54 +63,67 @@ class SourceTable:
     def _table(self) -> Mapping[str, Any]:
         return self._load()
 
-    def compare(self, part: Part, version: str) -> Comparison:
-        """Compare the package that ``part`` repairs, of which ``version`` is installed, with the tested releases."""
+    def compare(self, part: Part, version: str, package: str = "") -> Comparison:
+        """Compare ``package``, by default the one that ``part`` repairs, with the tested releases.
+
+        ``version`` of it is installed.
+        """
+        package = package or part.package
         if requirement.parse_version(version) is None:
             return Comparison("", why="no tested release can be compared")
-        here = self.installed(part, version)
+        here = self.installed(part, package, version)
         if _NO_SOURCE in here.values():
             return Comparison("", why=NOT_COMPARED)
         if not set(here.values()) - {ABSENT}:  # to be absent as in a tested release says nothing
             return Comparison("", why="nothing that the patch rests on is in its source")
         best = Comparison("", why="the patch has other edits for each release that was tested")
-        for release in self._releases(part, version):
-            different = tuple(n for n, digest in here.items() if self._in_release(part.package, n, release) != digest)
+        for release in self._releases(part, package, version):
+            different = tuple(n for n, digest in here.items() if self._in_release(package, n, release) != digest)
             if not best.release or len(different) < len(best.different):
                 best = Comparison(release, different)
             if not different:
                 break
         return best
 
-    def installed(self, part: Part, version: str) -> dict[str, str]:
-        """Return the installed digest of each definition that ``part`` rests on."""
-        return {name: self._here(part.package, name) for name in self._names(part, version)}
+    def installed(self, part: Part, package: str, version: str) -> dict[str, str]:
+        """Return the installed digest of each definition of ``package`` that ``part`` rests on."""
+        return {name: self._here(package, name) for name in self._names(part, package, version)}
 
-    def fingerprint(self, part: Part, version: str) -> str:
-        """Return one digest of all that ``part`` rests on here and of its edits; empty where there is no source."""
-        found = self.installed(part, version)
+    def edits_any(self, part: Part, package: str, version: str) -> bool:
+        """Tell whether ``part`` has an edit in ``package`` for ``version`` of it."""
+        return any(is_in(package, target) for target in _targets(part, package, version))
+
+    def fingerprint(self, part: Part, versions: Mapping[str, str]) -> str:
+        """Return one digest of all that ``part`` rests on here and of its edits; empty where there is no source.
+
+        ``versions`` has the installed releases of the packages that it edits.
+        """
+        found: dict[str, str] = {}
+        for package, version in versions.items():
+            found |= self.installed(part, package, version)
         if _NO_SOURCE in found.values():
             return ""
         text = json.dumps([sorted(found.items()), [_words(edit) for edit in part.edits]])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def _names(self, part: Part, version: str) -> list[str]:
-        """Return the definitions of its package that ``part`` rests on."""
-        edited = [edit.target for edit, is_for in zip(part.edits, _chosen(part, version)) if is_for]
-        own = gate.module_name(part.package)
-        named = dict.fromkeys((*edited, *self._table["rests_on"].get(part.key, ())))
-        return [name for name in named if name.partition(":")[0].partition(".")[0] == own]
+    def _names(self, part: Part, package: str, version: str) -> list[str]:
+        """Return the definitions of ``package`` that ``part`` rests on."""
+        named = dict.fromkeys((*_targets(part, package, version), *self._table["rests_on"].get(part.key, ())))
+        return [name for name in named if is_in(package, name)]
 
-    def _releases(self, part: Part, version: str) -> Iterator[str]:
+    def _releases(self, part: Part, package: str, version: str) -> Iterator[str]:
         """Give the releases that ``part`` was tested on and has the same edits for, the newest first.
 
         The table has newer ones too, which only other patches were tested on.
         """
         failed = self._table["failed"].get(part.key, "").split()
-        edits, newest = _chosen(part, version), Version(part.tested_up_to)
-        for release in itertools.dropwhile(lambda each: Version(each) > newest, self._tested(part.package)):
-            if release not in failed and _fits(part.requires, part.package, release):
-                if _chosen(part, release) == edits:
-                    yield release
+        edits, tested = _chosen(part, package, version), self._tested(package)
+        if package == part.package:
+            newest = Version(part.tested_up_to)
+            tested = [release for release in tested if release not in failed and Version(release) <= newest]
+        for release in tested:
+            if _fits(part.requires, package, release) and _chosen(part, package, release) == edits:
+                yield release
 
     def _tested(self, package: str) -> list[str]:
         """Return the tested releases of ``package``, the newest first."""
@@ -198,9 +210,19 @@ def _folders(package: str) -> list[str]:
     return list(spec.submodule_search_locations or ())
 
 
-def _chosen(part: Part, version: str) -> tuple[bool, ...]:
-    """Tell for each edit whether it is for ``version`` of the package, whatever it asks of others."""
-    return tuple(_fits(edit.when.split(" and ") if edit.when else (), part.package, version) for edit in part.edits)
+def is_in(package: str, name: str) -> bool:
+    """Tell whether ``"module:name"`` is in ``package``."""
+    return name.partition(":")[0].partition(".")[0] == gate.module_name(package)
+
+
+def _targets(part: Part, package: str, version: str) -> list[str]:
+    """Return the targets of the edits that are for ``version`` of ``package``."""
+    return [edit.target for edit, is_for in zip(part.edits, _chosen(part, package, version)) if is_for]
+
+
+def _chosen(part: Part, package: str, version: str) -> tuple[bool, ...]:
+    """Tell for each edit whether it is for ``version`` of ``package``, whatever it asks of others."""
+    return tuple(_fits(edit.when.split(" and ") if edit.when else (), package, version) for edit in part.edits)
 
 
 def _fits(requirements: Iterable[str], package: str, version: str) -> bool:

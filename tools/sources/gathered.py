@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from packaging.version import Version
+
 from patches import REGISTRY
-from patches.engine import definitions, gate, requirement
+from patches.engine import definitions, requirement
 from patches.engine.patch import Part
+from patches.newer_releases.source_table import is_in
 
 from .names import Names
 from .rests_on import rests_on
@@ -19,16 +22,15 @@ def parts() -> list[Part]:
     return [part for patch in REGISTRY.patches.values() for part in patch.parts]
 
 
-def is_for(part: Part, release: str) -> bool:
-    """Tell whether ``part`` is for a release of the package that it repairs."""
+def is_for(part: Part, release: str, package: str = "") -> bool:
+    """Tell whether ``part`` is for a release of a package, by default of the one that it repairs."""
     needed = [requirement.parse(text) for text in part.requires]
-    return all(each.contains(release) for each in needed if each.name == part.package)
+    return all(each.contains(release) for each in needed if each.name == (package or part.package))
 
 
-def edited(part: Part) -> set[str]:
-    """Return the targets of a part's edits in its own package."""
-    own = gate.module_name(part.package)
-    return {edit.target for edit in part.edits if edit.target.partition(":")[0].partition(".")[0] == own}
+def edited(part: Part, package: str = "") -> set[str]:
+    """Return the targets of a part's edits in a package, by default in the one that it repairs."""
+    return {edit.target for edit in part.edits if is_in(package or part.package, edit.target)}
 
 
 class Gathered:
@@ -36,7 +38,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, str], Names] = {}
-        self._rests: dict[tuple[str, str], set[str]] = {}
+        self._rests: dict[tuple[str, str, str], set[str]] = {}
         self._digests: dict[tuple[str, str, str], str] = {}
 
     def names(self, package: str, release: str) -> Names:
@@ -54,14 +56,14 @@ class Gathered:
             self._digests[key] = definitions.digest(self.names(package, release).tree(module), path)
         return self._digests[key]
 
-    def rests_on(self, part: Part, releases: Sequence[str]) -> set[str]:
-        """Return what ``part`` rests on in those of ``releases`` that it is for."""
+    def rests_on(self, part: Part, package: str, releases: Sequence[str]) -> set[str]:
+        """Return what ``part`` rests on in those of ``releases`` of ``package`` that it is for."""
         found: set[str] = set()
         for release in releases:
-            if is_for(part, release):
-                key = (part.key, release)
+            if is_for(part, release, package):
+                key = (part.key, package, release)
                 if key not in self._rests:
-                    self._rests[key] = rests_on(part, self.names(part.package, release))
+                    self._rests[key] = rests_on(part, self.names(package, release), package)
                 found |= self._rests[key]
         return found
 
@@ -70,24 +72,26 @@ class Gathered:
 
         ``failed`` names for parts, by key, the releases on which their reproducers failed.
         """
-        chosen = [part for part in parts() if part.package in releases]
-        rests = {part.key: self.rests_on(part, releases[part.package]) for part in chosen}
+        rests: dict[str, set[str]] = {}
         digests: dict[str, dict[str, dict[str, str]]] = {}
-        for part in chosen:
-            package = part.package
-            for name in rests[part.key] | edited(part):
-                of_name = digests.setdefault(package, {}).setdefault(name, {})
-                for release in releases[package] if not of_name else ():
-                    digest = self.digest(package, release, name)
-                    if digest != definitions.ABSENT:
-                        of_name[digest] = f"{of_name.get(digest, '')} {release}".strip()
+        for part in parts():
+            for package in releases.keys() & {part.package, *part.neighbours}:
+                named, targets = self.rests_on(part, package, releases[package]), edited(part, package)
+                rests.setdefault(part.key, set()).update(named - targets)
+                for name in named | targets:
+                    self._add(digests.setdefault(package, {}), package, name, releases[package])
         return {
             "releases": {package: " ".join(each) for package, each in releases.items()},
-            "failed": {
-                part.key: " ".join(release for release in releases[part.package] if release in failed[part.key])
-                for part in chosen
-                if failed.get(part.key)
-            },
-            "rests_on": {part.key: sorted(rests[part.key] - edited(part)) for part in chosen},
+            "failed": {key: " ".join(sorted(each, key=Version)) for key, each in failed.items() if key in rests},
+            "rests_on": {key: sorted(each) for key, each in rests.items()},
             "digests": digests,
         }
+
+    def _add(self, digests: dict[str, dict[str, str]], package: str, name: str, releases: Sequence[str]) -> None:
+        """Add the digests of a definition, each with the releases that have it."""
+        if name in digests:
+            return
+        digests[name] = {}
+        for release in releases:
+            if (digest := self.digest(package, release, name)) != definitions.ABSENT:
+                digests[name][digest] = f"{digests[name].get(digest, '')} {release}".strip()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from patches.engine import definitions
 from patches.engine.edits import Edit, Rewrite, SetAttribute
+from patches.engine.patch import Part
 
 _OURS = definitions.__name__.partition(".")[0]
 _A_TARGET = re.compile(r"[a-z_]\w*(\.\w+)+(:[\w.]+)?")
@@ -35,6 +36,16 @@ class Uses(NamedTuple):
 
     def __or__(self, other: Any) -> Uses:
         return Uses(*(mine | theirs for mine, theirs in zip(self, other)))
+
+
+_of_patches: dict[str, Uses] = {}
+
+
+def of_patch(part: Part) -> Uses:
+    """Return what the code of a patch uses, in whatever release."""
+    if part.key not in _of_patches:
+        _of_patches[part.key] = uses(part.edits, [part.damage] if part.damage else [])
+    return _of_patches[part.key]
 
 
 def uses(edits: Iterable[Edit], others: Iterable[Any] = ()) -> Uses:

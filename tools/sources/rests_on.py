@@ -16,18 +16,22 @@ _CONTAINERS = (dict, list, tuple, set, str, bytes)
 _MAKES_INSTANCES = ("__init__", "__new__", "__post_init__")
 
 
-def rests_on(part: Part, names: Names) -> set[str]:
-    """Return the definitions of the package that ``part`` repairs, as ``"module:name"``, in the release of ``names``.
+def rests_on(part: Part, names: Names, package: str = "") -> set[str]:
+    """Return the definitions of a package that ``part`` rests on, as ``"module:name"``, in the release of ``names``.
+
+    The package is by default the one that the part repairs.
 
     Its edits are in it whether the release has their targets or not. What our code reads of an object is looked for in
     the modules that the patch edits or imports from, but for what tensors and containers have: it reads that of these.
-    A patch that only adds to classes, and reads nothing of the package, rests on all of these classes. A patch that does neither is about what its reproducer imports.
+    A patch that only adds to classes, and reads nothing of the package, rests on all of these classes. A patch that does
+    neither is about what its reproducer imports.
     """
-    own = gate.module_name(part.package)
+    own = gate.module_name(package or part.package)
     edited = {edit.target for edit in part.edits if _package(edit.target) == own}
-    used = own_code.uses(part.edits, [part.damage] if part.damage else [])
-    if not edited and not any(_package(module) == own for module, _ in used.imported):
-        used = used._replace(imported=used.imported | own_code.uses((), [part.defect]).imported)
+    used = own_code.of_patch(part)
+    if own == gate.module_name(part.package):
+        if not edited and not any(_package(module) == own for module, _ in used.imported):
+            used = used._replace(imported=used.imported | own_code.uses((), [part.defect]).imported)
     taken = {(module, path) for module, path in used.imported if _package(module) == own}
     found = {_defined(names, target) for target in (names.resolve(*each) for each in taken) if target}
     for target in filter(None, (names.resolve(*each) for each in used.called if _package(each[0]) == own)):
