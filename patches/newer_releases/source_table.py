@@ -123,7 +123,7 @@ class SourceTable:
         try:
             file = source_file(module)
             return dict.fromkeys(names, ABSENT) if file is None else self._digests(str(file), names)
-        except (OSError, ValueError, SyntaxError, ImportError, RecursionError):
+        except (OSError, ValueError, SyntaxError, ImportError, RecursionError, MemoryError):
             return {}
 
 
