@@ -159,7 +159,7 @@ class SourceTable:
     def _read(self, module: str, names: Sequence[str]) -> Mapping[str, str]:
         try:
             return self._digests(module, names)
-        except (OSError, ValueError, SyntaxError, ImportError, RecursionError):
+        except (OSError, ValueError, SyntaxError, ImportError, RecursionError, MemoryError):  # the last two: too deep
             return {}
 
 

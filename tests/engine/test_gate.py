@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from patches.engine import gate
+from patches.engine.registry import Registry
 from patches.engine.report import Status
 from tests.engine.conftest import patch
 
@@ -34,3 +35,36 @@ def test_a_container_of_nvidia_is_in_range(module):
     known = patch("made-up-a", requires=("made-up>=2.6",), tested_up_to="2.13")
     assert gate.check(known.parts[0]).status is Status.AVAILABLE
     assert gate.check(known.parts[0]).versions == {"made-up": "2.6.0a0+ecf3bae40a.nv25.01"}
+
+
+def test_without_anyone_to_ask_a_newer_release_is_left_out(module):
+    known = patch("made-up-a", requires=("made-up>=1",), tested_up_to="0.9")
+    verdict = Registry([known]).verdict(known.parts[0])
+    said = "made-up 1.0 is newer than 0.9; to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
+    assert (verdict.status, verdict.reason) == (Status.UNTESTED, said)
+    assert not Registry([known]).is_for(known)
+
+
+@pytest.mark.parametrize("applied, status", [(True, Status.AVAILABLE), (False, Status.UNTESTED)])
+def test_who_is_asked_about_a_newer_release_decides(module, applied, status):
+    asked = []
+
+    def on_newer(part, version):
+        asked.append((part.key, version))
+        return applied, "because"
+
+    known = patch("made-up-a", requires=("made-up>=1",), tested_up_to="0.9")
+    verdict = Registry([known], on_newer=on_newer).verdict(known.parts[0])
+    assert (verdict.status, verdict.reason) == (status, "made-up 1.0 is newer than 0.9; because")
+    assert asked == [("made-up-a", "1.0")]
+
+
+@pytest.mark.parametrize("requires, tested", [("made-up>=1", "1.0"), ("made-up>=2", "0.9"), ("absent-package", "0.9")])
+def test_nobody_is_asked_where_the_answer_is_known(module, requires, tested):
+    def on_newer(part, version):
+        raise AssertionError("asked")
+
+    known = patch("made-up-a", requires=(requires,), tested_up_to=tested)
+    assert gate.check(known.parts[0], on_newer=on_newer).status is not Status.UNTESTED
+    newer = patch("made-up-a", requires=("made-up>=1",), tested_up_to="0.9")
+    assert gate.check(newer.parts[0], untested=True, on_newer=on_newer).status is Status.AVAILABLE

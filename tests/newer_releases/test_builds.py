@@ -42,6 +42,7 @@ def only(package: str, found: dict[str, tuple[str, str]]) -> set[str]:
     }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("version", ["1.16.0.dev0", "1.16.0+cu128", "1.16.0rc1", "1.16.0.dev0+g0a1b2c3", "1!1.16.0"])
 def test_a_build_with_the_source_of_a_tested_release_is_known(tmp_path, version):
     copies.copy(tmp_path, "accelerate", version)
@@ -53,6 +54,7 @@ def test_a_build_with_the_source_of_a_tested_release_is_known(tmp_path, version)
     assert only("accelerate", found) == {"available"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("version", ["1.16.0.dev0", "1.16.0+cu128", "1.16.0rc1"])
 def test_a_build_with_another_source_is_left_out(tmp_path, version):
     copies.copy(tmp_path, "accelerate", version, CHANGE)

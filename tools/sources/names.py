@@ -46,7 +46,7 @@ class Names:
                 first = name
         return None
 
-    def _imported(self, module: str, tree: ast.Module, name: str) -> tuple[str, str] | None:
+    def _imported(self, module: str, tree: ast.Module, name: str, hops: int = _MAX_HOPS) -> tuple[str, str] | None:
         """Return the module and the name there that ``name`` is imported from; an empty name for the module itself."""
         stars = []
         for node in ast.walk(tree):
@@ -59,12 +59,18 @@ class Names:
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
                         whole = f"{origin}.{alias.name}"
-                        return (whole, "") if self.tree(whole) is not None else (origin, alias.name)
+                        if self.tree(whole) is not None:
+                            return whole, ""
+                        if self.tree(origin) is not None:  # else it may be tried, and another one is taken instead
+                            return origin, alias.name
                     if alias.name == "*":
                         stars.append(origin)
         for origin in stars:
             there = self.tree(origin)
-            if there is not None and next(definitions.find(there, name), None) is not None:
+            if there is not None and (
+                next(definitions.find(there, name), None) is not None
+                or (hops and self._imported(origin, there, name, hops - 1) is not None)
+            ):
                 return origin, name
         return None
 

@@ -94,8 +94,12 @@ def _of_object(value: Any, seen: set[int]) -> Uses:
             pending += [each.func, *each.args, *each.keywords.values()]
         elif isinstance(each, (staticmethod, classmethod)):
             pending.append(each.__func__)
+        elif isinstance(each, functools._lru_cache_wrapper):
+            pending.append(each.__wrapped__)
+        elif isinstance(each, functools.cached_property):
+            pending.append(each.func)
         elif isinstance(each, property):
-            pending += [each.fget, each.fset]
+            pending += [each.fget, each.fset, each.fdel]
         elif isinstance(each, types.MethodType):
             pending += [each.__func__, each.__self__]
         elif isinstance(each, types.FunctionType) and _is_written_by_us(each):
