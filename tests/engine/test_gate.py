@@ -49,19 +49,19 @@ def test_without_anyone_to_ask_a_newer_release_is_left_out(module):
 def test_who_is_asked_about_a_newer_release_decides(module, applied, status):
     asked = []
 
-    def on_newer(part, version):
-        asked.append((part.key, version))
+    def on_newer(part, package, version):
+        asked.append((part.key, package, version))
         return applied, "because"
 
     known = patch("made-up-a", requires=("made-up>=1",), tested_up_to="0.9")
     verdict = Registry([known], on_newer=on_newer).verdict(known.parts[0])
     assert (verdict.status, verdict.reason) == (status, "made-up 1.0 is newer than 0.9; because")
-    assert asked == [("made-up-a", "1.0")]
+    assert asked == [("made-up-a", "made-up", "1.0")]
 
 
 @pytest.mark.parametrize("requires, tested", [("made-up>=1", "1.0"), ("made-up>=2", "0.9"), ("absent-package", "0.9")])
 def test_nobody_is_asked_where_the_answer_is_known(module, requires, tested):
-    def on_newer(part, version):
+    def on_newer(part, package, version):
         raise AssertionError("asked")
 
     known = patch("made-up-a", requires=(requires,), tested_up_to=tested)

@@ -13,7 +13,7 @@ import pytest
 from patches import REGISTRY
 from patches.newer_releases.source_table import _shipped
 from tests.newer_releases import copies, programs
-from tools.sources.__main__ import edited
+from tools.sources.gathered import edited
 
 pytestmark = copies.NEEDS_NEWEST
 NUMBER = copies.NUMBERS["bitsandbytes"]

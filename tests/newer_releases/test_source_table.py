@@ -5,14 +5,14 @@ from __future__ import annotations
 import compileall
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from patches.engine import definitions
 from patches.engine.edits import Rewrite, SetAttribute
-from patches.newer_releases.source_table import SourceTable, source_file
+from patches.newer_releases.source_table import SourceTable, of_installed, source_file
 from tests.engine.conftest import patch
 
 SOURCE = "class Layer:\n    def forward(self):\n        return 1\n\n\ndef helper():\n    return 2\n"
@@ -46,7 +46,11 @@ def table(*names: str, source: str = SOURCE, **other: str) -> SourceTable:
                 row = found[f"small.layers:{name}"]
                 row[digest] = f"{row[digest]} {release}" if digest in row else release
     rows = {"releases": {"small": " ".join(sources)}, "rests_on": {"small-a": [HELPER]}, "digests": {"small": found}}
-    return SourceTable(lambda file, wanted: definitions.digests(Path(file).read_bytes(), wanted), lambda: rows)
+    return SourceTable(of_installed(read), lambda: {"failed": {}, **rows})
+
+
+def read(file: str, wanted: Sequence[str]) -> dict[str, str]:
+    return definitions.digests(Path(file).read_bytes(), wanted)
 
 
 REWRITE = Rewrite(EDITED, "1", "3")
@@ -115,7 +119,7 @@ def test_a_file_that_cannot_be_read_is_not_compared(small, text):
     (small / "layers.py").write_bytes(text.encode("utf-8", "surrogatepass"))
     found = table(EDITED, HELPER).compare(part(REWRITE), "2.0")
     assert (found.release, found.why) == ("", "its source cannot be compared")
-    assert not table(EDITED, HELPER).fingerprint(part(REWRITE), "2.0")
+    assert not table(EDITED, HELPER).fingerprint(part(REWRITE), {"small": "2.0"})
 
 
 def test_a_source_file_is_found_as_an_import_finds_it(small):
@@ -155,7 +159,7 @@ def test_a_package_that_is_not_there_is_an_error():
 
 @pytest.fixture
 def fingerprint(small) -> Callable[..., str]:
-    return lambda *edits: table(EDITED, HELPER).fingerprint(part(*edits), "2.0")
+    return lambda *edits: table(EDITED, HELPER).fingerprint(part(*edits), {"small": "2.0"})
 
 
 def test_a_fingerprint_is_of_source_and_edits(small, fingerprint):

@@ -10,8 +10,9 @@ import pytest
 
 from patches import REGISTRY
 from patches.engine import definitions, gate
-from patches.newer_releases.source_table import _shipped, source_file
-from tools.sources.__main__ import TABLE, edited, is_for, text
+from patches.newer_releases.source_table import _shipped, is_in, source_file
+from tools.sources.__main__ import TABLE, text
+from tools.sources.gathered import edited, is_for
 
 PARTS = {part.key: part for patch in REGISTRY.patches.values() for part in patch.parts}
 REPAIRED = ("bitsandbytes", "transformers", "peft", "accelerate")
@@ -27,17 +28,15 @@ def test_each_part_of_each_patch_has_a_row_and_no_row_is_left_over():
     assert SHIPPED["rests_on"].keys() == PARTS.keys()
 
 
-def test_each_edit_and_each_name_that_a_patch_rests_on_has_digests():
-    named = {(part.package, name) for part in PARTS.values() for name in edited(part)}
-    named |= {(PARTS[key].package, name) for key, names in SHIPPED["rests_on"].items() for name in names}
-    assert not {(package, name) for package, name in named if name not in SHIPPED["digests"][package]}
+def test_what_has_digests_is_each_edit_and_each_name_that_a_patch_rests_on():
+    named = {edit.target for part in PARTS.values() for edit in part.edits}
+    named |= {name for names in SHIPPED["rests_on"].values() for name in names}
+    assert named == {name for found in SHIPPED["digests"].values() for name in found}
 
 
-def test_no_digest_is_of_a_name_that_nothing_rests_on():
-    named = defaultdict(set)
-    for key, part in PARTS.items():
-        named[part.package] |= {*edited(part), *SHIPPED["rests_on"][key]}
-    assert {package: found.keys() for package, found in SHIPPED["digests"].items()} == named
+def test_each_package_that_is_edited_has_releases():
+    edited_in = {package for part in PARTS.values() for package in (part.package, *part.neighbours)}
+    assert edited_in == SHIPPED["releases"].keys() == SHIPPED["digests"].keys()
 
 
 def test_each_release_that_a_patch_was_tested_up_to_is_in_it():
@@ -48,7 +47,7 @@ def test_each_patch_rests_on_something_in_the_newest_release_that_it_is_for():
     bare = set()
     for key, part in PARTS.items():
         newest = [release for release in releases(part.package) if is_for(part, release)][-1]
-        names = {*edited(part), *SHIPPED["rests_on"][key]}
+        names = {*edited(part), *(name for name in SHIPPED["rests_on"][key] if is_in(part.package, name))}
         digests = [digest for name in names for digest, known in SHIPPED["digests"][part.package][name].items()
                    if newest in known.split()]  # fmt: skip
         if not digests:
@@ -78,12 +77,7 @@ def test_the_installed_release_has_the_digests_of_the_table(package):
 
 
 def test_it_is_written_as_make_sources_writes_it():
-    digests = {
-        package: {name: {digest: having.split() for digest, having in each.items()} for name, each in found.items()}
-        for package, found in SHIPPED["digests"].items()
-    }
-    split = {package: each.split() for package, each in SHIPPED["releases"].items()}
-    assert text({**SHIPPED, "releases": split, "digests": digests}) == TABLE.read_text("utf-8")
+    assert text(SHIPPED) == TABLE.read_text("utf-8")
 
 
 def test_a_digest_is_64_bits_and_of_releases_that_are_listed():

@@ -1,0 +1,66 @@
+"""A patch that edits a package beside the one that it repairs is left out where the source of that package has changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from patches import REGISTRY
+from patches.engine import gate
+from patches.engine.edits import DeleteAttribute, SetAttribute
+from patches.engine.report import Status
+from tests.engine.conftest import patch
+from tests.newer_releases import copies, programs
+
+ACCELERATE = copies.NUMBERS["accelerate"]
+NAME = "peft-adapters-offloaded"
+CHANGE = {
+    "hooks.py": copies.replace("def attach_align_device_hook(\n", "def attach_align_device_hook(\n    *others,\n")
+}
+
+
+def test_each_part_knows_its_neighbours():
+    assert REGISTRY.patches[NAME].parts[0].neighbours == ("accelerate",)
+    assert REGISTRY.patches["bitsandbytes-params4bit-cast"].parts[0].neighbours == ("torch",)
+    assert REGISTRY.patches["bitsandbytes-int8-copies"].parts[0].neighbours == ()
+
+
+@copies.NEEDS_NEWEST
+def test_it_is_applied_where_the_other_package_is_the_same_and_left_out_where_it_is_not(tmp_path):
+    for name, change in (("same", None), ("changed", CHANGE)):
+        (tmp_path / name).mkdir()
+        copies.copy(tmp_path / name, "accelerate", ACCELERATE, change)
+    same, changed = (programs.verdicts(tmp_path / name)[NAME] for name in ("same", "changed"))
+    assert same == ("available", f"accelerate {ACCELERATE} is newer than 1.15.0; the source is that of 1.15.0")
+    assert changed[0] == "untested"
+    assert "attach_align_device_hook of accelerate.hooks is not that of 1.15.0" in changed[1]
+
+
+@pytest.fixture
+def part(monkeypatch):
+    installed = {"made-up": "1.0", "beside": "9.0"}
+    monkeypatch.setattr(gate, "installed_version", installed.get)
+    edits = (SetAttribute("made_up.layer:Layer.size", 1), DeleteAttribute("beside.hooks:Hook.old"))
+    return patch("made-up-a", *edits, requires=("made-up>=1",), tested_up_to="1.0").parts[0]
+
+
+@pytest.mark.parametrize("tested, answer, status, reason", [
+    ({"beside": "8.0"}, (True, "the source is that of 8.0"), Status.AVAILABLE, "beside 9.0 is newer than 8.0; the source is that of 8.0"),
+    ({"beside": "8.0"}, (False, "it differs"), Status.UNTESTED, "beside 9.0 is newer than 8.0; it differs"),
+    ({"beside": "8.0"}, (True, ""), Status.AVAILABLE, ""),
+    ({"beside": "9.0"}, (False, "it differs"), Status.AVAILABLE, ""),
+    ({}, (False, "it differs"), Status.AVAILABLE, ""),
+])  # fmt: skip
+def test_the_gate_asks_about_a_neighbour_that_is_newer_than_any_that_was_tested(part, tested, answer, status, reason):
+    asked = []
+    verdict = gate.check(part, newest_tested=tested, on_newer=lambda *of: asked.append(of) or answer)
+    assert (verdict.status, verdict.reason) == (status, reason)
+    assert asked == ([(part, "beside", "9.0")] if tested.get("beside") == "8.0" else [])
+    assert gate.check(part, newest_tested=tested, untested=True).status is Status.AVAILABLE
+
+
+def test_the_newest_release_of_a_package_is_that_of_all_patches():
+    parts = [p for each in REGISTRY.patches.values() for p in each.parts]
+    newest = gate.newest_tested(parts)
+    assert newest["torch"] == max(
+        (p.tested_up_to for p in parts if p.package == "torch"), key=lambda v: [int(n) for n in v.split(".")]
+    )
