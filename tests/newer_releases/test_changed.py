@@ -92,7 +92,7 @@ def test_a_program_gets_one_line_and_the_others_are_applied(changed, known, fork
     assert {name for name, status in states.items() if status == "untested"} == left_out
     assert len([status for status in states.values() if status == "applied"]) > 40
     assert [text for level, text in lines if level == "WARNING"] == [
-        "left out, because nobody has tested them on so new a release, and its source differs: "
+        "left out, because nobody has tested them on this release, and its source is not known: "
         f"{len(left_out)} patches of bitsandbytes {NUMBER}. To verify them on this machine: python -m patches adopt"
     ]
     assert all(f"untested       {name}\n    bitsandbytes {NUMBER} is newer than" in table for name in left_out)

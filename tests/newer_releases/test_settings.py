@@ -156,7 +156,7 @@ answers = [[], [], [], []]
 start = threading.Barrier(len(answers))
 def judge(found):
     start.wait()
-    found.extend(newer.judge(part, "0.51.0") for part in parts)
+    found.extend(newer.judge(part, part.package, "0.51.0") for part in parts)
 threads = [threading.Thread(target=judge, args=(found,)) for found in answers]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
