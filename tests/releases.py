@@ -86,8 +86,11 @@ def alike(patch_id: str, release: str) -> tuple[str, ...]:
 
 
 def is_tested(patch_id: str, release: str) -> bool:
-    """Whether ``release`` is the newest on which the patch edits this source, so that its tests run there."""
-    return digest(patch_id, release) is not None and alike(patch_id, release)[-1] == release
+    """Whether ``release`` is the newest on which the patch edits this source, so that its tests run there.
+
+    Of a release that is none of :data:`SHORT`, whether the patch edits on none of these the same source.
+    """
+    return digest(patch_id, release) is not None and (alike(patch_id, release) or (release,))[-1] == release
 
 
 def files(release: str) -> list[str]:

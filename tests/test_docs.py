@@ -14,7 +14,7 @@ from patches import REGISTRY
 from patches.command_line import explain
 from patches.engine import gate
 from patches.symptoms import GROUPS
-from tools.docs import DOCS, ROOT, figures, page, prose, reports
+from tools.docs import DOCS, ROOT, figures, page, prose, reports, words
 from tools.docs.__main__ import PAGES, files
 
 ID = "bitsandbytes-int8-input-dimensions"
@@ -30,6 +30,13 @@ def sources() -> dict[str, str]:
 
 
 # -- the pages of patches ----------------------------------------------------------------------
+
+
+def test_releases_that_are_left_out_are_named():
+    found = words.releases(REGISTRY.patches["peft-expert-adapters-before-019"])
+    assert " except 5.1.0, 5.6.0, 5.6.1 and 5.6.2, peft from 0.19" in found
+    found = words.releases(REGISTRY.patches["peft-dora-replaces-weight"])
+    assert found.endswith(", bitsandbytes from 0.46.1 except 0.47.0 and 0.48.0")
 
 
 def test_every_patch_has_a_page_and_a_row_in_the_table():

@@ -130,7 +130,7 @@ IN_EDITS = {
     ("bitsandbytes-linear4bit-plain-weight", ".quant_state"): "the same, of 4-bit layers",
     ("bitsandbytes-params4bit-meta", ".quant_state"): "the weight hands its own state to the helper that reads the devices in it",
     ("accelerate-int8-offload-resident-weights", ".CB"): "written, not read: the hook gives up the codes that it brought",
-    ("weight_moves.KEEP_PACKED_WEIGHT", ".SCB"): "an edit of an owner, which many patches share",
+    ("weight_moves", ".SCB"): "an edit of an owner, which many patches share",
 }  # fmt: skip
 """Pieces of state that an edit asks for and the expression that it replaces does not, each with its reason."""
 
@@ -147,7 +147,7 @@ def test_edits_ask_for_no_more_of_the_state_than_what_they_replace():
     for patch in REGISTRY.patches.values():
         for edit in patch.edits:
             if isinstance(edit, Rewrite):
-                owner = "weight_moves.KEEP_PACKED_WEIGHT" if edit.replace in shared else patch.id
+                owner = "weight_moves" if edit.replace in shared else patch.id
                 found |= {(owner, name) for name in _asked_in(edit.replace) - _asked_in(edit.find)}
     assert found == IN_EDITS.keys()
 

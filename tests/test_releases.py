@@ -46,6 +46,12 @@ def test_a_function_that_is_written_otherwise_is_tested_there(monkeypatch):
         releases.digest.cache_clear()
 
 
+@pytest.mark.skipif(not releases.installed("0.48.1"), reason="`make test-all` puts 0.48.1 into .bnb")
+def test_another_release_runs_what_is_written_otherwise_on_all_of_these():
+    assert releases.is_tested("bitsandbytes-int8-cast-loses-scale", "0.48.1")
+    assert not releases.is_tested("bitsandbytes-params4bit-chunk", "0.48.1")
+
+
 def test_words_change_nothing(tmp_path):
     texts = {"1": 'def f():\n    """Words."""\n    return 1\n', "2": "def f():\n    return 1\n"}
     for release, text in texts.items():

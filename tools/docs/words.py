@@ -25,7 +25,7 @@ def _range(part: Part) -> str:
     bounds = {s.operator: s.version for s in first.specifier}
     until = f"to below {bounds['<']}" if "<" in bounds else f"to {bounds.get('<=', part.tested_up_to)}"
     words = " ".join(filter(None, [first.name, bounds.get(">="), until]))
-    return ", ".join([words, *map(_other, others)])
+    return ", ".join([words + _except(first), *map(_other, others)])
 
 
 def link(url: str) -> str:
@@ -35,6 +35,11 @@ def link(url: str) -> str:
 
 
 def _other(requirement: Requirement) -> str:
-    """``torch from 2.6``, ``bitsandbytes from 0.46.1 except 0.47.*``: what else must hold."""
-    bounds = sorted(requirement.specifier, key=lambda s: (s.operator == "!=", str(s)))
-    return " ".join([requirement.name, *map(str, bounds)]).replace(">=", "from ").replace("!=", "except ")
+    """``torch from 2.6``, ``bitsandbytes from 0.46.1 except 0.47.0``: what else must hold."""
+    bounds = sorted(str(s) for s in requirement.specifier if s.operator != "!=")
+    return " ".join([requirement.name, *bounds]).replace(">=", "from ") + _except(requirement)
+
+
+def _except(requirement: Requirement) -> str:
+    excluded = sorted(s.version for s in requirement.specifier if s.operator == "!=")
+    return f" except {' and '.join(filter(None, [', '.join(excluded[:-1]), *excluded[-1:]]))}" if excluded else ""

@@ -4,6 +4,9 @@ The edits of ``bitsandbytes-int8-scales-lost-on-offload``. Before 0.48 ``Int8Par
 quantizes them again when they are on a CPU and are moved, also to where they are, 0.47.0 does so for a GPU, and drops
 packed weights and scales on other ways. There, whatever makes a weight an ``Int8Params`` where there was a plain tensor
 or an error has the same edits, so that each patch is right alone too: the next ``.to()`` would undo the repair.
+
+0.48.0 and 0.48.1 raise an error if scales are on meta, as those of an offloaded weight are. There, whatever lets such a weight
+be moved has the same edits, too: an offloaded layer would raise a less clear error later.
 """
 
 from __future__ import annotations
@@ -116,6 +119,15 @@ def _forward(function: str, when: str = "") -> tuple[Rewrite, ...]:
     )
 
 
+def scales_follow(condition: str, when: str) -> tuple[Rewrite, ...]:
+    """Edits of ``Int8Params.to``, which moves the scales if ``condition`` is true: they follow every move and cast."""
+    follow = 'self.SCB is not None and (self.SCB.device.type != "meta" or new_param.device.type == "meta")'
+    return (
+        Rewrite(_TO, condition, follow, when=when),
+        Rewrite(_TO, "self.SCB.to(device)", "self.SCB.to(new_param.device)", when=when),
+    )
+
+
 KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
     *_forward("MatMul8bitLt"),
     *_forward("MatMul8bitFp", when="bitsandbytes>=0.47"),
@@ -166,8 +178,20 @@ KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
         names={"_patches_moved_scale": _moved_scale},
         when="bitsandbytes<0.48",
     ),
+    # what a hook brings back is new, as on 0.48.1; where a layer has run, SCALE_OR_ERROR finds the scales that belong to it
+    Rewrite(_TO, "self.CB is not None", "is_quantized", when="bitsandbytes==0.48.0"),
+    Rewrite(_TO, "is_quantized and device is not None", "is_quantized", when="bitsandbytes==0.48.0"),
+    *scales_follow("self.SCB is not None", when="bitsandbytes==0.48.0"),
+    *scales_follow("self.SCB is not None and device is not None", when="bitsandbytes==0.48.1"),
 )
 
-KEEP_PACKED_WEIGHT_BEFORE_048 = tuple(
-    edit._replace(when=" and ".join(filter(None, (edit.when, "bitsandbytes<0.48")))) for edit in KEEP_PACKED_WEIGHT
-)
+
+def keep_packed_weight(releases: str) -> tuple[Rewrite | SetAttribute, ...]:
+    """:data:`KEEP_PACKED_WEIGHT`, for certain releases of bitsandbytes."""
+    return tuple(
+        edit._replace(when=" and ".join(filter(None, (edit.when, f"bitsandbytes{releases}"))))
+        for edit in KEEP_PACKED_WEIGHT
+    )
+
+
+KEEP_PACKED_WEIGHT_BEFORE_048 = keep_packed_weight("<0.48")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...engine import CannotShow, Finding, Message, Patch, Rewrite
-from ...quantized.int8.weight_moves import KEEP_PACKED_WEIGHT_BEFORE_048
+from ...quantized.int8.weight_moves import keep_packed_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,8 +63,8 @@ PATCH = Patch(
     repair="""
         The repair takes this branch only for a weight that is not quantized yet, and only if there is an
         accelerator. All other weights take the branch of every other device, as they do for
-        ``torch.device("cpu")``. bitsandbytes before 0.48 destroys packed weights that are moved in that branch, so
-        the repair of that defect is part of this patch.
+        ``torch.device("cpu")``. There bitsandbytes before 0.48 destroys packed weights that are moved, and 0.48.0
+        and 0.48.1 raise an error, so the repair of that defect is part of this patch.
     """,
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
@@ -75,7 +75,7 @@ PATCH = Patch(
             'device == "cpu" and param_cls.__name__ == "Int8Params" and _patches_needs_accelerator(new_value)',
             names={"_patches_needs_accelerator": _needs_accelerator},
         ),
-        *KEEP_PACKED_WEIGHT_BEFORE_048,  # that branch moves packed weights, too
+        *keep_packed_weight("<0.48.2"),  # that branch moves packed weights, too
     ),
     defect=defect,
 )

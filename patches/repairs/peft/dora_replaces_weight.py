@@ -35,9 +35,9 @@ PATCH = Patch(
         ``module.weight = module.weight.to(device)``. Since peft 0.15 nothing was moved, and ``to`` makes a second
         parameter over the same memory. After its first forward an INT8 layer keeps the scales in its state, so the
         new parameter has packed weights without scales. The next forward reads both from it, and training fails
-        with ``'NoneType' object has no attribute 'unsqueeze'`` (bitsandbytes >= 0.48). On 0.46.1 ``to`` quantizes
+        with ``'NoneType' object has no attribute 'unsqueeze'`` (bitsandbytes >= 0.48.1). On 0.46.1 ``to`` quantizes
         the packed weights as if they were values: every scale silently becomes 127, as soon as the adapter is
-        added. Affects DoRA on INT8 models on a CPU; bitsandbytes 0.47 is not affected.
+        added. Affects DoRA on INT8 models on a CPU; bitsandbytes 0.47.0 and 0.48.0 are not affected.
     """,
     repair="""
         The repair does not replace a weight that is already on its device. The parameter of a 4-bit layer stays the
@@ -45,7 +45,7 @@ PATCH = Patch(
         ``CB``. If a program has replaced the data alone, the new parameter had both from there, so the weight that
         stays gets them from there, too.
     """,
-    requires=("peft>=0.15", "bitsandbytes>=0.46.1,!=0.47.0"),
+    requires=("peft>=0.15", "bitsandbytes>=0.46.1,!=0.47.0,!=0.48.0"),
     tested_up_to="0.21.2",
     edits=(
         Rewrite(

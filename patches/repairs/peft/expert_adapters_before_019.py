@@ -132,7 +132,8 @@ PATCH = Patch(
         ),
         Part(
             "load_adapter of transformers",
-            ("transformers>=5", "peft>=0.19"),
+            # the releases left out raise an error without the patch, too: in their own build_peft_weight_mapping
+            ("transformers>=5,!=5.1.0,!=5.6.0,!=5.6.1,!=5.6.2", "peft>=0.19"),
             "5.24.0",
             (
                 Rewrite(

@@ -9,6 +9,7 @@ from ...engine.gate import satisfied
 from ...loading import source_layers
 from ...offload import offloaded_modules, weights_maps
 from ...quantized import accelerate_hooks
+from ...quantized.int8.weight_moves import keep_packed_weight
 from ..reproducers import tiny_models
 from ..reproducers.quantized_models import load_quantized
 
@@ -123,22 +124,25 @@ PATCH = Patch(
     """,
     requires=("transformers>=4.53", "accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    edits=tuple(
-        Rewrite(
-            f"transformers.integrations.bitsandbytes:{function}",
-            find=_CLASS,
-            replace=f"""
-                {_CLASS}
-                has_been_replaced = _patches_dequantize_offloaded(model, target_cls, dtype){or_before}
-            """,
-            names={"_patches_dequantize_offloaded": dequantize_offloaded},
-            when=when,
-        )
-        for function, or_before, when in (
-            ("dequantize_and_replace", "", "transformers>=5"),
-            # transformers 4 calls it for each part of the model
-            ("_dequantize_and_replace", " or has_been_replaced", "transformers<5"),
-        )
+    edits=(
+        *(
+            Rewrite(
+                f"transformers.integrations.bitsandbytes:{function}",
+                find=_CLASS,
+                replace=f"""
+                    {_CLASS}
+                    has_been_replaced = _patches_dequantize_offloaded(model, target_cls, dtype){or_before}
+                """,
+                names={"_patches_dequantize_offloaded": dequantize_offloaded},
+                when=when,
+            )
+            for function, or_before, when in (
+                ("dequantize_and_replace", "", "transformers>=5"),
+                # transformers 4 calls it for each part of the model
+                ("_dequantize_and_replace", " or has_been_replaced", "transformers<5"),
+            )
+        ),
+        *keep_packed_weight(">=0.48,<0.48.2"),  # there the hook of an INT8 layer raises an error
     ),
     defect=defect,
 )

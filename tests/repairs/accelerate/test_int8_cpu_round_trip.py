@@ -5,6 +5,7 @@ from __future__ import annotations
 import bitsandbytes as bnb
 import pytest
 import torch
+from accelerate import dispatch_model
 from accelerate.utils import set_module_tensor_to_device
 
 import patches
@@ -32,6 +33,19 @@ def test_codes_and_scales_handed_over_for_the_cpu_arrive():
     with patches.applied(ID, "bitsandbytes-int8-scales-lost-on-offload"):
         put()
         assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator, the round trip does no harm")
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_alone_the_outputs_of_an_offloaded_model_are_right(warm, tmp_path):
+    x, expected = torch.randn(2, 64), quantized()
+    expected = expected(expected(x))
+    with patches.applied(ID):
+        model = torch.nn.Sequential(quantized(), quantized())
+        if warm:
+            model(x)
+        dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path, force_hooks=True)
+        assert torch.equal(model(x), expected) and torch.equal(model(x), expected)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator, it is still asked to quantize")

@@ -78,14 +78,14 @@ PATCH = Patch(
         in a forward pre-hook and off in a forward hook. Non-reentrant checkpointing ends its recomputation with an
         exception inside the forward, and then a plain forward hook is not called. The count of users grows by one
         for every checkpointed region and step, the cache is never emptied again, and every dequantized weight stays
-        in memory (53 GiB in one report). Releases 0.48.2 to 0.49.2; 0.50.0 registers the hook with
+        in memory (53 GiB in one report). Releases 0.48.0 to 0.49.2; 0.50.0 registers the hook with
         ``always_call=True`` and keeps the count at zero or above. (#1999)
     """,
     repair="""
         The repair does the same. A module that was prepared before the patch was applied is repaired in its next
         forward. If a cache holds copies by then, the report names it.
     """,
-    requires=("bitsandbytes>=0.48.2,<0.50",),
+    requires=("bitsandbytes>=0.48,<0.50",),
     tested_up_to="0.49.2",
     edits=(
         Rewrite(

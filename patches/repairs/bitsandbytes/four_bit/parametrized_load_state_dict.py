@@ -114,7 +114,7 @@ PATCH = Patch(
         (experts of MoE models) as ``parametrizations.w.original``. A hook saves them as ``w``, beside ``w.absmax``
         and the rest of the quantization state. Nothing reads these keys on loading: ``strict=True`` raises an error
         about missing and unexpected keys, and ``strict=False`` loads nothing, so the module keeps its old weights
-        (outputs are 138 % off). 0.48.2 to 0.50.2, all releases that have the function.
+        (outputs are 138 % off). 0.48.0 to 0.50.2, all releases that have the function.
 
         Upstream: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1720 (added the hook for saving)
     """,
@@ -128,7 +128,7 @@ PATCH = Patch(
 
         Only modules that are prepared after the patch was applied are repaired.
     """,
-    requires=("bitsandbytes>=0.48.2",),
+    requires=("bitsandbytes>=0.48",),
     tested_up_to="0.50.2",
     edits=(
         Rewrite(

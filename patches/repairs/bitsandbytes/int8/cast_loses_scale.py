@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ....engine import Finding, Patch, Rewrite
+from ....engine import Finding, Patch
+from ....quantized.int8.weight_moves import keep_packed_weight, scales_follow
 
 
 def defect() -> Finding:
@@ -19,8 +20,6 @@ def defect() -> Finding:
     return Finding(error > 1e-2, f"relative error of the dequantized weight {error:.1e}")
 
 
-_TARGET = "bitsandbytes.nn.modules:Int8Params.to"
-
 PATCH = Patch(
     id="bitsandbytes-int8-cast-loses-scale",
     summary="Int8Params.to(dtype) silently drops the row scales",
@@ -33,17 +32,18 @@ PATCH = Patch(
         by hand. Both silently return packed weights whose ``SCB`` is None.
     """,
     repair="""
-        The repair moves the scales to the device of the new parameter. They keep their dtype.
+        The repair moves the scales to the device of the new parameter. They keep their dtype. On 0.48.0 and 0.48.1
+        ``to`` cannot move a weight whose scales are on meta, either, so ``bitsandbytes-int8-scales-lost-on-offload``
+        is part of this patch there.
     """,
     requires=("bitsandbytes>=0.48",),
     tested_up_to="0.50.2",
     edits=(
-        Rewrite(
-            _TARGET,
+        *scales_follow(
             'device is not None and self.SCB is not None and self.SCB.device.type != "meta"',
-            'self.SCB is not None and (self.SCB.device.type != "meta" or new_param.device.type == "meta")',
+            when="bitsandbytes>=0.48.2",
         ),
-        Rewrite(_TARGET, "self.SCB.to(device)", "self.SCB.to(new_param.device)"),
+        *keep_packed_weight("<0.48.2"),
     ),
     defect=defect,
 )
