@@ -34,7 +34,7 @@ ANYWHERE = (
     "architectures", "asked/test_releases.py", "engine", "test_inductor_options.py", "verification",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
     "test_docs_symptoms.py",
-    "newest", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
+    "newer_releases", "newest", "test_replay_tool.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
     "test_imports_one_way.py", "test_new_patch.py", "test_readme.py", "test_report_anywhere.py", "test_shim.py",
     "test_mutants_tool.py", "test_stability.py", "test_test_names.py", "test_typing.py", "test_upstream_tool.py", "test_without_posix.py",
 )  # fmt: skip
