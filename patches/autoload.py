@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ def _tell(report: Report, settings: Settings) -> None:
         imports.after_outermost(_tell_how_many)
     if untested := report.with_status(Status.UNTESTED):
         for result in untested:
-            _left_out.setdefault(_label(result), set()).add(result.id)
+            _left_out.setdefault(_newer_release(result), set()).add(result.id)
         imports.after_outermost(_tell_what_is_left_out)
     for result in report.with_status(Status.CONFLICT, Status.FAILED):
         level = logging.ERROR if settings.strict else logging.WARNING
@@ -174,6 +175,12 @@ def _tell_what_is_left_out() -> None:
     if NEWER_RELEASES.problem and NEWER_RELEASES.problem not in _problems:
         _problems.append(NEWER_RELEASES.problem)
         _log(logging.WARNING, "%s", NEWER_RELEASES.problem)
+
+
+def _newer_release(result: Result) -> str:
+    """Return the package and release for which a patch is left out: one that it edits, not always the one that it repairs."""
+    found = re.match(r"(\S+) ([^\s+]+)\S* is newer than ", result.reason)
+    return f"{found[1]} {found[2]}" if found else _label(result)
 
 
 def _patches(number: int) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from patches import REGISTRY
+from patches import REGISTRY, autoload
 from patches.engine import gate
 from patches.engine.edits import DeleteAttribute, SetAttribute
-from patches.engine.report import Status
+from patches.engine.report import Result, Status
 from tests.engine.conftest import patch
 from tests.newer_releases import copies, programs
 
@@ -33,6 +33,15 @@ def test_it_is_applied_where_the_other_package_is_the_same_and_left_out_where_it
     assert same == ("available", f"accelerate {ACCELERATE} is newer than 1.15.0; the source is that of 1.15.0")
     assert changed[0] == "untested"
     assert "attach_align_device_hook of accelerate.hooks is not that of 1.15.0" in changed[1]
+
+
+@pytest.mark.parametrize("reason, named", [
+    ("accelerate 1.16.0+local is newer than 1.15.0; hooks differ", "accelerate 1.16.0"),
+    ("peft 0.22.0 is newer than 0.21.2; layers differ", "peft 0.22.0"),
+    ("the version of torch odd cannot be read; no tested release can be compared", "peft 0.21.2"),
+])  # fmt: skip
+def test_the_line_of_the_log_names_the_release_that_is_newer(reason, named):
+    assert autoload._newer_release(Result("peft-a", "", Status.UNTESTED, reason, {"peft": "0.21.2"})) == named
 
 
 @pytest.fixture
