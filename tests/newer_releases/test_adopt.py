@@ -30,7 +30,7 @@ HARM = """import bitsandbytes.nn.modules as modules
 def repaired_cast(text: str) -> str:
     """The module of layers without the defect that ``NOT_NEEDED`` repairs."""
     (patch,) = REGISTRY.patches[NOT_NEEDED].parts
-    for edit in patch.edits:
+    for edit in REGISTRY.edits(patch):
         assert isinstance(edit, Rewrite) and edit.find in text
         text = text.replace(edit.find, edit.replace)
     return text
