@@ -88,7 +88,7 @@ def start() -> None:
     REGISTRY.disabled = settings.disabled
     if started:
         return
-    if old := gate.too_old(REGISTRY.oldest_supported):
+    if old := gate.too_old(REGISTRY.limits.oldest_supported):
         _log(logging.WARNING, "%s; nothing is changed", old)
     REGISTRY.on_change = lambda report: _tell(report, settings)
     REGISTRY.follow_imports(untested=settings.untested)

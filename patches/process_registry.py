@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import tested_stacks
-from .engine import catalog, compiler
+from .engine import catalog, compiler, gate
 from .engine.build import Builder
 from .engine.registry import Registry
 from .engine.report import Report
@@ -28,13 +28,13 @@ class _PluginRegistry(Registry):
 
 
 _COMPILER = compiler.compiler()
+_PATCHES = catalog.patches()
 NEWER_RELEASES = NewerReleases(_COMPILER.digests)
 
 REGISTRY = _PluginRegistry(
-    catalog.patches(),
+    _PATCHES,
     compiled_code.forget_compiled_code,
     live_objects.one_walk,
     Builder(_COMPILER),
-    tested_stacks.oldest_releases(),
-    NEWER_RELEASES.judge,
+    gate.Limits(tested_stacks.oldest_releases(), gate.newest_tested(_PATCHES), NEWER_RELEASES.judge),
 )

@@ -6,11 +6,11 @@ import functools
 import importlib.metadata
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from . import imports, requirement
 from .patch import Part, Patch
@@ -116,34 +116,31 @@ def left_out(part: Part, package: str, version: str) -> tuple[bool, str]:
     return False, "to try it: patches.apply(untested=True) or PATCHES_UNTESTED=1"
 
 
-def check(
-    part: Part,
-    *,
-    untested: bool = False,
-    oldest_supported: Mapping[str, str] = MappingProxyType({}),
-    newest_tested: Mapping[str, str] = MappingProxyType({}),
-    on_newer: OnNewer = left_out,
-) -> Verdict:
+class Limits(NamedTuple):
+    """How old and how new a release may be, whatever a patch requires."""
+
+    oldest_supported: Mapping[str, str] = MappingProxyType({})
+    """The oldest release of each package with which any patch is applied."""
+    newest_tested: Mapping[str, str] = MappingProxyType({})
+    """The newest release of each package that any patch was tested on."""
+    on_newer: OnNewer = left_out
+    """Asked about each package that is newer than any release that was tested."""
+
+
+NO_LIMITS = Limits()
+
+
+def check(part: Part, limits: Limits = NO_LIMITS, *, untested: bool = False) -> Verdict:
     """Say whether ``part`` is for the installed releases.
 
-    Parameters
-    ----------
-    untested:
-        Let a release pass that is newer than any that the part was tested on: the exact match of the source still
-        decides.
-    oldest_supported:
-        The oldest release of each package with which any patch is applied, whatever a patch requires.
-    newest_tested:
-        The newest release of each package that any patch was tested on; for packages that are edited beside the one
-        that is repaired.
-    on_newer:
-        Asked about each package that is newer than any release that was tested.
+    ``untested`` lets a release pass that is newer than any that the part was tested on: the exact match of the source
+    still decides.
     """
     versions = {name: installed_version(name) for name in packages(part)}
     for name, found in versions.items():
         if found is None:
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
-    if old := too_old(oldest_supported):
+    if old := too_old(limits.oldest_supported):
         return Verdict(Status.NOT_AFFECTED, old, versions)
     for text in part.requires:
         needed = requirement.parse(text)
@@ -154,28 +151,36 @@ def check(
     if untested:
         return Verdict(Status.AVAILABLE, "", versions)
     if odd := {name: str(v) for name, v in versions.items() if requirement.parse_version(str(v)) is None}:
-        name, version = next(iter(odd.items()))
-        applied, why = on_newer(part, part.package, version)
+        applied, why = limits.on_newer(part, part.package, next(iter(odd.values())))
         said = f"the version of {' and of '.join(map(' '.join, odd.items()))} cannot be read; {why}"
         return Verdict(Status.AVAILABLE if applied else Status.UNTESTED, said, versions)
     reasons = []
-    for package in (part.package, *part.neighbours):
-        found = versions.get(package) or installed_version(package)
-        tested = part.tested_up_to if package == part.package else newest_tested.get(package, "")
-        if found is None or not tested or not _newer(found, tested):
-            continue
-        applied, why = on_newer(part, package, found)
-        said = f"{package} {found} is newer than {tested}; {why}"
+    for package, version, tested in newer_packages(part, limits):
+        applied, why = limits.on_newer(part, package, version)
+        said = f"{package} {version} is newer than {tested}; {why}"
         if not applied:
             return Verdict(Status.UNTESTED, said, versions)
         reasons += [said] if why else []
     return Verdict(Status.AVAILABLE, "; ".join(reasons), versions)
 
 
-def newest_tested(parts: Iterable[Part]) -> dict[str, str]:
-    """Return the newest release of each package that one of ``parts`` was tested on."""
+def newer_packages(part: Part, limits: Limits) -> Iterator[tuple[str, str, str]]:
+    """Give each package that ``part`` edits in a release that is newer than any that was tested.
+
+    Each comes with the installed release and the newest that was tested: of the package that the part repairs by the
+    part itself, of another by any patch.
+    """
+    for package in (part.package, *part.neighbours):
+        version = installed_version(package)
+        tested = part.tested_up_to if package == part.package else limits.newest_tested.get(package, "")
+        if version is not None and tested and _newer(version, tested):
+            yield package, version, tested
+
+
+def newest_tested(patches: Iterable[Patch]) -> dict[str, str]:
+    """Return the newest release of each package that one of ``patches`` was tested on."""
     newest: dict[str, str] = {}
-    for part in parts:
+    for part in (part for patch in patches for part in patch.parts):
         known = newest.get(part.package)
         if part.tested_up_to and (known is None or _newer(part.tested_up_to, known)):
             newest[part.package] = part.tested_up_to
@@ -196,7 +201,6 @@ def contains(needed: str, version: str) -> bool:
 
 @functools.cache
 def _newer(version: str, tested: str) -> bool:
-    try:
-        return Version(version).release > Version(tested).release
-    except InvalidVersion:
-        return True
+    """Tell whether ``version`` is newer; a version that cannot be read does not count as newer."""
+    found = requirement.parse_version(version)
+    return found is not None and found.release > Version(tested).release

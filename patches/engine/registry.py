@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from . import gate, idle_names, imports, needs, reading
@@ -38,26 +37,25 @@ class Registry:
         forget_compiled: Callable[[], str | None] = lambda: "",
         damage_scan: Callable[[], AbstractContextManager[Any]] = nullcontext,
         builder: Builder | None = None,
-        oldest_supported: Mapping[str, str] = MappingProxyType({}),
-        on_newer: gate.OnNewer = gate.left_out,
+        limits: gate.Limits = gate.NO_LIMITS,
     ) -> None:
-        """Take all patches, and the functions that depend on the libraries.
+        """Take all patches, the limits of :func:`.gate.check`, and the functions that depend on the libraries.
 
         ``forget_compiled`` is called after each change: compilers discard what they made of the old code. It returns a
         note for the report, often empty, or None if it has to be called again later. ``damage_scan`` makes one walk over
         live objects serve all calls of ``damage()`` inside; it may be nested, and is entered before objects change.
-        ``oldest_supported``, ``on_newer``: see :func:`.gate.check`.
         """
         self.ids = Ids(patches, self.note)
         self.patches = self.ids.present
-        self.oldest_supported, self._on_newer = oldest_supported, on_newer
-        self._newest_tested = gate.newest_tested(part for patch in self.patches.values() for part in patch.parts)
+        self.limits = limits
         self.disabled: frozenset[str] = frozenset()
         self.on_change: Callable[[Report], None] | None = None
         """Called with the patches that an import, or :meth:`follow_imports`, has just brought to an end state."""
-        self._forget_compiled, self._damage_scan = forget_compiled, damage_scan
+        self._forget_compiled = forget_compiled
+        self._damage_scan = damage_scan
         self._store: Store[State] = Store(State())
-        self._features, self._builder = Features(), builder or Builder()
+        self._features = Features()
+        self._builder = builder or Builder()
         self._hooked: set[str] = set()
         self._order = {key: i for i, key in enumerate(self.ids.keys())}
 
@@ -66,8 +64,7 @@ class Registry:
 
     def verdict(self, part: Part, *, untested: bool = False) -> gate.Verdict:
         """Say whether ``part`` is for the installed releases."""
-        limits = {"oldest_supported": self.oldest_supported, "newest_tested": self._newest_tested}
-        return gate.check(part, untested=untested, on_newer=self._on_newer, **limits)
+        return gate.check(part, self.limits, untested=untested)
 
     def is_for(self, patch: Patch) -> bool:
         """Tell whether a part of ``patch`` is for the installed releases."""
@@ -82,8 +79,9 @@ class Registry:
         is unknown is a ``KeyError``; with ``strict`` a conflict or failure is a ``PatchError``, after all were tried.
         """
         chosen = self.ids.keys(ids)
-        fresh = [self.ids.part(key) for key in chosen if key not in self._store.read().active]
-        with self._damage_scan() if any(part.damage for part in fresh) else nullcontext():
+        active = self._store.read().active
+        has_damage_check = any(self.ids.part(key).damage and key not in active for key in chosen)
+        with self._damage_scan() if has_damage_check else nullcontext():
             self._put_in(chosen, untested)
         report = self.report(*ids)
         if strict and (bad := report.with_status(Status.CONFLICT, Status.FAILED)):
@@ -223,7 +221,8 @@ class Registry:
 
         Returns the outcome of each feature that has no user any more and could not be taken out.
         """
-        failed_once, refused = set[Hashable](), dict[Hashable, str]()
+        failed_once: set[Hashable] = set()
+        refused: dict[Hashable, str] = {}
         while True:
             draft = Draft(self._store.read, self._order, self._builder, refused)
             try:
@@ -278,7 +277,8 @@ class Registry:
         """Apply the patches that waited for module ``name``. Raise nothing into its import."""
         try:
             package, waiting = name.partition(".")[0], self._store.read().waiting
-            if ready := {key: each for key, each in waiting.items() if package in needs.packages(self.ids.part(key))}:
+            ready = {key: value for key, value in waiting.items() if package in needs.packages(self.ids.part(key))}
+            if ready:
                 self._change(partial(self._plan_apply, ready, frozenset({package})))
             self._await_imports()
             self._notify(ready)

@@ -54,7 +54,7 @@ def test_who_is_asked_about_a_newer_release_decides(module, applied, status):
         return applied, "because"
 
     known = patch("made-up-a", requires=("made-up>=1",), tested_up_to="0.9")
-    verdict = Registry([known], on_newer=on_newer).verdict(known.parts[0])
+    verdict = Registry([known], limits=gate.Limits(on_newer=on_newer)).verdict(known.parts[0])
     assert (verdict.status, verdict.reason) == (status, "made-up 1.0 is newer than 0.9; because")
     assert asked == [("made-up-a", "made-up", "1.0")]
 
@@ -65,6 +65,6 @@ def test_nobody_is_asked_where_the_answer_is_known(module, requires, tested):
         raise AssertionError("asked")
 
     known = patch("made-up-a", requires=(requires,), tested_up_to=tested)
-    assert gate.check(known.parts[0], on_newer=on_newer).status is not Status.UNTESTED
+    assert gate.check(known.parts[0], gate.Limits(on_newer=on_newer)).status is not Status.UNTESTED
     newer = patch("made-up-a", requires=("made-up>=1",), tested_up_to="0.9")
-    assert gate.check(newer.parts[0], untested=True, on_newer=on_newer).status is Status.AVAILABLE
+    assert gate.check(newer.parts[0], gate.Limits(on_newer=on_newer), untested=True).status is Status.AVAILABLE

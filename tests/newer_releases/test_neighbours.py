@@ -58,18 +58,24 @@ def part(monkeypatch):
     ({"beside": "8.0"}, (True, ""), Status.AVAILABLE, ""),
     ({"beside": "9.0"}, (False, "it differs"), Status.AVAILABLE, ""),
     ({}, (False, "it differs"), Status.AVAILABLE, ""),
+    ({"beside": "8.0"}, None, Status.AVAILABLE, ""),
 ])  # fmt: skip
-def test_the_gate_asks_about_a_neighbour_that_is_newer_than_any_that_was_tested(part, tested, answer, status, reason):
+def test_the_gate_asks_about_a_neighbour_that_is_newer_than_any_that_was_tested(
+    part, tested, answer, status, reason, monkeypatch
+):
     asked = []
-    verdict = gate.check(part, newest_tested=tested, on_newer=lambda *of: asked.append(of) or answer)
+    if answer is None:  # a version that cannot be read
+        monkeypatch.setattr(gate, "installed_version", {"made-up": "1.0", "beside": "odd"}.get)
+    limits = gate.Limits(newest_tested=tested, on_newer=lambda *of: asked.append(of) or answer)
+    verdict = gate.check(part, limits)
     assert (verdict.status, verdict.reason) == (status, reason)
-    assert asked == ([(part, "beside", "9.0")] if tested.get("beside") == "8.0" else [])
-    assert gate.check(part, newest_tested=tested, untested=True).status is Status.AVAILABLE
+    assert asked == ([(part, "beside", "9.0")] if answer and tested.get("beside") == "8.0" else [])
+    assert gate.check(part, limits, untested=True).status is Status.AVAILABLE
 
 
 def test_the_newest_release_of_a_package_is_that_of_all_patches():
     parts = [p for each in REGISTRY.patches.values() for p in each.parts]
-    newest = gate.newest_tested(parts)
+    newest = gate.newest_tested(REGISTRY.patches.values())
     assert newest["torch"] == max(
         (p.tested_up_to for p in parts if p.package == "torch"), key=lambda v: [int(n) for n in v.split(".")]
     )

@@ -82,7 +82,7 @@ def test_nothing_is_changed_beside_a_stack_that_is_too_old():
 import logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s")
 import bnb_patches
-bnb_patches.REGISTRY.oldest_supported = {"torch": "99.0"}  # as if this torch were older than any that was run
+bnb_patches.REGISTRY.limits = bnb_patches.REGISTRY.limits._replace(oldest_supported={"torch": "99.0"})  # as if this torch were older than any that was run
 import bitsandbytes
 try:
     import transformers, peft
