@@ -131,3 +131,24 @@ def test_a_long_diff_says_how_much_of_it_is_left_out():
     lines = [str(number) for number in range(changes.LONGEST + 5)]
     assert changes.cut(lines) == [*lines[: changes.LONGEST], "... 5 more lines"]
     assert changes.cut(lines[: changes.LONGEST]) == lines[: changes.LONGEST]
+
+
+BESIDE = """
+from patches import REGISTRY
+from tools.newest import changes
+from tools.newest.__main__ import is_newer, raises
+(part,) = REGISTRY.patches["peft-adapters-offloaded"].parts
+found, unknown = changes.changes([part], changes.NEWER_RELEASES.sources)
+print(is_newer(part), raises(part), *(change.name for change in found), *unknown)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_a_newer_package_beside_the_one_that_is_repaired_is_shown_and_raises_nothing(tmp_path):
+    """The accelerate that a patch of peft edits: its `tested_up_to` is of peft, which is as it was."""
+    change = {"hooks.py": replace("def attach_align_device_hook(\n", "def attach_align_device_hook(\n    *others,\n")}
+    copy(tmp_path, "accelerate", NUMBERS["accelerate"], change)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", BESIDE], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False", "accelerate.hooks:attach_align_device_hook"], done.stderr

@@ -43,16 +43,21 @@ def main(arguments: Sequence[str]) -> int:
     changed = show_changes(list(newer.values()))
     rows = verified(options.ids, newer)
     to_do = show_advice(rows, parts, newer)
-    holding = [row.name for row in rows if row.name in newer and advice.holds(row)]
+    holding = [row.name for row in rows if raises(newer.get(row.name)) and advice.holds(row)]
     left = raise_those(holding, changed, newer, options.dry_run) if holding else 0
     print(advice.summary(rows, to_do + left))
     return 1 if to_do or left else 0
 
 
 def is_newer(part: Part) -> bool:
-    """Whether its package is newer than what the part was tested on, or has a version that cannot be read."""
+    """Whether a package that the part edits is newer than any that was tested, or has a version that cannot be read."""
     found = REGISTRY.verdict(part)  # of the others that are for these releases there is nothing to say
     return found.status in (Status.AVAILABLE, Status.UNTESTED) and bool(found.reason)
+
+
+def raises(part: Part | None) -> bool:
+    """Whether the package that the part repairs is newer, not only one beside it: `tested_up_to` is of the former."""
+    return part is not None and part.package in changes.newer(part)
 
 
 def show_changes(newer: Sequence[Part]) -> set[str]:

@@ -12,6 +12,7 @@ from packaging.version import Version
 from patches.engine import definitions, gate
 from patches.engine.patch import Part
 from patches.newer_releases.source_table import SourceTable, source_file
+from patches.process_registry import NEWER_RELEASES, REGISTRY
 from tools.commands import Failed
 
 LONGEST = 60
@@ -36,18 +37,29 @@ def changes(parts: Iterable[Part], table: SourceTable) -> tuple[list[Change], di
     """Return each definition that has changed, once; and the keys of parts that cannot be compared, by the reason."""
     found: dict[tuple[str, str], tuple[set[str], list[str]]] = {}
     unknown: dict[str, list[str]] = {}
-    for part in parts:
-        compared = table.compare(part, gate.installed_version(part.package) or "")
+    for part, package in ((each, package) for each in parts for package in newer(each)):
+        compared = table.compare(part, gate.installed_version(package) or "", package)
         if not compared.release:
             unknown.setdefault(compared.why, []).append(part.key)
         for name in compared.different:
-            releases, keys = found.setdefault((part.package, name), (set(), []))
+            releases, keys = found.setdefault((package, name), (set(), []))
             releases.add(compared.release)
             keys.append(part.key)
     return [
         Change(name, package, max(releases, key=Version), tuple(keys))
         for (package, name), (releases, keys) in sorted(found.items())
     ], unknown
+
+
+def newer(part: Part) -> list[str]:
+    """Return the packages that ``part`` edits and that are newer than any release that was tested.
+
+    The one that it repairs if there is none: its version cannot be read.
+    """
+    sources = NEWER_RELEASES.sources
+    found = gate.newer_packages(part, REGISTRY.limits)
+    edited = [name for name, version, _ in found if name == part.package or sources.edits_any(part, name, version)]
+    return edited or [part.package]
 
 
 def describe(change: Change, text: Text) -> str:
