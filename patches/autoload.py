@@ -161,9 +161,8 @@ def _tell_how_many() -> None:
 
 def _tell_what_is_left_out() -> None:
     """Log one line for what a program has just imported in a release that nobody has tested."""
-    fresh = {package: len(ids) for package, ids in _left_out.items() if ids}
-    for ids in _left_out.values():
-        ids.clear()
+    fresh = {package: len(ids) for package, ids in _left_out.items()}
+    _left_out.clear()
     if not fresh:
         return
     first, *others = fresh.items()

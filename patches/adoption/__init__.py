@@ -6,10 +6,9 @@ Then programs of ordinary users on healthy paths, whose results must be the same
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,9 +18,9 @@ from ..engine.patch import Part
 from ..engine.report import Status
 from ..newer_releases import adopted
 from ..process_registry import NEWER_RELEASES, REGISTRY
-from ..verification import CANNOT, PREPARE, preload
-from ..verification.processes import ask_processes, default_jobs
-from ..verification.progress import bar
+from ..verification import CANNOT, preload
+from ..verification.asking import Asking
+from ..verification.processes import number_of_jobs
 from ..verification.worker import Answer
 from . import trial
 from .healthy_programs import PROGRAMS
@@ -112,12 +111,12 @@ def adopt(*ids: str, jobs: int | None = None, progress: bool = False) -> Adoptio
 
     Raises what :func:`patches.verify` raises.
     """
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"jobs must be 1 or more, not {jobs}")
+    jobs = number_of_jobs(jobs)
     parts = {part.key: part for patch in REGISTRY.ids.choose(ids) for part in patch.parts}
     verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
     left_out = {key: part for key, part in parts.items() if verdicts[key].status is Status.UNTESTED}
-    ask = _Asking(preload([(part, verdicts[key]) for key, part in left_out.items()]), jobs or default_jobs(), progress)
+    modules = preload([(part, verdicts[key]) for key, part in left_out.items()])
+    ask = Asking(list(dict.fromkeys([*modules, *_PROGRAM_PACKAGES])), jobs, progress)
     said = _try_alone(left_out, ask) if left_out else {}
     _try_together(left_out, said, ask)
     programs, harmed = _run_programs(left_out, said, ask)
@@ -131,31 +130,10 @@ _Said = dict[str, tuple[str, str]]
 """By the key of a part the verdict and its reason."""
 
 
-class _Asking:
-    """Asks questions in processes of their own."""
-
-    def __init__(self, modules: Sequence[str], jobs: int, progress: bool) -> None:
-        self._modules = list(dict.fromkeys([*modules, *_PROGRAM_PACKAGES]))
-        self._jobs, self._progress = jobs, progress
-
-    def __call__(
-        self, function: Callable[..., Answer], questions: Sequence[tuple[str, ...]], label: str
-    ) -> list[Answer]:
-        """Call ``function`` of :mod:`.trial` with each of ``questions``; return the answers in their order."""
-        found: dict[int, Answer] = {}
-        name = f"{trial.__name__}:{function.__name__}"
-        answers = ask_processes(name, questions, self._modules, PREPARE, self._jobs)
-        with contextlib.closing(answers), bar(label, len(questions), self._progress) as advance:
-            for index, answer in answers:
-                found[index] = answer
-                advance()
-        return [found[index] for index in range(len(questions))]
-
-
-def _try_alone(parts: Mapping[str, Part], ask: _Asking) -> _Said:
+def _try_alone(parts: Mapping[str, Part], ask: Asking) -> _Said:
     phases = ("unpatched", "patched")
     questions = [(patch_id_of(key), part.name, phase, key) for key, part in parts.items() for phase in phases]
-    answers = ask(trial.reproducer, questions, "reproducers")
+    answers = ask(trial.REPRODUCER, questions, "reproducers")
     return {key: _judged(*answers[2 * at : 2 * at + 2]) for at, key in enumerate(parts)}
 
 
@@ -175,13 +153,13 @@ def _judged(unpatched: Answer, patched: Answer) -> tuple[str, str]:
     return HELD, ""
 
 
-def _try_together(parts: Mapping[str, Part], said: _Said, ask: _Asking) -> None:
+def _try_together(parts: Mapping[str, Part], said: _Said, ask: Asking) -> None:
     """Let the reproducers of what held run with all patches, and after revert."""
     held = [key for key in parts if said[key][0] == HELD]
     together = trial.SEPARATOR.join(held)
     expected = {"all": False, "reverted": True}
     questions = [(patch_id_of(key), parts[key].name, phase, together) for key in held for phase in expected]
-    for question, (present, figure) in zip(questions, ask(trial.reproducer, questions, "all together")):
+    for question, (present, figure) in zip(questions, ask(trial.REPRODUCER, questions, "all together")):
         phase = question[2]
         if present is not expected[phase]:
             key = next(each for each in held if (patch_id_of(each), parts[each].name) == question[:2])
@@ -189,7 +167,7 @@ def _try_together(parts: Mapping[str, Part], said: _Said, ask: _Asking) -> None:
             said[key] = WRONG, f"{where}: {figure or ('the defect is there' if present else 'the defect is gone')}"
 
 
-def _run_programs(parts: Mapping[str, Part], said: _Said, ask: _Asking) -> tuple[int, dict[str, str]]:
+def _run_programs(parts: Mapping[str, Part], said: _Said, ask: Asking) -> tuple[int, dict[str, str]]:
     """Run the healthy programs without what held and with it.
 
     Returns how many could be run, and by program what patches changed in it that are not on trial.
@@ -200,7 +178,7 @@ def _run_programs(parts: Mapping[str, Part], said: _Said, ask: _Asking) -> tuple
     together = trial.SEPARATOR.join(held)
     ways = (trial.UNPATCHED, trial.KNOWN, "")
     questions = [(name, way, together) for name in PROGRAMS for way in ways]
-    answers = ask(trial.program, questions, "programs")
+    answers = ask(trial.PROGRAM, questions, "programs")
     runs = {name: answers[3 * at : 3 * at + 3] for at, name in enumerate(PROGRAMS)}
     runs = {name: found for name, found in runs.items() if found[0][0] is not None}
     harmed = {name: _change(before, known) for name, (before, known, _) in runs.items() if known != before}
@@ -210,15 +188,15 @@ def _run_programs(parts: Mapping[str, Part], said: _Said, ask: _Asking) -> tuple
             _blame(name, runs[name][1], held, said, ask)
         held = [key for key in held if said[key][0] == HELD]
         questions = [(name, "", trial.SEPARATOR.join(held)) for name in changed if held]
-        again = ask(trial.program, questions, "programs again") if questions else []
+        again = ask(trial.PROGRAM, questions, "programs again") if questions else []
         changed = [name for name, after in zip(changed, again) if after != runs[name][1]]
     return len(runs), harmed
 
 
-def _blame(program: str, before: Answer, held: Collection[str], said: _Said, ask: _Asking) -> None:
+def _blame(program: str, before: Answer, held: Collection[str], said: _Said, ask: Asking) -> None:
     """Find out which patch changes a program; if none does alone, none is adopted."""
     questions = [(program, patch_id_of(key), key) for key in held]
-    answers = dict(zip(held, ask(trial.program, questions, "which patch")))
+    answers = dict(zip(held, ask(trial.PROGRAM, questions, "which patch")))
     guilty = {key: answer for key, answer in answers.items() if answer != before} or dict.fromkeys(held, before)
     for key, after in guilty.items():
         if said[key][0] != HELD:  # another program has shown it

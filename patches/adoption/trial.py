@@ -8,6 +8,8 @@ from ..verification.worker import Answer
 from .healthy_programs import PROGRAMS
 
 SEPARATOR = "\n"
+REPRODUCER, PROGRAM = f"{__name__}:reproducer", f"{__name__}:program"
+"""The functions of this module, as they are asked for."""
 UNPATCHED, KNOWN = "unpatched", "known"
 """A program without patches, and with all that are applied here without `adopt`."""
 

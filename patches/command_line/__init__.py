@@ -10,10 +10,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import adoption, autoload, second_name, verification
 from ..engine.report import Report, Result, Status
@@ -162,23 +162,20 @@ def _diff(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
+    return _run_in_processes(verification.verify, options)
+
+
+def _adopt(options: argparse.Namespace) -> tuple[str, int]:
+    return _forget(options) if options.forget else _run_in_processes(adoption.adopt, options)
+
+
+def _run_in_processes(verb: Callable[..., Any], options: argparse.Namespace) -> tuple[str, int]:
     try:
-        result = verification.verify(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)
+        result = verb(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)
     except NoInterpreter as error:
         _complain(str(error))
         return "", 2
     return result.to_json() if options.json else str(result), 0 if result.ok else 1
-
-
-def _adopt(options: argparse.Namespace) -> tuple[str, int]:
-    if options.forget:
-        return _forget(options)
-    try:
-        found = adoption.adopt(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)
-    except NoInterpreter as error:
-        _complain(str(error))
-        return "", 2
-    return found.to_json() if options.json else str(found), 0 if found.ok else 1
 
 
 def _forget(options: argparse.Namespace) -> tuple[str, int]:

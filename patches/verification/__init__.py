@@ -7,29 +7,24 @@ For releases that are not affected it must be absent to begin with.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import process_registry
 from ..engine import gate, needs, table
 from ..engine.ids import patch_id_of
 from ..engine.patch import CannotShow, Finding, Part
 from ..engine.report import Status
 from ..process_registry import REGISTRY
-from .processes import ask_processes, default_jobs
-from .progress import bar
+from .asking import Asking
+from .processes import number_of_jobs
 from .worker import Answer
 
 PHASES = ("unpatched", "patched", "all", "reverted")
 _PRESENT = ("unpatched", "reverted")
 VERDICTS = ("ok", "skipped", "cannot show", "wrong")
 """In the order in which a table shows them: what needs attention comes last."""
-PREPARE = f"{process_registry.__name__}:REGISTRY.prepare"
-"""Called in the process that the others are copies of: works out what patches change, which else each of them does."""
-
 CANNOT = "cannot show: "
 _NOT_THERE = "its reproducer does not run there"
 _MEDDLESOME = {"unsloth"}
@@ -125,24 +120,19 @@ def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verifi
     NoInterpreter
         This program is frozen: there is no Python to start.
     """
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"jobs must be 1 or more, not {jobs}")
-    return verify_by(f"{__name__}:run_reproducer", (), ids, jobs or default_jobs(), progress)
+    return verify_by(f"{__name__}:run_reproducer", (), ids, jobs, progress)
 
 
-def verify_by(function: str, more: Sequence[str], ids: tuple[str, ...], jobs: int, progress: bool) -> Verification:
+def verify_by(function: str, more: Sequence[str], ids: Sequence[str], jobs: int | None, progress: bool) -> Verification:
     """Let ``function``, as ``module:name``, run each reproducer; it is called as :func:`run_reproducer` and with ``more``."""
-    parts = {(patch.id, part.name): part for patch in REGISTRY.ids.choose(ids) for part in patch.parts}
+    jobs = number_of_jobs(jobs)
+    parts = {(patch.id, part.name): part for patch in REGISTRY.ids.choose(tuple(ids)) for part in patch.parts}
     verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
     tasks = [(*key, phase) for key in parts for phase in _phases(verdicts[key].status)]
     findings: dict[tuple[str, str], dict[str, Answer]] = {key: {} for key in parts}
-    modules = preload([(part, verdicts[key]) for key, part in parts.items()])
-    answers = ask_processes(function, [(*task, *more) for task in tasks], modules, PREPARE, jobs)
-    with contextlib.closing(answers), bar("verify", len(tasks), progress) as advance:
-        for index, finding in answers:
-            patch_id, name, phase = tasks[index]
-            findings[patch_id, name][phase] = finding
-            advance()
+    ask = Asking(preload([(part, verdicts[key]) for key, part in parts.items()]), jobs, progress)
+    for (patch_id, name, phase), finding in zip(tasks, ask(function, [(*task, *more) for task in tasks], "verify")):
+        findings[patch_id, name][phase] = finding
     return Verification(tuple(_judged(parts[key], verdicts[key], findings[key]) for key in parts))
 
 

@@ -123,9 +123,16 @@ class _Interpreter(subprocess.Popen[bytes]):
         self.stdin.close()
 
 
-def default_jobs() -> int:
-    """Return how many processes to run at a time: as many as there are processors for this one, at most four."""
-    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+def number_of_jobs(asked: int | None) -> int:
+    """Return how many processes to run at a time: ``asked``, else as many as there are processors here, at most four.
+
+    Raises ``ValueError`` if that is less than one.
+    """
+    if asked is None:
+        return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if asked < 1:
+        raise ValueError(f"jobs must be 1 or more, not {asked}")
+    return asked
 
 
 def _can_fork() -> bool:

@@ -15,10 +15,11 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
 import patches  # noqa: E402
-from patches import Status, verification  # noqa: E402
+from patches import Status  # noqa: E402
 from patches.adoption.healthy_programs import PROGRAMS  # noqa: E402
 from patches.adoption import plain_programs, quantized_programs  # noqa: E402
-from patches.verification import processes, worker  # noqa: E402
+from patches.verification import worker  # noqa: E402
+from patches.verification.asking import Asking  # noqa: E402
 from tests import processor, releases  # noqa: E402
 
 PRELOAD = ("torch", "bitsandbytes", "transformers", "peft", "accelerate")
@@ -49,8 +50,7 @@ def change_one_bit() -> None:
 
 
 def ask(*questions: tuple[str, str]) -> dict[tuple[str, str], worker.Answer]:
-    answers = processes.ask_processes(f"{__name__}:answer", questions, PRELOAD, verification.PREPARE, jobs=2)
-    return {questions[index]: each for index, each in answers}
+    return dict(zip(questions, Asking(PRELOAD, jobs=2, progress=False)(f"{__name__}:answer", questions, "programs")))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from patches.adoption import CANNOT_SHOW, DOES_NOT_FIT, HELD, NOT_NEEDED, WRONG,
 from patches.engine.gate import Verdict
 from patches.engine.report import Status
 from patches.newer_releases import adopted
+from patches.verification import asking
 
 A, B, C = "peft-dora-cache", "bitsandbytes-int8-copies", "accelerate-left-on-device"
 IDS = (A, B, C)
@@ -46,7 +47,7 @@ def stand(monkeypatch, tmp_path) -> Stand:
     """Three patches are left out here, of two healthy programs."""
     found = Stand()
     monkeypatch.setenv(adopted.VARIABLE, str(tmp_path / "own.json"))
-    monkeypatch.setattr(adoption, "ask_processes", found)
+    monkeypatch.setattr(asking, "ask_processes", found)
     monkeypatch.setattr(adoption, "PROGRAMS", {"one": None, "two": None})
     verdict = Verdict(Status.UNTESTED, "newer", {"torch": "9"})
     monkeypatch.setattr(adoption.REGISTRY, "verdict", lambda part, **_: verdict, raising=False)

@@ -20,7 +20,8 @@ from patches.engine.edits import Edit, module_of
 from patches.engine.patch import Part
 from patches.engine.report import Status
 from patches import verification
-from patches.verification import processes, worker
+from patches.verification import worker
+from patches.verification.asking import Asking
 from tests import releases
 from tests.test_sources import file_of
 
@@ -73,8 +74,7 @@ def said() -> dict[tuple[str, str, str], worker.Answer]:
     available = [key for key, part in CHOSEN.items() if gate.check(part).status is Status.AVAILABLE]
     tasks = [FITS, *((*key, "unpatched") for key in CHOSEN), *((*key, "all") for key in available)]
     preload = ["torch", *map(gate.module_name, (*OF_A_STACK, "bitsandbytes"))]
-    answers = processes.ask_processes(f"{__name__}:answer", tasks, preload, verification.PREPARE, jobs=2)
-    return {tasks[index]: each for index, each in answers}
+    return dict(zip(tasks, Asking(preload, jobs=2, progress=False)(f"{__name__}:answer", tasks, "defects")))
 
 
 def test_every_patch_fits(said):

@@ -16,6 +16,7 @@ from patches.engine.gate import Verdict
 from patches.engine.report import Status
 from patches import verification
 from patches.verification import PHASES, Row, Verification, _judged
+from patches.verification import asking
 from patches.verification.progress import bar
 from tests.engine.conftest import patch
 
@@ -121,9 +122,7 @@ def test_no_processes_at_a_time_is_an_error(jobs):
 
 def test_by_default_one_process_for_each_processor_at_most_four(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        verification, "ask_processes", lambda *arguments: asked.append(arguments[-1]) or (_ for _ in ())
-    )
+    monkeypatch.setattr(asking, "ask_processes", lambda *arguments: asked.append(arguments[-1]) or (_ for _ in ()))
     monkeypatch.setattr(verification.gate, "check", lambda *_, **__: Verdict(Status.NOT_INSTALLED, "", {}))
     for processors, expected in ((1, 1), (3, 3), (64, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=processors: range(n), raising=False)

@@ -23,7 +23,6 @@ from patches.engine.patch import Part
 from patches.engine.report import Status
 from patches.process_registry import NEWER_RELEASES
 from patches.verification import Row, verify_by
-from patches.verification.processes import default_jobs
 from tools.newest import advice, changes, raising
 from tools.sources.wheel_files import ROOT, WheelFiles
 
@@ -79,9 +78,7 @@ def source(package: str, release: str, module: str) -> str | None:
 def verified(ids: Sequence[str], newer: Collection[str]) -> tuple[Row, ...]:
     """Verify patches with the parts ``newer`` applied whatever they were tested on."""
     NEWER_RELEASES.on_trial = frozenset(newer)
-    function = f"{trial.__name__}:{trial.reproducer.__name__}"
-    progress = sys.stderr.isatty()
-    return verify_by(function, (trial.SEPARATOR.join(newer),), tuple(ids), default_jobs(), progress).rows
+    return verify_by(trial.REPRODUCER, (trial.SEPARATOR.join(newer),), ids, None, sys.stderr.isatty()).rows
 
 
 def show_advice(rows: Sequence[Row], parts: Mapping[str, Part], newer: Collection[str]) -> int:
