@@ -115,7 +115,7 @@ _uncounted: list[Result] = []
 _counted: set[str] = set()
 """Ids of patches that are in a line, or will be: their other parts may follow."""
 _left_out: dict[str, set[str]] = {}
-"""By package and version the ids of patches that are not applied there, because nobody has tested it; in no line yet."""
+"""By package and version the ids of patches that are left out there as untested; in no line yet."""
 _problems: list[str] = []
 """Said already."""
 _info_lines: list[str] = []
@@ -160,7 +160,7 @@ def _tell_how_many() -> None:
 
 
 def _tell_what_is_left_out() -> None:
-    """Log one line for what a program has just imported in a release that nobody has tested."""
+    """Log one line about the untested releases that a program has just imported."""
     fresh = {package: len(ids) for package, ids in _left_out.items()}
     _left_out.clear()
     if not fresh:

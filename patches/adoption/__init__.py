@@ -1,4 +1,4 @@
-"""``python -m patches adopt``: verify here what nobody has tested on so new a release, and apply from then on what holds.
+"""``python -m patches adopt``: verify on this machine the patches that are left out on a newer release; apply those that hold.
 
 First the reproducers: the defect must be there without the patch, gone with it alone and with all, and back after revert.
 Then programs of ordinary users on healthy paths, whose results must be the same to the bit.
@@ -18,7 +18,7 @@ from ..engine.patch import Part
 from ..engine.report import Status
 from ..newer_releases import adopted
 from ..process_registry import NEWER_RELEASES, REGISTRY
-from ..verification import CANNOT, preload
+from ..verification import CANNOT, modules_to_preload
 from ..verification.asking import Asking
 from ..verification.processes import number_of_jobs
 from ..verification.worker import Answer
@@ -115,7 +115,7 @@ def adopt(*ids: str, jobs: int | None = None, progress: bool = False) -> Adoptio
     parts = {part.key: part for patch in REGISTRY.ids.choose(ids) for part in patch.parts}
     verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
     left_out = {key: part for key, part in parts.items() if verdicts[key].status is Status.UNTESTED}
-    modules = preload([(part, verdicts[key]) for key, part in left_out.items()])
+    modules = modules_to_preload([(part, verdicts[key]) for key, part in left_out.items()])
     ask = Asking(list(dict.fromkeys([*modules, *_PROGRAM_PACKAGES])), jobs, progress)
     said = _try_alone(left_out, ask) if left_out else {}
     _try_together(left_out, said, ask)
@@ -215,11 +215,11 @@ def _remember(parts: Sequence[Part]) -> tuple[str, str]:
     entries = {part.key: NEWER_RELEASES.entry(part, day) for part in parts}
     name_one = f"name a file that can be written: {adopted.VARIABLE}=FILE python -m patches adopt"
     try:
-        file = adopted.file()
+        file = adopted.adopted_file()
     except adopted.Nowhere as error:
         return "", f"{error}; {name_one}" if parts else ""
     try:
-        adopted.add([entry for entry in entries.values() if entry is not None])
+        adopted.add_entries([entry for entry in entries.values() if entry is not None])
     except OSError as error:
         return str(file), f"{file} cannot be written ({error.strerror or error}); {name_one}"
     without = [key for key, entry in entries.items() if entry is None]

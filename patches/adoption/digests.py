@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def digest(*results: Any) -> str:
+def digest_of_results(*results: Any) -> str:
     """Return the SHA-256 of ``results``: tensors, plain values, and lists, tuples and mappings of them.
 
     Of a tensor count dtype, shape and every bit; of a mapping its keys, in their order. Classes do not count: a parameter

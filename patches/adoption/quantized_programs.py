@@ -14,33 +14,42 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .digests import digest
-from .tiny import llama, llama_4bit, llama_int8, logits_of, saved_and_loaded_adapter, tokens, train, with_lora
+from .digests import digest_of_results
+from .tiny import (
+    llama_4bit,
+    llama_int8,
+    logits_of,
+    plain_llama,
+    saved_and_loaded_adapter,
+    token_ids,
+    train_two_steps,
+    with_lora,
+)
 
 
 def call_4bit() -> str:
     import torch
 
     exact, double = llama_4bit(), llama_4bit(bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=True)
-    packed = digest(exact.state_dict(), double.state_dict())
-    return digest(packed, logits_of(exact), logits_of(double))
+    packed = digest_of_results(exact.state_dict(), double.state_dict())
+    return digest_of_results(packed, logits_of(exact), logits_of(double))
 
 
 def call_int8() -> str:
     model = llama_int8()
-    return digest(model.state_dict(), logits_of(model), logits_of(model))
+    return digest_of_results(model.state_dict(), logits_of(model), logits_of(model))
 
 
 def generate_4bit() -> str:
     import torch
 
     model = llama_4bit().eval()
-    ids = tokens()
+    ids = token_ids()
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True, **options
     )
-    return digest(out.sequences, out.logits)
+    return digest_of_results(out.sequences, out.logits)
 
 
 def train_lora(load: Callable[[], Any], use_reentrant: bool | None = None) -> str:
@@ -51,13 +60,13 @@ def train_lora(load: Callable[[], Any], use_reentrant: bool | None = None) -> st
     else:
         model = prepare_model_for_kbit_training(load(), gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     model = with_lora(model)
-    return digest(train(model), model.state_dict())
+    return digest_of_results(train_two_steps(model), model.state_dict())
 
 
 def save_and_load_adapter(load: Callable[[], Any]) -> str:
     loaded = saved_and_loaded_adapter(with_lora(load()), load())
-    packed = digest(loaded.state_dict())
-    return digest(packed, logits_of(loaded))
+    packed = digest_of_results(loaded.state_dict())
+    return digest_of_results(packed, logits_of(loaded))
 
 
 def save_and_load_4bit() -> str:
@@ -69,8 +78,8 @@ def save_and_load_4bit() -> str:
         model.save_pretrained(folder)
         file = load_file(f"{folder}/model.safetensors")
         loaded = LlamaForCausalLM.from_pretrained(folder, device_map={"": "cpu"})
-    packed = digest(model.state_dict(), file, loaded.state_dict())
-    return digest(packed, logits_of(loaded))
+    packed = digest_of_results(model.state_dict(), file, loaded.state_dict())
+    return digest_of_results(packed, logits_of(loaded))
 
 
 def copy_and_pickle_layers() -> str:
@@ -89,15 +98,15 @@ def copy_and_pickle_layers() -> str:
         saved.seek(0)
         copies = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(saved, weights_only=False)
         results += [[each.state_dict(), each(x)] for each in (layer, *copies)]
-    return digest(results)
+    return digest_of_results(results)
 
 
 def train_with_8bit_optimizer() -> str:
     from bitsandbytes.optim import AdamW8bit
 
-    model = llama()
+    model = plain_llama()
     optimizer = AdamW8bit(model.parameters(), lr=1e-2)
-    return digest(train(model, optimizer), [optimizer.state[each] for each in model.parameters()])
+    return digest_of_results(train_two_steps(model, optimizer), [optimizer.state[each] for each in model.parameters()])
 
 
 PROGRAMS: Mapping[str, Callable[[], str]] = {

@@ -17,7 +17,7 @@ SIZE = {"vocab_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num
 """Widths are multiples of 64, the block size of 4-bit weights: else the CPU reads wrong scales, which a patch repairs."""
 
 
-def llama() -> PreTrainedModel:
+def plain_llama() -> PreTrainedModel:
     """Make a Llama of two layers, in float32, after setting the seed."""
     return make_llama(**SIZE)
 
@@ -41,10 +41,10 @@ def llama_int8() -> Any:
 def _on_cpu(how: Any) -> Any:
     import torch
 
-    return load_quantized(llama(), how, device_map={"": "cpu"}, **in_dtype(torch.float32))
+    return load_quantized(plain_llama(), how, device_map={"": "cpu"}, **in_dtype(torch.float32))
 
 
-def tokens() -> Tensor:
+def token_ids() -> Tensor:
     """Return two rows of eight token ids."""
     import torch
 
@@ -56,11 +56,11 @@ def logits_of(model: Module) -> Tensor:
     import torch
 
     with torch.no_grad():
-        logits: Tensor = model.eval()(input_ids=tokens()).logits
+        logits: Tensor = model.eval()(input_ids=token_ids()).logits
     return logits
 
 
-def train(model: Module, optimizer: Any = None) -> list[Any]:
+def train_two_steps(model: Module, optimizer: Any = None) -> list[Any]:
     """Take two steps, by default of AdamW; return each loss, the gradients of the last step and what was trained."""
     import torch
 
@@ -70,7 +70,7 @@ def train(model: Module, optimizer: Any = None) -> list[Any]:
     torch.manual_seed(2)  # for dropout
     for _ in range(2):
         optimizer.zero_grad()
-        loss = model.train()(input_ids=tokens(), labels=tokens()).loss
+        loss = model.train()(input_ids=token_ids(), labels=token_ids()).loss
         loss.backward()
         optimizer.step()
         losses.append(loss)

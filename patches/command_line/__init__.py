@@ -99,7 +99,11 @@ def _parser() -> argparse.ArgumentParser:
         ("report", _report, "what is applied here and what is not, with the reason"),
         ("diff", _diff, "what is changed, as a unified diff"),
         ("verify", _verify, "run the reproducers in fresh processes: unpatched, patched, reverted"),
-        ("adopt", _adopt, "verify here what nobody has tested on so new a release, and apply from then on what holds"),
+        (
+            "adopt",
+            _adopt,
+            "verify here the patches that are left out on a newer release; those that hold are applied from then on",
+        ),
         ("explain", _explain, "one patch, or the patches for an error message in quotes"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -180,8 +184,8 @@ def _run_in_processes(verb: Callable[..., Any], options: argparse.Namespace) -> 
 
 def _forget(options: argparse.Namespace) -> tuple[str, int]:
     try:
-        file = adopted.file()
-        number = adopted.forget({patch.id for patch in REGISTRY.ids.choose(options.ids)} if options.ids else ())
+        file = adopted.adopted_file()
+        number = adopted.forget_entries({patch.id for patch in REGISTRY.ids.choose(options.ids)} if options.ids else ())
     except adopted.Nowhere as error:
         _complain(f"{error}: nothing is remembered; {adopted.VARIABLE} names a file elsewhere")
         return "", 2

@@ -1,7 +1,7 @@
 """Digests of what a source file defines: equal if the syntax trees are, whatever Python reads the file.
 
 Not compared are positions, comments, docstrings, and what differs from one Python to the next in the tree of the same
-source. The digest of a class is that of its bases and decorators: its methods and attributes are definitions of their own.
+source. The digest of a class is made of its bases and decorators: its methods and attributes are definitions of their own.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _write(node: Any, parts: list[str]) -> None:
 
 
 def _fields(node: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Give the fields of a node that are compared, without those that are empty: a later Python may have more of them."""
+    """Give the fields of a node that are compared, without empty ones: a later Python may have more of them."""
     for field, value in ast.iter_fields(node):
         if field == "body" and _has_docstring(node):
             value = value[1:]

@@ -1,7 +1,7 @@
 """Whether a patch is applied on a release that is newer than any it was tested on.
 
-It is if all the source that it rests on is that of one tested release, or if ``python -m patches adopt`` has verified it
-on just this stack.
+It is if all the source that it rests on equals the source in one tested release, or if ``python -m patches adopt`` has
+verified it on just this stack.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from . import adopted
 from .source_table import NOT_COMPARED, Comparison, SourceTable, of_installed
 
 STACK = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
-"""Packages whose releases an entry is for, beside those that the patch requires."""
+"""An entry is for releases of these packages and of the packages that the patch requires."""
 
 
 class NewerReleases:
-    """Judges parts of patches on releases that nobody has tested. Reads each file once."""
+    """Judges parts of patches on untested releases. Reads each file once."""
 
     def __init__(self, read: Callable[[str, Sequence[str]], Mapping[str, str]]) -> None:
         """Take ``read``, which gives the digests of names in a source file."""
@@ -67,7 +67,7 @@ class NewerReleases:
     def _read(self) -> list[adopted.Entry]:
         if self._entries is None:
             try:
-                self._entries = adopted.read(adopted.file())
+                self._entries = adopted.read_entries(adopted.adopted_file())
             except adopted.Nowhere:
                 self._entries = []
             except adopted.Unusable as error:

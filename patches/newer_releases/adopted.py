@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     """The key of the part: the id, with its name if there are several."""
     versions: Mapping[str, str]
     sources: str
-    """Digest of what it rests on and of its edits."""
+    """Digest of the source that the patch rests on, and of its edits."""
     on: str
     """The date, as in 2026-11-27."""
 
@@ -44,7 +44,7 @@ class Nowhere(OSError):
     """There is no folder that is the user's, and no file is named."""
 
 
-def file() -> Path:
+def adopted_file() -> Path:
     """Return the path of the file, which need not exist. Raises ``Nowhere``."""
     if named := os.environ.get(VARIABLE, ""):
         return Path(named)
@@ -69,7 +69,7 @@ def _users_cache() -> Path:
     return Path(base)
 
 
-def read(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[Entry]:
     """Return the entries of the file; none where there is no file and no one has named it.
 
     Raises ``Unusable``.
@@ -94,7 +94,7 @@ def read(path: Path) -> list[Entry]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe that nobody writes to must not hold up an import."""
+    """Open a file; a pipe without a writer must not hold up an import."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -116,7 +116,7 @@ def _entry(row: Mapping[str, object]) -> Entry:
     return Entry(str(row["patch"]), {str(k): str(v) for k, v in versions.items()}, str(row["sources"]), str(row["on"]))
 
 
-def add(fresh: Collection[Entry]) -> None:
+def add_entries(fresh: Collection[Entry]) -> None:
     """Add entries to the file, in the place of those for the same patch and stack. Raises ``OSError``."""
     replaced = {(entry.patch, tuple(entry.versions.items())) for entry in fresh}
 
@@ -125,10 +125,10 @@ def add(fresh: Collection[Entry]) -> None:
         return [*others, *fresh][-_MAX_ENTRIES:]
 
     if fresh:
-        _change(file(), added)
+        _change(adopted_file(), added)
 
 
-def forget(ids: Collection[str]) -> int:
+def forget_entries(ids: Collection[str]) -> int:
     """Take out the entries of patches, or all if none is named; return how many. Raises ``OSError``."""
     gone = 0
 
@@ -138,8 +138,8 @@ def forget(ids: Collection[str]) -> int:
         gone = len(known) - len(kept)
         return kept
 
-    if file().exists():
-        _change(file(), without)
+    if adopted_file().exists():
+        _change(adopted_file(), without)
     return gone
 
 
@@ -151,7 +151,7 @@ def _change(path: Path, change: Callable[[list[Entry]], list[Entry]]) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _alone(path):
         try:
-            known = read(path)
+            known = read_entries(path)
         except Unusable:  # it counted for nothing
             known = []
         rows = ",\n".join(json.dumps(entry._asdict()) for entry in change(known))

@@ -1,4 +1,4 @@
-"""Comparing the installed source of what a patch rests on with that of the releases that were tested.
+"""Comparing the installed source that a patch rests on with the source in the releases that were tested.
 
 A patch rests on the functions that its edits name, and on what our own code takes or reads of the library by name.
 ``sources.json`` lists the latter for each patch, and has the digest of all in every release that was tested; a release on
@@ -34,7 +34,7 @@ _WITHOUT_SOURCE = tuple({*importlib.machinery.all_suffixes()} - {".py"})
 
 
 class Comparison(NamedTuple):
-    """The tested release that is nearest to what is installed, and what differs from it."""
+    """The tested release that is nearest to the installed one, and what differs from it."""
 
     release: str
     """Empty if nothing can be compared."""
@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
 
 
 class SourceTable:
-    """The table that the package ships, and ``digests`` of what is installed; each module is read once."""
+    """The table that the package ships, and ``digests`` of the installed packages; each module is read once."""
 
     def __init__(self, digests: Digests, load: Callable[[], Mapping[str, Any]] | None = None) -> None:
         self._digests = digests
@@ -168,7 +168,7 @@ def _shipped() -> Mapping[str, Any]:
 
 
 def of_installed(read: Callable[[str, Sequence[str]], Mapping[str, str]]) -> Digests:
-    """Return the digests of what is installed; ``read`` gives those of a file."""
+    """Return the digests of the installed packages; ``read`` gives the digests of a file."""
 
     def digests(module: str, names: Sequence[str]) -> Mapping[str, str]:
         file = source_file(module)

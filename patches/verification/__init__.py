@@ -130,13 +130,13 @@ def verify_by(function: str, more: Sequence[str], ids: Sequence[str], jobs: int 
     verdicts = {key: REGISTRY.verdict(part) for key, part in parts.items()}
     tasks = [(*key, phase) for key in parts for phase in _phases(verdicts[key].status)]
     findings: dict[tuple[str, str], dict[str, Answer]] = {key: {} for key in parts}
-    ask = Asking(preload([(part, verdicts[key]) for key, part in parts.items()]), jobs, progress)
+    ask = Asking(modules_to_preload([(part, verdicts[key]) for key, part in parts.items()]), jobs, progress)
     for (patch_id, name, phase), finding in zip(tasks, ask(function, [(*task, *more) for task in tasks], "verify")):
         findings[patch_id, name][phase] = finding
     return Verification(tuple(_judged(parts[key], verdicts[key], findings[key]) for key in parts))
 
 
-def preload(chosen: Sequence[tuple[Part, gate.Verdict]]) -> list[str]:
+def modules_to_preload(chosen: Sequence[tuple[Part, gate.Verdict]]) -> list[str]:
     """Name what several processes import: the packages, and the modules that are edited where there is a defect."""
     packages = {name for _, verdict in chosen for name in verdict.versions} - _MEDDLESOME
     edited: set[str] = set()

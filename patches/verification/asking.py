@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .. import process_registry
 from .processes import ask_processes
-from .progress import bar
+from .progress import progress_bar
 from .worker import Answer
 
 PREPARE = f"{process_registry.__name__}:REGISTRY.prepare"
@@ -24,7 +24,7 @@ class Asking:
         """Call ``function``, as ``module:name``, with each of ``questions``; return the answers in their order."""
         found: dict[int, Answer] = {}
         answers = ask_processes(function, questions, self._modules, PREPARE, self._jobs)
-        with contextlib.closing(answers), bar(label, len(questions), self._progress) as advance:
+        with contextlib.closing(answers), progress_bar(label, len(questions), self._progress) as advance:
             for index, answer in answers:
                 found[index] = answer
                 advance()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def bar(label: str, total: int, wanted: bool) -> Iterator[Callable[[], object]]:
+def progress_bar(label: str, total: int, wanted: bool) -> Iterator[Callable[[], object]]:
     """Give a function to call after each of ``total`` steps; it shows nothing unless that is ``wanted``."""
     if not wanted or not total or sys.stderr is None:
         yield lambda: None

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from patches.adoption.digests import digest  # noqa: E402
+from patches.adoption.digests import digest_of_results  # noqa: E402
 
 VALUES = {
     "zero": torch.zeros(2, 3),
@@ -31,13 +31,13 @@ VALUES = {
 
 
 def test_other_results_have_other_digests():
-    found = {digest(value): name for name, value in VALUES.items()}
+    found = {digest_of_results(value): name for name, value in VALUES.items()}
     assert list(found.values()) == list(VALUES)
 
 
 def test_where_a_result_ends_counts():
-    assert digest(["a"], "b") != digest(["a", "b"]) != digest("ab")
-    assert digest({"a": 0, "b": 1}) != digest({"b": 1, "a": 0})
+    assert digest_of_results(["a"], "b") != digest_of_results(["a", "b"]) != digest_of_results("ab")
+    assert digest_of_results({"a": 0, "b": 1}) != digest_of_results({"b": 1, "a": 0})
 
 
 @pytest.mark.parametrize("alike", [
@@ -46,9 +46,9 @@ def test_where_a_result_ends_counts():
     torch.tensor([[0.0, 3], [1, 4], [2, 5]]).t(),
 ], ids=["a parameter", "computed", "transposed in memory"])  # fmt: skip
 def test_class_and_memory_do_not_count(alike):
-    assert digest(alike) == digest(torch.arange(6.0).view(2, 3))
+    assert digest_of_results(alike) == digest_of_results(torch.arange(6.0).view(2, 3))
 
 
 def test_what_has_no_bits_of_its_own_is_refused():
     with pytest.raises(TypeError, match="not of Linear"):
-        digest(torch.nn.Linear(1, 1))
+        digest_of_results(torch.nn.Linear(1, 1))

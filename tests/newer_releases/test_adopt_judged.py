@@ -35,7 +35,7 @@ class Stand:
         for index, question in reversed(list(enumerate(questions))):  # in any order
             self.asked.append(question)
             on_trial = set(question[-1].split(trial.SEPARATOR))
-            if function.endswith(":reproducer"):
+            if function == trial.REPRODUCER:
                 patch_id, _, phase, _ = question
                 yield index, self.reproducer(patch_id, phase, on_trial)
             else:
@@ -67,7 +67,11 @@ def verdicts(found: Adoption) -> dict[str, str]:
 
 
 def remembered() -> set[str]:
-    return {entry.patch for entry in adopted.read(adopted.file())} if adopted.file().exists() else set()
+    return (
+        {entry.patch for entry in adopted.read_entries(adopted.adopted_file())}
+        if adopted.adopted_file().exists()
+        else set()
+    )
 
 
 def test_all_hold(stand):
@@ -189,7 +193,7 @@ def test_without_a_home_it_is_said_that_there_is_no_place(stand, monkeypatch):
     def nowhere() -> None:
         raise adopted.Nowhere("there is no home folder")
 
-    monkeypatch.setattr(adopted, "file", nowhere)
+    monkeypatch.setattr(adopted, "adopted_file", nowhere)
     found = adoption.adopt(*IDS)
     assert not found.ok and found.problem.startswith("there is no home folder; name a file that can be written: ")
 

@@ -22,18 +22,18 @@ def file(tmp_path, monkeypatch) -> Path:
     """The file, with one entry, which ``$PATCHES_ADOPTED`` names."""
     path = tmp_path / "own.json"
     monkeypatch.setenv(adopted.VARIABLE, str(path))
-    adopted.add([ENTRY])
+    adopted.add_entries([ENTRY])
     return path
 
 
 def why(path: Path) -> str:
     with pytest.raises(adopted.Unusable) as said:
-        adopted.read(path)
+        adopted.read_entries(path)
     return str(said.value)
 
 
 def test_what_was_added_is_read(file):
-    assert adopted.read(file) == [ENTRY]
+    assert adopted.read_entries(file) == [ENTRY]
     assert json.loads(file.read_text())["format"] == 1
 
 
@@ -42,11 +42,11 @@ def test_no_file_is_no_entries_unless_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path / "none"))
-    assert adopted.read(adopted.file()) == []
+    assert adopted.read_entries(adopted.adopted_file()) == []
     (tmp_path / "none").write_text("a file where the folder would be")
-    assert adopted.read(adopted.file()) == []
+    assert adopted.read_entries(adopted.adopted_file()) == []
     monkeypatch.setenv(adopted.VARIABLE, str(tmp_path / "missing"))
-    assert "PATCHES_ADOPTED=" in why(adopted.file()) and "there is no such file" in why(adopted.file())
+    assert "PATCHES_ADOPTED=" in why(adopted.adopted_file()) and "there is no such file" in why(adopted.adopted_file())
 
 
 @pytest.mark.parametrize("content", [
@@ -59,8 +59,8 @@ def test_no_file_is_no_entries_unless_it_is_named(tmp_path, monkeypatch):
 def test_a_file_with_another_content_is_damaged(file, content):
     file.write_text(content, "utf-8")
     assert why(file) == f"{file} is damaged, and counts for nothing; `python -m patches adopt` writes it anew"
-    adopted.add([ENTRY])
-    assert adopted.read(file) == [ENTRY], "it is written anew"
+    adopted.add_entries([ENTRY])
+    assert adopted.read_entries(file) == [ENTRY], "it is written anew"
 
 
 def test_a_file_that_was_cut_short_anywhere_is_damaged(file):
@@ -92,10 +92,10 @@ def test_what_others_can_write_to_counts_for_nothing(file, mode):
 def test_a_mask_that_lets_a_group_write_does_not_spoil_our_own_file(file):
     before = os.umask(0o002)
     try:
-        adopted.add([ENTRY._replace(patch="another")])
+        adopted.add_entries([ENTRY._replace(patch="another")])
     finally:
         os.umask(before)
-    assert len(adopted.read(file)) == 2
+    assert len(adopted.read_entries(file)) == 2
 
 
 @POSIX
@@ -119,7 +119,7 @@ import os, sys
 from patches.newer_releases import adopted
 os.setgroups([]); os.setgid(54321); os.setuid(54321)
 try:
-    adopted.read(adopted.Path(sys.argv[1]))
+    adopted.read_entries(adopted.Path(sys.argv[1]))
 except adopted.Unusable as error:
     print(error)
 """
@@ -146,7 +146,7 @@ def test_a_pipe_that_nobody_writes_to_and_a_device_count_for_nothing_at_once(tmp
 def test_the_file_of_the_superuser_counts(file):
     if os.geteuid():
         pytest.skip("only the superuser has files of the superuser")
-    assert file.stat().st_uid == 0 and adopted.read(file) == [ENTRY]
+    assert file.stat().st_uid == 0 and adopted.read_entries(file) == [ENTRY]
 
 
 @POSIX
@@ -161,4 +161,4 @@ def test_without_a_home_there_is_no_place_and_nothing_breaks(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     with pytest.raises(adopted.Nowhere, match="there is no home folder"):
-        adopted.file()
+        adopted.adopted_file()

@@ -22,7 +22,7 @@ ADD = """
 import sys
 from patches.newer_releases import adopted
 for number in range(int(sys.argv[2])):
-    adopted.add([adopted.Entry(f"{sys.argv[1]}-{number}", {"peft": "1"}, "0123" * 8, "2026-11-27")])
+    adopted.add_entries([adopted.Entry(f"{sys.argv[1]}-{number}", {"peft": "1"}, "0123" * 8, "2026-11-27")])
 """
 
 
@@ -38,7 +38,7 @@ def entry(patch: str = "a", sources: str = "s", **versions: str) -> adopted.Entr
 
 
 def names(path: Path) -> list[str]:
-    return [each.patch for each in adopted.read(path)]
+    return [each.patch for each in adopted.read_entries(path)]
 
 
 def beside(path: Path) -> set[str]:
@@ -46,35 +46,35 @@ def beside(path: Path) -> set[str]:
 
 
 def test_what_was_verified_again_takes_the_place_of_what_was_known(file):
-    adopted.add([entry(), entry(peft="2"), entry("b")])
-    adopted.add([entry(sources="t")])
-    assert adopted.read(file) == [entry(peft="2"), entry("b"), entry(sources="t")]
+    adopted.add_entries([entry(), entry(peft="2"), entry("b")])
+    adopted.add_entries([entry(sources="t")])
+    assert adopted.read_entries(file) == [entry(peft="2"), entry("b"), entry(sources="t")]
     assert not beside(file)
 
 
 def test_it_does_not_grow_for_ever(file, monkeypatch):
     monkeypatch.setattr(adopted, "_MAX_ENTRIES", 5)
     for number in range(7):
-        adopted.add([entry(str(number))])
+        adopted.add_entries([entry(str(number))])
     assert names(file) == ["2", "3", "4", "5", "6"]
 
 
 def test_to_forget_names_patches_or_all_and_says_how_many(file):
-    assert adopted.forget(()) == 0 and not file.exists()
-    adopted.add([entry("a"), entry("a: part"), entry("b"), entry("b", peft="2")])
-    assert (adopted.forget({"a"}), names(file)) == (2, ["b", "b"])
-    assert (adopted.forget({"c"}), names(file)) == (0, ["b", "b"])
-    assert (adopted.forget(()), names(file)) == (2, [])
+    assert adopted.forget_entries(()) == 0 and not file.exists()
+    adopted.add_entries([entry("a"), entry("a: part"), entry("b"), entry("b", peft="2")])
+    assert (adopted.forget_entries({"a"}), names(file)) == (2, ["b", "b"])
+    assert (adopted.forget_entries({"c"}), names(file)) == (0, ["b", "b"])
+    assert (adopted.forget_entries(()), names(file)) == (2, [])
 
 
 def test_nothing_to_add_writes_nothing(file):
-    adopted.add([])
+    adopted.add_entries([])
     assert not file.parent.exists()
 
 
 @LOCKS
 def test_two_processes_that_write_at_once_lose_nothing_and_a_reader_sees_whole_files(file):
-    adopted.add([entry("first")])
+    adopted.add_entries([entry("first")])
     writers = [subprocess.Popen([sys.executable, "-c", ADD, name, str(ROUNDS)]) for name in "ab"]
     seen = set()
     while any(writer.poll() is None for writer in writers):
@@ -92,7 +92,7 @@ def test_two_processes_that_write_at_once_lose_nothing_and_a_reader_sees_whole_f
 def test_threads_that_write_at_once_lose_nothing(file):
     def write(name: str) -> None:
         for number in range(ROUNDS):
-            adopted.add([entry(f"{name}-{number}")])
+            adopted.add_entries([entry(f"{name}-{number}")])
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "ab"]
     for thread in threads:
@@ -104,14 +104,14 @@ def test_threads_that_write_at_once_lose_nothing(file):
 
 @POSIX
 def test_a_full_disk_leaves_the_file_as_it_was(file):
-    adopted.add([entry("known")])
+    adopted.add_entries([entry("known")])
     before = file.read_bytes()
     source = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 from patches.newer_releases import adopted
 try:
-    adopted.add([adopted.Entry(str(number), {"peft": "1"}, "0123" * 8, "2026-11-27") for number in range(200)])
+    adopted.add_entries([adopted.Entry(str(number), {"peft": "1"}, "0123" * 8, "2026-11-27") for number in range(200)])
 except OSError as error:
     print(error.strerror)
 """
@@ -123,8 +123,8 @@ except OSError as error:
 def test_a_file_in_the_place_of_the_folder_is_an_error_of_the_system(file):
     file.parent.write_text("mine")
     with pytest.raises(OSError):
-        adopted.add([entry()])
-    assert adopted.forget(()) == 0
+        adopted.add_entries([entry()])
+    assert adopted.forget_entries(()) == 0
     assert file.parent.read_text() == "mine"
 
 
@@ -134,7 +134,7 @@ def test_a_folder_that_nobody_can_write_is_an_error_of_the_system(monkeypatch):
         pytest.skip("there is no /proc")
     monkeypatch.setenv(adopted.VARIABLE, "/proc/self/own.json")
     with pytest.raises(OSError):
-        adopted.add([entry()])
+        adopted.add_entries([entry()])
 
 
 @POSIX
@@ -144,7 +144,7 @@ def test_a_device_a_pipe_and_a_folder_are_not_replaced(tmp_path, monkeypatch):
     folder.mkdir()
     for path in (device, pipe, folder):
         monkeypatch.setenv(adopted.VARIABLE, str(path))
-        for change in (lambda: adopted.add([entry()]), lambda: adopted.forget(())):
+        for change in (lambda: adopted.add_entries([entry()]), lambda: adopted.forget_entries(())):
             with pytest.raises(OSError, match="it is no file"):
                 change()
     assert device.is_char_device() and pipe.is_fifo() and not list(folder.iterdir())
@@ -155,8 +155,8 @@ def test_a_link_stays_a_link(file, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     file.parent.mkdir()
     file.symlink_to(tmp_path / "elsewhere" / "real.json")
-    adopted.add([entry()])
-    adopted.add([entry("b")])
+    adopted.add_entries([entry()])
+    adopted.add_entries([entry("b")])
     assert file.is_symlink() and names(file) == names(tmp_path / "elsewhere" / "real.json") == ["a", "b"]
 
 
@@ -164,7 +164,7 @@ def test_a_link_stays_a_link(file, tmp_path):
 def test_the_folder_is_the_users_own_and_the_file_can_be_read_by_others(file):
     before = os.umask(0)
     try:
-        adopted.add([entry()])
+        adopted.add_entries([entry()])
     finally:
         os.umask(before)
     assert file.parent.stat().st_mode & 0o777 == 0o700
@@ -172,7 +172,7 @@ def test_the_folder_is_the_users_own_and_the_file_can_be_read_by_others(file):
 
 
 def test_what_is_written_is_a_line_for_each_entry(file):
-    adopted.add([entry("a"), entry("b")])
+    adopted.add_entries([entry("a"), entry("b")])
     first, *rows, last = file.read_text("utf-8").splitlines()
     assert (first, last) == ('{"format": 1, "entries": [', "]}")
     assert [json.loads(row.rstrip(","))["patch"] for row in rows] == ["a", "b"]

@@ -17,7 +17,7 @@ from patches.engine.report import Status
 from patches import verification
 from patches.verification import PHASES, Row, Verification, _judged
 from patches.verification import asking
-from patches.verification.progress import bar
+from patches.verification.progress import progress_bar
 from tests.engine.conftest import patch
 
 FITS = Verdict(Status.AVAILABLE, "", {"packaging": "24"})
@@ -134,18 +134,18 @@ def test_by_default_one_process_for_each_processor_at_most_four(monkeypatch):
 
 def test_progress_is_a_bar_where_tqdm_is_installed(capsys):
     pytest.importorskip("tqdm", reason="tqdm is not installed")
-    with bar("verify", 2, True) as advance:
+    with progress_bar("verify", 2, True) as advance:
         advance()
     assert "verify" in capsys.readouterr().err
     for total, progress in ((2, False), (0, True)):
-        with bar("verify", total, progress) as advance:
+        with progress_bar("verify", total, progress) as advance:
             advance()
     assert capsys.readouterr() == ("", "")
 
 
 def test_progress_is_a_line_where_tqdm_is_not_installed(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with bar("verify", 12, True) as advance:
+    with progress_bar("verify", 12, True) as advance:
         advance()
         advance()
     out, err = capsys.readouterr()
@@ -159,7 +159,7 @@ def test_progress_on_a_standard_error_that_cannot_be_written_is_nothing(monkeypa
     stream.close()
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys, "stderr", stream if closed else None)
-    with bar("verify", 2, True) as advance:
+    with progress_bar("verify", 2, True) as advance:
         advance()
 
 

@@ -5,7 +5,7 @@ quantizes them again when they are on a CPU and are moved, also to where they ar
 packed weights and scales on other ways. There, whatever makes a weight an ``Int8Params`` where there was a plain tensor
 or an error has the same edits, so that each patch is right alone too: the next ``.to()`` would undo the repair.
 
-0.48.0 and 0.48.1 raise an error if scales are on meta, as those of an offloaded weight are. There, whatever lets such a weight
+0.48.0 and 0.48.1 raise an error if scales are on meta, as the scales of an offloaded weight are. There, whatever lets such a weight
 be moved has the same edits, too: an offloaded layer would raise a less clear error later.
 """
 
