@@ -41,7 +41,7 @@ def test_what_was_found_is_kept_and_not_run_again_unless_it_is_named(tmp_path, m
 
     monkeypatch.setattr(tool, "RESULTS", tmp_path / "replay.json")
     monkeypatch.setattr(tool.Release, "verified", verified)
-    monkeypatch.setattr(tool, "_offered", lambda package: ["0.20.0", "0.20.1"] if package == "peft" else [])
+    monkeypatch.setattr(tool, "offered", lambda package: ["0.20.0", "0.20.1"] if package == "peft" else [])
     assert [tool.main(arguments) for arguments in ([], [], ["peft==0.19.1"], ["peft==0.20.1"])] == [0, 0, 0, 0]
     assert ran == ["peft==0.20.1", "peft==0.20.0", "peft==0.19.1", "peft==0.20.1"]
     known = json.loads(tool.RESULTS.read_text("utf-8"))
@@ -57,7 +57,7 @@ def test_what_some_patches_say_anew_replaces_their_rows_of_the_releases_that_wer
         return {"versions": {}, "verify": [{"id": name, "verdict": word, "reason": ""} for name, word in words.items()]}
 
     monkeypatch.setattr(tool, "RESULTS", tmp_path / "replay.json")
-    monkeypatch.setattr(tool, "_offered", lambda package: ["0.20.0", "0.21.0"] if package == "peft" else [])
+    monkeypatch.setattr(tool, "offered", lambda package: ["0.20.0", "0.21.0"] if package == "peft" else [])
     tool.keep(tool.Release("peft", "0.20.0"), found(a="wrong", b="ok"))
     monkeypatch.setenv("IDS", "a")
     monkeypatch.setattr(tool.Release, "verified", lambda release: found(a="ok"))

@@ -179,7 +179,8 @@ def _pins(stack: Stack) -> list[str]:
     return [f"{name}=={stack[name]}" for name in PACKAGES if name in stack and name not in ("torch", "trl")]
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
+    """The name of a folder for ``name``."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower())
 
 
@@ -191,7 +192,7 @@ def folders(name: str, stack: Stack, torch: str = "") -> list[Path]:
     folders = []
     here = json.loads(run(sys.executable, "-c", VERSIONS, *PACKAGES))
     if any(here.get(pin.partition("==")[0]) != pin.partition("==")[2] for pin in _pins(stack)):
-        folders.append(_installed(_slug(name), "--no-deps", *_pins(stack), *stack.get("beside", ())))
+        folders.append(_installed(slug(name), "--no-deps", *_pins(stack), *stack.get("beside", ())))
     if "trl" in stack:
         folders.append(_installed(f"trl-{stack['trl']}", "--no-deps", f"trl=={stack['trl']}"))
         folders.append(_installed("datasets", "--no-deps", *DATASETS))
@@ -203,7 +204,7 @@ def folders(name: str, stack: Stack, torch: str = "") -> list[Path]:
 def _python(name: str, stack: Stack, torch: str = "") -> Path:
     """The Python of an environment that holds all of ``stack``; made anew if that is not what it was made of."""
     what = [f"torch=={torch or stack['torch']}", *_pins(stack), *stack.get("beside", ()), *FOR_TESTS]
-    folder = ROOT / ".stacks" / _slug(name)
+    folder = ROOT / ".stacks" / slug(name)
     python, done = folder / "bin" / "python", folder / "complete"
     if not done.exists() or done.read_text("utf-8").split() != what:
         shutil.rmtree(folder, ignore_errors=True)

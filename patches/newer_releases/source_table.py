@@ -122,7 +122,7 @@ class SourceTable:
             newest = Version(part.tested_up_to)
             tested = [release for release in tested if release not in failed and Version(release) <= newest]
         for release in tested:
-            if _fits(part.requires, package, release) and _chosen(part, package, release) == edits:
+            if fits(part.requires, package, release) and _chosen(part, package, release) == edits:
                 yield release
 
     def _tested(self, package: str) -> list[str]:
@@ -222,10 +222,11 @@ def _targets(part: Part, package: str, version: str) -> list[str]:
 
 def _chosen(part: Part, package: str, version: str) -> tuple[bool, ...]:
     """Tell for each edit whether it is for ``version`` of ``package``, whatever it asks of others."""
-    return tuple(_fits(edit.when.split(" and ") if edit.when else (), package, version) for edit in part.edits)
+    return tuple(fits(edit.when.split(" and ") if edit.when else (), package, version) for edit in part.edits)
 
 
-def _fits(requirements: Iterable[str], package: str, version: str) -> bool:
+def fits(requirements: Iterable[str], package: str, version: str) -> bool:
+    """Tell whether ``version`` of ``package`` meets those of ``requirements`` that are about it."""
     return all(gate.contains(text, version) for text in requirements if requirement.parse(text).name == package)
 
 

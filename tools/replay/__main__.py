@@ -16,16 +16,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from packaging.version import Version
-
 from patches.engine import definitions
 from patches.engine.patch import Part
 from patches.newer_releases.source_table import SourceTable
 from tools.commands import Failed
-from tools.replay import COUNTS, OLDEST, STEPS
+from tools.replay import COUNTS, OLDEST, STEPS, verified
 from tools.sources import replayed
 from tools.sources.gathered import Gathered, edited, is_for, parts
-from tools.sources.wheel_files import releases
 
 
 class Step(NamedTuple):
@@ -47,8 +44,9 @@ class Step(NamedTuple):
 
 def main() -> int:
     gathered = Gathered()
-    verified = replayed.by_release()
-    steps = [step for package in OLDEST for step in replay(package, since(package), gathered, verified)]
+    run = replayed.by_release()
+    releases = {package: verified.chosen(package, verified.offered(package))[::-1] for package in OLDEST}
+    steps = [step for package in OLDEST for step in replay(package, releases[package], gathered, run)]
     COUNTS.write_text(as_json(steps), "utf-8")
     for package in OLDEST:
         for step in STEPS:
@@ -60,19 +58,14 @@ def main() -> int:
     return 1 if any(each.wrong for each in steps) else 0
 
 
-def since(package: str) -> list[str]:
-    """Return the releases of ``package`` that are replayed, the oldest first."""
-    return [release for release in releases(package) if Version(release) >= Version(OLDEST[package])]
-
-
-def replay(package: str, known: Sequence[str], gathered: Gathered, verified: Mapping[str, Any]) -> Iterator[Step]:
+def replay(package: str, known: Sequence[str], gathered: Gathered, run: Mapping[str, Any]) -> Iterator[Step]:
     """Give each upgrade between ``known`` releases, the oldest first, by one, two and four of them."""
     own = [part for part in parts() if part.package == package]
     for at, last in enumerate(known):
         table = gathered.table({package: known[: at + 1]}, replayed.failed())
         for step in STEPS:
             if at + step < len(known):
-                yield _step(package, last, known[at + step], step, own, table, gathered, verified)
+                yield _step(package, last, known[at + step], step, own, table, gathered, run)
 
 
 def _step(
@@ -83,7 +76,7 @@ def _step(
     own: Sequence[Part],
     table: Mapping[str, Any],
     gathered: Gathered,
-    verified: Mapping[str, Any],
+    run: Mapping[str, Any],
 ) -> Step:
     def digests(module: str, names: Sequence[str]) -> Mapping[str, str]:
         tree = gathered.names(package, new).tree(module)
@@ -93,8 +86,8 @@ def _step(
     found = {part.key: sources.compare(part, last) for part in own if is_for(part, last) and is_for(part, new)}
     edits = {part.key: edited(part) for part in own}
     applied = tuple(key for key, each in found.items() if each.is_known)
-    rows = verified.get(f"{package}=={new}", {}).get("verify", ())
-    wrong = {": ".join(filter(None, (row["id"], row.get("part")))) for row in rows if row["verdict"] == "wrong"}
+    said = run.get(f"{package}=={new}", {})
+    wrong = replayed.wrong(said)
     return Step(
         package,
         last,
@@ -104,7 +97,7 @@ def _step(
         tuple(key for key in found if key not in applied),
         sum(not edits[key].intersection(each.different) for key, each in found.items()),
         tuple(key for key in applied if key in wrong),
-        bool(rows),
+        bool(said),
     )
 
 

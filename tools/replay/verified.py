@@ -3,14 +3,13 @@
 Each release lies alone in ``.replay``, on top of what is installed here, beside no more than it needs: the other packages
 are the newest. There ``verify`` runs the reproducers of the patches of this package, and what it says goes into
 ``docs/replay.json``. A release that stands there already is not run again unless it is named, or with ``IDS``, which is about
-the rows of these patches only, of the releases that stand there. Which there are pip says.
+the rows of these patches only, of the releases that stand there. Which there are the index says.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -23,9 +22,10 @@ from packaging.version import Version
 from patches.process_registry import REGISTRY
 from tools.commands import Failed, expect, run
 from tools.replay import OLDEST
-from tools.stacks import PACKAGES, ROOT, VERSIONS, Place, as_lines, declared, installed, printed, said
-
-RESULTS = ROOT / "docs" / "replay.json"
+from tools.sources import replayed
+from tools.sources.replayed import FILE as RESULTS
+from tools.sources.wheel_files import releases as offered
+from tools.stacks import PACKAGES, ROOT, VERSIONS, Place, as_lines, declared, installed, printed, said, slug
 
 
 class Neighbours(NamedTuple):
@@ -83,7 +83,7 @@ class Release(NamedTuple):
         stack = declared()[of.stack]
         what = [f"{name}=={stack[name]}" for name in of.packages]
         what += [text for text in stack.get("beside", ()) if of.torchao or not text.startswith("torchao=")]
-        return [_laid("-".join(["beside", *of.packages, _slug(of.stack)]), *what)] if what else []
+        return [_laid("-".join(["beside", *of.packages, slug(of.stack)]), *what)] if what else []
 
     def verified(self) -> dict[str, Any]:
         """The versions that it was run with, and the verdict of each part of a patch that is about this package."""
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def releases() -> list[Release]:
     """All that are to be run: the packages in their order, of each the newest first."""
-    return [Release(package, version) for package in OLDEST for version in chosen(package, _offered(package))]
+    return [Release(package, version) for package in OLDEST for version in chosen(package, offered(package))]
 
 
 def chosen(package: str, offered: Sequence[str]) -> list[str]:
@@ -148,21 +148,11 @@ def _some() -> list[str]:
 
 
 def _known() -> dict[str, Any]:
-    return dict(json.loads(RESULTS.read_text("utf-8"))) if RESULTS.exists() else {}
-
-
-def _offered(package: str) -> list[str]:
-    """Every release that pip knows, without those that come before a release."""
-    text = run(sys.executable, "-m", "pip", "index", "versions", package)
-    return re.findall(r"[^\s,]+", text.split("Available versions:")[1].splitlines()[0])
+    return dict(replayed.by_release(RESULTS))
 
 
 def _laid(name: str, *what: str) -> Path:
     return installed(ROOT / ".replay" / name, "--no-deps", *what)
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower())
 
 
 if __name__ == "__main__":

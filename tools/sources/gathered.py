@@ -8,9 +8,9 @@ from typing import Any
 from packaging.version import Version
 
 from patches import REGISTRY
-from patches.engine import definitions, requirement
+from patches.engine import definitions
 from patches.engine.patch import Part
-from patches.newer_releases.source_table import is_in
+from patches.newer_releases.source_table import fits, is_in
 
 from .names import Names
 from .rests_on import rests_on
@@ -24,8 +24,7 @@ def parts() -> list[Part]:
 
 def is_for(part: Part, release: str, package: str = "") -> bool:
     """Tell whether ``part`` is for a release of a package, by default of the one that it repairs."""
-    needed = [requirement.parse(text) for text in part.requires]
-    return all(each.contains(release) for each in needed if each.name == (package or part.package))
+    return fits(part.requires, package or part.package, release)
 
 
 def edited(part: Part, package: str = "") -> set[str]:

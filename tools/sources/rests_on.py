@@ -6,8 +6,9 @@ import ast
 import functools
 from collections.abc import Iterator
 
-from patches.engine import definitions, gate
+from patches.engine import definitions
 from patches.engine.patch import Part
+from patches.newer_releases.source_table import is_in
 
 from . import own_code
 from .names import Names
@@ -19,22 +20,19 @@ _MAKES_INSTANCES = ("__init__", "__new__", "__post_init__")
 def rests_on(part: Part, names: Names, package: str = "") -> set[str]:
     """Return the definitions of a package that ``part`` rests on, as ``"module:name"``, in the release of ``names``.
 
-    The package is by default the one that the part repairs.
-
-    Its edits are in it whether the release has their targets or not. What our code reads of an object is looked for in
+    The package is by default the one that the part repairs. The part's edits are in it whether the release has their targets or not. What our code reads of an object is looked for in
     the modules that the patch edits or imports from, but for what tensors and containers have: it reads that of these.
     A patch that only adds to classes, and reads nothing of the package, rests on all of these classes. A patch that does
     neither is about what its reproducer imports.
     """
-    own = gate.module_name(package or part.package)
-    edited = {edit.target for edit in part.edits if _package(edit.target) == own}
+    package = package or part.package
+    edited = {edit.target for edit in part.edits if is_in(package, edit.target)}
     used = own_code.of_patch(part)
-    if own == gate.module_name(part.package):
-        if not edited and not any(_package(module) == own for module, _ in used.imported):
-            used = used._replace(imported=used.imported | own_code.uses((), [part.defect]).imported)
-    taken = {(module, path) for module, path in used.imported if _package(module) == own}
+    if package == part.package and not edited and not any(is_in(package, module) for module, _ in used.imported):
+        used = used._replace(imported=used.imported | own_code.uses((), [part.defect]).imported)
+    taken = {(module, path) for module, path in used.imported if is_in(package, module)}
     found = {_defined(names, target) for target in (names.resolve(*each) for each in taken) if target}
-    for target in filter(None, (names.resolve(*each) for each in used.called if _package(each[0]) == own)):
+    for target in filter(None, (names.resolve(*each) for each in used.called if is_in(package, each[0]))):
         found |= {f"{target}.{method}" for method in _MAKES_INSTANCES if _is_class(names, target)}
     modules = {name.partition(":")[0] for name in (*edited, *found)}
     modules |= {module for module, path in taken if names.tree(module) is not None and not path}
@@ -74,10 +72,6 @@ def _is_class(names: Names, target: str) -> bool:
     module, _, path = target.partition(":")
     tree = names.tree(module)
     return tree is not None and any(isinstance(each, ast.ClassDef) for each in definitions.find(tree, path))
-
-
-def _package(name: str) -> str:
-    return name.partition(":")[0].partition(".")[0]
 
 
 def _defined(names: Names, target: str) -> str:
