@@ -19,25 +19,35 @@ found = {part.key: REGISTRY.verdict(part) for part in parts}
 assert "torch" not in sys.modules
 print(json.dumps({key: [verdict.status, verdict.reason] for key, verdict in found.items()}))
 """
-FLOW = """
-import hashlib, json, logging, sys
+LOG = """
+import json, logging
 lines = []
 handler = logging.Handler()
 handler.emit = lambda record: lines.append([record.levelname, record.getMessage()])
 logging.getLogger("bnb_patches").addHandler(handler)
+"""
+"""The begin of a program: it keeps the lines that it is told."""
+STACK = """
 logging.getLogger("bnb_patches").setLevel(logging.INFO)
 import torch, accelerate, transformers, peft, bitsandbytes
-before = len(lines)
 from patches.adoption import quantized_programs
-{then}
+"""
+TARGETS = """
 import patches
 patches.REGISTRY.import_targets(*filter(patches.REGISTRY.is_for, patches.REGISTRY.patches.values()))
+"""
+
+
+def reported(body: str, said: str = "None") -> str:
+    """A program that runs ``body`` and prints a :class:`Said`; ``said`` is an expression, which may name its ``report``."""
+    end = f"""
+import patches
 report = patches.report()
 results = {{result.id: [result.status, result.reason] for result in report}}
 print()
-print(json.dumps([results, lines, list(report.notes), said]))
+print(json.dumps([results, lines, list(report.notes), {said}]))
 """
-"""A program that imports the stack, whose entry point repairs it; ``then`` sets ``said``."""
+    return LOG + body + end
 
 
 class Said(NamedTuple):
@@ -71,8 +81,11 @@ def run(source: str, folder: Path, environ: Mapping[str, str]) -> Any:
 
 
 def flow(then: str, folder: Path, repaired: Mapping[str, str], **environ: str) -> Said:
-    """What a program finds that imports the stack from ``folder``; ``repaired``: the fixture of that name."""
-    return Said(*run(FLOW.format(then=then), folder, {**repaired, **environ}))
+    """What a program finds that imports the stack from ``folder``, whose entry point repairs it.
+
+    ``then`` sets ``said``; ``repaired``: the fixture of that name.
+    """
+    return Said(*run(reported(STACK + then + TARGETS, "said"), folder, {**repaired, **environ}))
 
 
 def verdicts(folder: Path, **environ: str) -> dict[str, tuple[str, str]]:

@@ -113,17 +113,7 @@ def test_what_held_is_remembered_and_nothing_else(adopted, rows, file):
 
 
 def test_a_program_gets_what_held_from_then_on(adopted, folder, file, forked, repaired):
-    source = """
-        import json, logging
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append([record.levelname, record.getMessage()])
-        logging.getLogger("bnb_patches").addHandler(handler)
-        import bitsandbytes, bitsandbytes.optim
-        import patches
-        report = patches.report()
-        print(json.dumps([{result.id: [result.status, result.reason] for result in report}, lines, [], None]))
-    """
+    source = programs.reported("import bitsandbytes, bitsandbytes.optim")
     env = programs.environment(folder, repaired)
     found = programs.Said(*json.loads(forked(source, **env, PATCHES_ADOPTED=str(file)).splitlines()[-1]))
     day = datetime.date.today().isoformat()

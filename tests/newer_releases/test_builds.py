@@ -22,17 +22,6 @@ CHANGE = {
         "def post_forward(self, module, output):", "def post_forward(self, module, output, *, late=1):"
     )
 }
-FOUND = """
-import json, logging
-lines = []
-handler = logging.Handler()
-handler.emit = lambda record: lines.append([record.levelname, record.getMessage()])
-logging.getLogger("bnb_patches").addHandler(handler)
-import bitsandbytes, {package}
-import patches
-report = patches.report()
-print(json.dumps([{{result.id: [result.status, result.reason] for result in report}}, lines, list(report.notes), None]))
-"""
 
 
 def only(package: str, found: dict[str, tuple[str, str]]) -> set[str]:
@@ -86,7 +75,7 @@ def test_the_number_of_the_module_counts_where_the_metadata_are_old(tmp_path, fo
     copies.copy(tmp_path, "peft", "0.22.0.dev0")
     (info,) = tmp_path.glob("*.dist-info")
     shutil.rmtree(info)
-    said = forked(FOUND.format(package="peft"), **programs.environment(tmp_path, repaired))
+    said = forked(programs.reported("import bitsandbytes, peft"), **programs.environment(tmp_path, repaired))
     found = programs.Said(*json.loads(said.splitlines()[-1]))
     status, reason = found.results[PEFT]
     assert status == "applied" and "peft 0.22.0.dev0 is newer than" in reason and "the source is that of 0.21" in reason
@@ -138,7 +127,7 @@ def real(folder: Path) -> None:
 
 def left_out(path: Path, forked, repaired) -> None:
     """peft in ``path`` can be imported, its patches are left out, and one line says so."""
-    said = forked(FOUND.format(package="peft"), **programs.environment(path, repaired))
+    said = forked(programs.reported("import bitsandbytes, peft"), **programs.environment(path, repaired))
     found = programs.Said(*json.loads(said.splitlines()[-1]))
     status, reason = found.results[PEFT]
     assert (status, reason) == (

@@ -75,27 +75,17 @@ def test_a_function_that_only_our_own_code_calls_is_no_target_of_an_edit():
 
 def test_a_program_gets_one_line_and_the_others_are_applied(changed, known, forked, repaired):
     """A program that had transformers before, and imports bitsandbytes."""
-    source = """
-        import json, logging
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append([record.levelname, record.getMessage()])
-        logging.getLogger("bnb_patches").addHandler(handler)
-        import bitsandbytes, bitsandbytes.optim, peft
-        import patches
-        report = patches.report()
-        print(json.dumps([{result.id: result.status for result in report}, lines, str(report)]))
-    """
-    said = forked(source, **programs.environment(changed, {**repaired, "COLUMNS": "300"}))
-    states, lines, table = json.loads(said.splitlines()[-1])
+    source = programs.reported("import bitsandbytes, bitsandbytes.optim, peft", said="str(report)")
+    answer = forked(source, **programs.environment(changed, {**repaired, "COLUMNS": "300"}))
+    found = programs.Said(*json.loads(answer.splitlines()[-1]))
     left_out = {key.partition(":")[0] for key in resting_on(EDITED, CALLED) & known}
-    assert {name for name, status in states.items() if status == "untested"} == left_out
-    assert len([status for status in states.values() if status == "applied"]) > 40
-    assert [text for level, text in lines if level == "WARNING"] == [
+    assert found.ids("untested") == left_out
+    assert len(found.ids("applied")) > 40
+    assert found.warnings == [
         "left out, because nobody has tested them on this release, and its source is not known: "
         f"{len(left_out)} patches of bitsandbytes {NUMBER}. To verify them on this machine: python -m patches adopt"
     ]
-    assert all(f"untested       {name}\n    bitsandbytes {NUMBER} is newer than" in table for name in left_out)
+    assert all(f"untested       {name}\n    bitsandbytes {NUMBER} is newer than" in found.said for name in left_out)
 
 
 def commented(text: str) -> str:

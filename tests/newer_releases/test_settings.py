@@ -15,12 +15,8 @@ LEFT_OUT = "bitsandbytes-int8-copies"
 CHANGE = {
     "functional.py": copies.replace("int8_vectorwise_quant.default(A, threshold)", "int8_vectorwise_quant.default(1 * A, threshold)")
 }  # fmt: skip
-START = """
-import contextlib, io, json, logging, os, sys, threading
-lines = []
-handler = logging.Handler()
-handler.emit = lambda record: lines.append([record.levelname, record.getMessage()])
-logging.getLogger("bnb_patches").addHandler(handler)
+START = f"""{programs.LOG}
+import contextlib, io, os, sys, threading
 import bitsandbytes, bitsandbytes.optim
 import patches
 warnings = [text for level, text in lines if level == "WARNING"]
