@@ -6,7 +6,7 @@ verified it on just this stack.
 
 from __future__ import annotations
 
-import platform
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..engine import gate
@@ -51,10 +51,8 @@ class NewerReleases:
             return True, f"verified here on {day}"
         if found.why == NOT_COMPARED:  # what `adopt` finds could not be remembered
             return False, f"{found.why}; {gate.left_out(part, package, version)[1]}"
-        return (
-            False,
-            f"{_difference(found)}; to try it on this machine: python -m patches adopt {patch_id_of(part.key)}",
-        )
+        command = f"python -m patches adopt {patch_id_of(part.key)}"
+        return False, f"{_difference(found)}; to try it on this machine: {command}"
 
     def _adopted_on(self, part: Part) -> str:
         """Return the day on which it was verified on just this stack; empty if it was not."""
@@ -93,7 +91,7 @@ def stack_of(part: Part) -> dict[str, str]:
     """Return the releases that an entry is for: of Python, of this plugin, of the stack and of what ``part`` requires."""
     names = sorted({*STACK, *gate.packages(part), *part.neighbours, "bnb-patches"})
     found = {name: version for name in names if (version := gate.recorded_version(name))}
-    return {"python": ".".join(platform.python_version_tuple()[:2]), **found}
+    return {"python": f"{sys.version_info[0]}.{sys.version_info[1]}", **found}
 
 
 def _difference(found: Comparison) -> str:
