@@ -22,7 +22,7 @@ from typing import Any
 
 _ROOT = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = "bnb_patches"
-_WITHOUT_BITSANDBYTES = ("accelerate", "llamafactory", "peft", "torchao", "transformers", "trl")
+_WITHOUT_BITSANDBYTES = ("accelerate", "diffusers", "llamafactory", "peft", "torchao", "transformers", "trl")
 """Those that have something to repair where bitsandbytes is never imported."""
 _NO = ("0", "false", "no", "off")
 

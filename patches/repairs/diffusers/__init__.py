@@ -1,0 +1,1 @@
+"""Defects of diffusers, one a file."""
