@@ -42,7 +42,7 @@ def defect() -> Finding:
     with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as adapter:
         image_models.save_flux(base)
         model, other = image_models.load_flux(base, **how), image_models.load_flux(base, **how)
-        model.add_adapter(LoraConfig(r=4, target_modules=["to_k"], init_lora_weights=False))
+        model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_k"], init_lora_weights=False))
         try:
             model.save_lora_adapter(adapter)
         except ValueError as error:
