@@ -15,7 +15,6 @@ from ..quantized.int8 import row_scales, weight_moves
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
 
 _hosts: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
 """For each group the scales that are on the device, and the ones on the host that they were copied from."""
@@ -47,7 +46,9 @@ def offload(move: Callable[[], None], group: Any) -> None:
     _move_layers(move, group, take_away)
 
 
-def _move_layers(move: Callable[[], None], group: Any, move_scale: Callable[[Tensor, Any, tuple[int, str]], Tensor]) -> None:
+def _move_layers(
+    move: Callable[[], None], group: Any, move_scale: Callable[[Tensor, Any, tuple[int, str]], Tensor]
+) -> None:
     layers = [(layer, layer.weight.data_ptr()) for layer in _quantized_layers(group)]
     move()
     for layer, address in layers:
@@ -60,7 +61,7 @@ def _move_layers(move: Callable[[], None], group: Any, move_scale: Callable[[Ten
             weight_moves.follow_move(layer, weight, address)
 
 
-def _quantized_layers(group: Any) -> Iterator[Module]:
+def _quantized_layers(group: Any) -> Iterator[Any]:
     """Yield the layers in ``group`` that have a quantized weight."""
     for module in group.modules:
         for layer in module.modules():
@@ -69,7 +70,7 @@ def _quantized_layers(group: Any) -> Iterator[Module]:
                 yield layer
 
 
-def _places_of_scales(layer: Module) -> Iterator[tuple[Any, str]]:
+def _places_of_scales(layer: Any) -> Iterator[tuple[Any, str]]:
     """Yield the places of the tensors that belong to the packed weights of ``layer``: an object and an attribute."""
     state = quant_states.get_quant_state(layer.weight)
     if state is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine import Finding, Patch, Rewrite
+from ...engine import Finding, Patch
 from ...offload import group_files
 
 
@@ -40,19 +40,6 @@ PATCH = Patch(
     """,
     requires=("diffusers>=0.35",),
     tested_up_to="0.42.1",
-    edits=(
-        Rewrite.to_call(
-            "diffusers.hooks.group_offloading:ModuleGroup._offload_to_disk",
-            find="not self._is_offloaded_to_disk and not os.path.exists(self.safetensors_file_path)",
-            function=group_files.must_write,
-            arguments="self",
-        ),
-        Rewrite.to_call(
-            "diffusers.hooks.group_offloading:ModuleGroup._offload_to_disk",
-            find="torch.empty_like(tensor_obj.data, device=self.offload_device)",
-            function=group_files.make_placeholder,
-            arguments="torch.empty_like(tensor_obj.data, device=self.offload_device), self, tensor_obj",
-        ),
-    ),
+    edits=group_files.OWN_FILES,
     defect=defect,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine import Finding, Message, Patch, Rewrite
+from ...engine import Finding, Patch, Rewrite
 from ...offload import group_offload
 from ...quantized.int8.weight_moves import keep_packed_weight
 
@@ -25,7 +25,9 @@ def defect() -> Finding:
         packed = [layer.state.CB for layer, weight in ((layer, layer.weight) for layer in layers)]
         left = [each for each, layer in zip(packed, layers) if each.data_ptr() != layer.weight.data_ptr()]
     size = sum(each.nbytes for each in left)
-    return Finding(size > 0, f"{size} of {2 * 64 * 64} bytes of packed weights stay in memory beside what is on the disk")
+    return Finding(
+        size > 0, f"{size} of {2 * 64 * 64} bytes of packed weights stay in memory beside what is on the disk"
+    )
 
 
 PATCH = Patch(
