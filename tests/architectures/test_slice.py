@@ -21,12 +21,11 @@ if sys.platform != "linux":
     pytest.skip("each runs in a fork", allow_module_level=True)
 
 from tests import forks  # noqa: E402
-from tools.docs.architectures import is_judged, wrong_steps  # noqa: E402
+from tools.docs.architectures import RESULTS, is_judged, wrong_steps  # noqa: E402
 
-from .__main__ import read  # noqa: E402
 from .found import MAPPINGS, Architecture, everything, some  # noqa: E402
 
-KNOWN = read()
+KNOWN = json.loads(RESULTS.read_text("utf-8"))
 
 
 @functools.cache

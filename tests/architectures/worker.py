@@ -16,13 +16,14 @@ def main() -> None:
 
     import patches
 
-    from . import __main__ as runner
-    from .found import everything
+    from tests.apart import quiet
 
-    runner.SECONDS *= 3  # other tests run beside it
-    runner.quiet()
-    if "unpatched" not in sys.argv:
+    from .__main__ import SECONDS, product
+
+    quiet()
+    way = "unpatched" if "unpatched" in sys.argv else "patched"
+    if way == "patched":
         patches.apply()
-    named = {str(each): each for each in everything()}
-    found = {name: runner.apart(named[name]) for name in sys.argv[1:] if name in named}
+    every = product(3 * SECONDS)  # other tests run beside it
+    found = {name: every.apart(name, way) for name in sys.argv[1:] if name in every.judges}
     print(json.dumps(found))

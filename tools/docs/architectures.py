@@ -58,7 +58,7 @@ def _wrong(judged: Mapping[str, Any]) -> Iterator[str]:
             said = "; ".join(f"{precision}, {step}: `{text}`" for (precision, step), text in wrong.items())
             before = "not run" if "unpatched" not in entry else f"{len(wrong_steps(entry['unpatched']))} steps wrong"
             kind = name.partition(": ")[2].partition(" ")[0]
-            yield f"| {name} | {_cell(said)} | {before} | {FAULTS.get(kind, 'not known')} |"
+            yield f"| {name} | {cell(said)} | {before} | {FAULTS.get(kind, 'not known')} |"
 
 
 def _not_judged(judged: Mapping[str, Any]) -> Iterator[str]:
@@ -66,8 +66,8 @@ def _not_judged(judged: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|---|"
     for name, entry in judged.items():
         if not is_judged(entry["patched"]):
-            yield f"| {name} | `{_cell(entry['patched'].get('not built') or entry['patched']['ended'])}` |"
+            yield f"| {name} | `{cell(entry['patched'].get('not built') or entry['patched']['ended'])}` |"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     return text.replace("|", "\\|")
