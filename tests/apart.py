@@ -123,3 +123,23 @@ def worse(entry: Found, wrong_steps: Callable[[Found], Mapping[tuple[str, str], 
         return []
     before, after = wrong_steps(entry["unpatched"]), wrong_steps(entry["patched"])
     return [place for place in after if place not in before and place[1] in entry["unpatched"].get(place[0], {})]
+
+
+def tell(every: Product) -> None:
+    """Print what the models are that the arguments name; without the plugin where "unpatched" is among them."""
+    way = "unpatched" if "unpatched" in sys.argv else "patched"
+    if way == "patched":
+        patches.apply()
+    print(json.dumps({name: every.apart(name, way) for name in sys.argv[1:] if name in every.judges}))
+
+
+def found_now(room: str, *arguments: str) -> dict[str, Found]:
+    """What ``tests.<room>.worker`` tells, from a process that has run nothing else: forks of others may wait for ever."""
+    from tests import forks
+
+    source = f"from tests.{room}.worker import main; main()"
+    (done,) = forks.run(forks.Program(["-c", source, *arguments], dict(os.environ)), timeout=500)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Found] = json.loads(done.stdout.splitlines()[-1])
+    assert {*results, "unpatched"} == {*arguments, "unpatched"}
+    return results

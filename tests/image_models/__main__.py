@@ -13,10 +13,12 @@ import diffusers
 
 from tests import processor
 from tests.apart import Found, Judge, NotBuilt, Product, quiet, worse
-from tools.docs.image_models import RESULTS, is_right, wrong_steps
+from tools.docs.architectures import is_right, wrong_steps
+from tools.docs.image_models import RESULTS
 
 from .found import TABLE, USED_MOST, classes
-from .judged import LEFT_OUT, PRECISIONS, Plain, judge
+from .judged import LEFT_OUT, judge
+from .models import PRECISIONS, Plain
 
 SECONDS, PATIENCE = 90, 400
 """Of the processor, and of the clock, for one class."""
@@ -55,7 +57,10 @@ def _judge(name: str, kind: Any) -> Judge:
         plain = Plain(kind, tiny, folder / "plain")
         for precision in PRECISIONS:
             steps = found[precision] = {}
-            left_out = (*LEFT_OUT.get(precision, ()), *(() if way == "patched" or kind.__name__ in USED_MOST else ("graphs",)))
+            left_out = (
+                *LEFT_OUT.get(precision, ()),
+                *(() if way == "patched" or kind.__name__ in USED_MOST else ("graphs",)),
+            )
             for step, wrong in judge(plain, precision, folder / precision, left_out):
                 steps[step] = wrong
                 keep()

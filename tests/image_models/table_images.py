@@ -91,7 +91,7 @@ TABLE: dict[str, Tiny | str] = {
     ),
     "Lumina2Transformer2DModel": Tiny(lambda draw: image(draw, 16, encoder_attention_mask=mask(1, 8))),
     "LuminaNextDiT2DModel": Tiny(
-        lambda draw: image(draw, 4, encoder_mask=mask(1, 8), image_rotary_emb=torch.polar(torch.ones(8, 8, 8), draw(8, 8, 8))),
+        lambda draw: image(draw, 4, encoder_mask=mask(1, 8), image_rotary_emb=torch.polar(torch.ones(8, 8, 8), draw(8, 8, 8)), cross_attention_kwargs={}),
         {"num_kv_heads": 4},
     ),
     "OmniGenTransformer2DModel": Tiny(

@@ -52,8 +52,9 @@ def _motionless(draw: Draw) -> Inputs:
 def _sana_wm(draw: Draw) -> Inputs:
     return {
         "hidden_states": draw(1, 16, 2, 8, 8),
-        "timestep": step(),
+        "timestep": torch.ones(1, 1, 2),
         "encoder_hidden_states": draw(1, 1, 8, WIDTH),
+        "mask": torch.ones(1, 1, 1, 8),
     }
 
 
@@ -64,6 +65,7 @@ def _protein(draw: Draw) -> Inputs:
         "bb_ca_time": step(0.5),
         "local_latents_time": step(0.5),
         "padding_mask": mask(1, 8),
+        "conditioning": {"is_in_context_conditioning": torch.zeros(1, 8), "supports_local_latent": torch.ones(1, 8)},
     }
 
 
@@ -89,7 +91,11 @@ TABLE: dict[str, Tiny | str] = {
                       "encoder_hidden_states": draw(1, 8, WIDTH), "attention_mask": mask(1, 8)},
         {"num_embeddings": 8},
     ),
-    "RFD4ProteinaTransformer": Tiny(_protein, {"latent_dim": 8, "dim_cond": 64, "pair_repr_dim": 64, "tri_mult_c": 64}),
+    "RFD4ProteinaTransformer": Tiny(
+        _protein,
+        {"latent_dim": 8, "dim_cond": 64, "pair_repr_dim": 64, "tri_mult_c": 64, "feats_seq": ("xt_bb_ca", "xt_local_latents"),
+         "feats_cond_seq": ("time_emb_bb_ca", "time_emb_local_latents"), "feats_pair_repr": ("xt_bb_ca_pair_dists",)},
+    ),
     "SanaWMTransformer3DModel": Tiny(
         _sana_wm, {"in_channels": 16, "linear_head_dim": 16, "chunk_plucker_post_attn_blocks": 0, "image_size": 64}
     ),

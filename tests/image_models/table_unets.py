@@ -21,6 +21,10 @@ def _video(draw: Draw, **also: object) -> Inputs:
     return sample(draw) | {"sample": draw(1, 4, 2, 8, 8), **also}
 
 
+def _motion(draw: Draw, **also: object) -> Inputs:
+    return _video(draw, encoder_hidden_states=draw(2, 8, WIDTH), **also)  # a text for each frame
+
+
 def _blocks(kind: str) -> dict[str, object]:
     down, up = ((f"CrossAttn{way}Block{kind}", f"{way}Block{kind}") for way in ("Down", "Up"))
     return {"down_block_types": down, "up_block_types": up[::-1], "attention_head_dim": 4}
@@ -49,7 +53,7 @@ TABLE: dict[str, Tiny | str] = {
     ),
     "Kandinsky3UNet": Tiny(
         lambda draw: sample(draw, encoder_attention_mask=torch.ones(1, 8)),
-        {"block_out_channels": (32, 32, 32, 64), "groups": 4, "time_embedding_dim": WIDTH},
+        {"block_out_channels": (32, 64, 128, 256), "groups": 8, "layers_per_block": 2, "time_embedding_dim": WIDTH},
     ),
     "StableCascadeUNet": Tiny(
         lambda draw: {"sample": draw(1, 16, 8, 8), "timestep_ratio": step(0.5), "clip_text_pooled": draw(1, 1, WIDTH)},
@@ -62,14 +66,14 @@ TABLE: dict[str, Tiny | str] = {
         {"cond_embed_dim": WIDTH, "micro_cond_encode_dim": 32, "micro_cond_embed_dim": 160, "vocab_size": 17, "codebook_size": 16,
          "in_channels": WIDTH, "block_out_channels": WIDTH, "num_res_blocks": 1, "block_num_heads": 4},
     ),
-    "UNet1DModel": Tiny(lambda draw: {"sample": draw(1, 2, 64), "timestep": step()}),
+    "UNet1DModel": "it has no linear layer that holds more than a few values",
     "DreamLiteUNetModel": Tiny(
         sample,
         {"down_block_types": ("DreamLiteCrossAttnNoSelfAttnDownBlock2D", "DreamLiteCrossAttnDownBlock2D"),
          "up_block_types": ("DreamLiteCrossAttnUpBlock2D", "DreamLiteUpBlock2D"), "attention_head_dim": 4, "num_kv_heads": 1},
     ),
     "SparseControlNetModel": Tiny(
-        lambda draw: _video(draw, controlnet_cond=draw(1, 4, 2, 8, 8), conditioning_mask=torch.ones(1, 1, 2, 8, 8)),
+        lambda draw: _motion(draw, controlnet_cond=draw(1, 4, 2, 8, 8), conditioning_mask=torch.ones(1, 1, 2, 8, 8)),
         {"down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"), "attention_head_dim": 4,
          "motion_num_attention_heads": 4, "conditioning_embedding_out_channels": (16, 16)},
     ),
@@ -90,8 +94,8 @@ TABLE: dict[str, Tiny | str] = {
     "UNet2DConditionModel": Tiny(sample, _blocks("2D")),
     "UNet3DConditionModel": Tiny(_video, _blocks("3D")),
     "UNetMotionModel": Tiny(
-        _video, {name: value for name, value in _blocks("Motion").items() if name != "attention_head_dim"}
-        | {"num_attention_heads": 4, "motion_num_attention_heads": 4},
+        _motion, {name: value for name, value in _blocks("Motion").items() if name != "attention_head_dim"}
+        | {"num_attention_heads": 4, "motion_num_attention_heads": 4, "block_out_channels": (64, 64)},
     ),
     "UNet2DModel": Tiny(
         lambda draw: {"sample": draw(1, 3, 8, 8), "timestep": step()},

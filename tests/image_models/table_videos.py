@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .tiny import WIDTH, Draw, Inputs, Tiny, grid, mask, step
+from .tiny import WIDTH, Draw, Inputs, Tiny, mask, step
 
 
 def video(draw: Draw, channels: int = 16, frames: int = 2, **also: object) -> Inputs:
@@ -23,9 +23,7 @@ def frames_first(draw: Draw, channels: int = 16, frames: int = 2, **also: object
 
 
 def _hunyuan(draw: Draw, **also: object) -> Inputs:
-    return video(
-        draw, encoder_attention_mask=mask(1, 8), pooled_projections=draw(1, WIDTH), guidance=step(), **also
-    )
+    return video(draw, encoder_attention_mask=mask(1, 8), pooled_projections=draw(1, WIDTH), guidance=step(), **also)
 
 
 def _hunyuan15(draw: Draw) -> Inputs:
@@ -36,7 +34,9 @@ def _hunyuan15(draw: Draw) -> Inputs:
 
 
 def _framepack(draw: Draw) -> Inputs:
-    return _hunyuan(draw, image_embeds=draw(1, 4, WIDTH), indices_latents=torch.arange(2))
+    return _hunyuan(draw, image_embeds=draw(1, 4, WIDTH), indices_latents=torch.arange(2), **{
+        name: draw(1, 16, 1, 8, 8) for name in ("latents_clean", "latents_history_2x", "latents_history_4x")}, **{
+        name: torch.arange(1) for name in ("indices_latents_clean", "indices_latents_history_2x", "indices_latents_history_4x")})  # fmt: skip
 
 
 def _ltx(draw: Draw) -> Inputs:
@@ -112,12 +112,7 @@ TABLE = {
     "CosmosTransformer3DModel": Tiny(
         lambda draw: video(draw, fps=30), {"max_size": (4, 16, 16), "concat_padding_mask": False}
     ),
-    "CosmosControlNetModel": Tiny(
-        lambda draw: {"controls_latents": draw(1, 16, 2, 8, 8), "latents": draw(1, 16, 2, 8, 8), "timestep": step(),
-                      "encoder_hidden_states": draw(1, 8, WIDTH), "condition_mask": torch.ones(1, 1, 2, 8, 8), "fps": 30,
-                      "padding_mask": torch.zeros(1, 1, 64, 64)},
-        {"max_size": (4, 16, 16), "model_channels": WIDTH, "n_controlnet_blocks": 1},
-    ),
+    "CosmosControlNetModel": "it needs torchvision, which is not installed",
     "EasyAnimateTransformer3DModel": Tiny(video, {"in_channels": 16, "out_channels": 16, "patch_size": 2}),
     "HeliosTransformer3DModel": Tiny(video),
     "HunyuanVideoTransformer3DModel": Tiny(_hunyuan),
@@ -145,7 +140,7 @@ TABLE = {
         _animate,
         {"image_dim": WIDTH, "motion_encoder_channel_sizes": {"4": 16, "8": 16, "16": 16}, "motion_encoder_size": 16,
          "motion_style_dim": 64, "motion_dim": 4, "motion_encoder_dim": 64, "face_encoder_hidden_dim": 64,
-         "face_encoder_num_heads": 4},
+         "face_encoder_num_heads": 4, "inject_face_latents_blocks": 1},
     ),
     "WanAnimate2Transformer3DModel": Tiny(
         _animate2, {"in_dim": 32, "out_dim": 16, "text_len": 8}
@@ -155,7 +150,7 @@ TABLE = {
                       "pooled_projections": draw(1, WIDTH), "audio_hidden_states": draw(1, 6, 20)},
     ),
     "Kandinsky6SRTransformer3DModel": Tiny(
-        lambda draw: {"hidden_states": draw(1, 2, 8, 8, 64), "timestep": step()}, {"out_visual_dim": 64}
+        lambda draw: {"hidden_states": draw(1, 2, 8, 8, 129), "timestep": step()}, {"out_visual_dim": 64}
     ),
     "AnyFlowFARTransformer3DModel": Tiny(
         lambda draw: frames_first(draw, timestep=torch.ones(1, 2), r_timestep=torch.zeros(1, 2), chunk_partition=[1, 1]),
