@@ -1,4 +1,4 @@
-"""The edits that the two quantizers of transformers for bitsandbytes share."""
+"""The quantizers of transformers and diffusers for bitsandbytes: the edits that two share, and what they are asked."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from ..engine import Rewrite
 QUANTIZERS = (
     "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer",
     "transformers.quantizers.quantizer_bnb_8bit:Bnb8BitHfQuantizer",
+)
+QUANTIZERS_OF_DIFFUSERS = (
+    "diffusers.quantizers.bitsandbytes.bnb_quantizer:BnB4BitDiffusersQuantizer",
+    "diffusers.quantizers.bitsandbytes.bnb_quantizer:BnB8BitDiffusersQuantizer",
 )
 BEFORE_LOADING = "_process_model_before_weight_loading"
 AFTER_LOADING = "_process_model_after_weight_loading"
@@ -30,7 +34,7 @@ def makes_parameter(quantizer: Any, model: Any, name: str) -> bool:
     upstream = getattr(quantizer, "param_needs_quantization", None)
     if upstream is not None:
         return bool(upstream(model, name))
-    path, _, own = name.rpartition(".")  # up to transformers 4.56 it asks for a state dict, too
+    path, _, own = name.rpartition(".")  # up to transformers 4.56, and in diffusers, it asks for a state dict, too
     return own == "weight" and type(model.get_submodule(path)._parameters[own]).__name__ in ("Params4bit", "Int8Params")
 
 
@@ -41,7 +45,7 @@ def reads_packed_weights(conversion: Any) -> bool:
 
 
 def is_bitsandbytes(quantizer: Any) -> bool:
-    """Tell whether ``quantizer``, which may be None, is a quantizer of transformers for bitsandbytes."""
+    """Tell whether ``quantizer``, which may be None, is a quantizer of transformers or diffusers for bitsandbytes."""
     config = getattr(quantizer, "quantization_config", None)
     return getattr(config, "quant_method", None) == "bitsandbytes"
 

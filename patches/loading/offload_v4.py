@@ -7,12 +7,13 @@ has all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..config.quantizers import makes_parameter
 from ..offload import offload_map
-from ..offload.offload_map import OffloadMap
+from ..offload.offload_map import OffloadMap, Place
 from ..process import malloc_trim
 from . import checkpoint_keys, chunked_quantization, device_maps, offload_v5
 
@@ -29,21 +30,30 @@ def load_files(upstream: Callable[..., Any], device_map: Any) -> Callable[..., A
     def _load_pretrained_model(model: Module, state_dict: Any, files: Any, *also: Any, **options: Any) -> Any:
         if files:  # before upstream reads a pickled one, and says that it may be of TensorFlow
             checkpoint_keys.check_whole_files(list(map(str, files)))
-        if "disk" in device_map.values():
-            in_safetensors = bool(files) and str(files[0]).endswith(".safetensors")
-            inside = options["disk_offload_folder"]
-            offload_v5.open_folder(device_map, model, options["hf_quantizer"], inside, in_safetensors)
+        in_safetensors = bool(files) and str(files[0]).endswith(".safetensors")
         if files is None and state_dict is not None:
             files = [""]  # so does transformers where a map has no disk
-        try:
+        inside, quantizer = options["disk_offload_folder"], options["hf_quantizer"]
+        with open_folder(device_map, model, quantizer, inside, in_safetensors):
             *found, _, errors = upstream(model, state_dict, files, *also, **options)
-        except BaseException:
-            if device_map.folder is not None:
-                device_map.folder.remove()
-            raise
         return (*found, device_map.index or None, errors)
 
     return _load_pretrained_model
+
+
+@contextlib.contextmanager
+def open_folder(
+    device_map: OffloadMap, model: Module, quantizer: Any, inside: Any, in_safetensors: bool
+) -> Iterator[None]:
+    """Have a folder for what is written while loading, if the map has a disk; an error of loading removes it."""
+    if "disk" in device_map.values():
+        offload_v5.open_folder(device_map, model, quantizer, inside, in_safetensors)
+    try:
+        yield
+    except BaseException:
+        if device_map.folder is not None:
+            device_map.folder.remove()
+        raise
 
 
 def expand_device_map(upstream: Callable[..., Any], device_map: Any, names: Iterable[str]) -> Any:
@@ -80,18 +90,39 @@ def place_tensor(
     """
     if not isinstance(device_map, OffloadMap):
         return False
+
+    def create(where: Place) -> None:
+        if also:  # up to 4.56, where it raises an error for a checkpoint without statistics
+            quantizer.check_quantized_param(model, tensor, name, *also[:1])
+        chunked_quantization.create_in_chunks(quantizer, tensor)(model, tensor, name, where, *also)
+
+    place_or_create(device_map, model, name, tensor, quantizer, files, load, create)
+    return True
+
+
+def place_or_create(
+    device_map: OffloadMap,
+    model: Module,
+    name: str,
+    tensor: Tensor,
+    quantizer: Any,
+    files: Any,
+    load: Callable[[Module, str, Tensor], None],
+    create: Callable[[Place], None],
+) -> None:
+    """Give ``model`` the tensor ``name``, and put it where it waits.
+
+    ``load`` sets a tensor as it is; ``create`` has the quantizer make the parameter on a device.
+    """
     if not makes_parameter(quantizer, model, name):
         at = device_map.at(name)
         load(model, name, tensor.to("cpu" if at == "disk" else at))
         if at == "disk" and name.rpartition(".")[2] in device_maps.owner_of_tensor(model, name)._parameters:
             _leave_on_disk(device_map, model, name, tensor, files)
-        return True
+        return
     weight = _weight_of(quantizer, name)
     offloaded = offload_map.offloads_module(device_map, weight)
-    if also:  # up to 4.56, where it raises an error for a checkpoint without statistics
-        quantizer.check_quantized_param(model, tensor, name, *also[:1])
-    where = device_map.computes_at(weight) if offloaded else device_map.at(weight)
-    chunked_quantization.create_in_chunks(quantizer, tensor)(model, tensor, name, where, *also)
+    create(device_map.computes_at(weight) if offloaded else device_map.at(weight))
     made = device_maps.owner_of_tensor(model, weight)._parameters["weight"] if offloaded else None
     if made is not None and not made.is_meta and offload_v5.is_packed(made):
         if offload_v5.is_on_disk(device_map, weight):
@@ -99,7 +130,6 @@ def place_tensor(
         elif made.device.type != "cpu":
             device_maps.owner_of_tensor(model, weight)._parameters["weight"] = made.to("cpu")  # type: ignore[assignment]
         malloc_trim.trim_after_quantizing(made)
-    return True
 
 
 def is_placed(device_map: Any, is_safetensors: bool) -> bool:

@@ -30,7 +30,8 @@ class OffloadMap(dict[str, Place]):
         # The error that a program was dealing with when it began to load, such as the error of loading whole.
         self.handled_error: BaseException | None = None
         self.scales: dict[str, Tensor] = {}  # row scales of INT8 weights on the disk, by the names of a state dict
-        self.index: dict[str, Entry] = {}  # of the tensors on the disk, if transformers 4 loads
+        self.index: dict[str, Entry] = {}  # of the tensors on the disk, if transformers 4 or diffusers loads
+        self.stored: dict[str, Entry] = {}  # of the tensors that the checkpoint has in safetensors, if diffusers loads
         self.prefetch_window = prefetch.prefetch_window()
         self.root = ""  # the prefix that names in this map have in the whole model
 
