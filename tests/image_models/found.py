@@ -24,7 +24,7 @@ USED_MOST = (
 
 
 def classes() -> dict[str, Any]:
-    """Each class by its purpose and name."""
+    """Each class by its purpose and name, and again for each other configuration that the tables have of it."""
     from diffusers import ModelMixin
 
     found: dict[str, Any] = {}
@@ -33,5 +33,6 @@ def classes() -> dict[str, Any]:
         for name in sorted(dir(module)):
             kind = getattr(module, name)
             if inspect.isclass(kind) and issubclass(kind, ModelMixin):
-                found[f"{purpose}: {name}"] = kind
+                variants = [each for each in TABLE if each.startswith(f"{name} (")]
+                found |= {f"{purpose}: {each}": kind for each in (name, *variants)}
     return found

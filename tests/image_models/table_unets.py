@@ -92,6 +92,15 @@ TABLE: dict[str, Tiny | str] = {
          "ctrl_num_attention_heads": 4, "ctrl_max_norm_num_groups": 8},
     ),
     "UNet2DConditionModel": Tiny(sample, _blocks("2D")),
+    "UNet2DConditionModel (SDXL)": Tiny(
+        lambda draw: sample(draw, added_cond_kwargs={"text_embeds": draw(1, WIDTH), "time_ids": torch.ones(1, 6)}),
+        _blocks("2D") | {"addition_embed_type": "text_time", "addition_time_embed_dim": 32, "use_linear_projection": True,
+                         "projection_class_embeddings_input_dim": 256},
+    ),
+    "UNet2DConditionModel (Kandinsky 2.2)": Tiny(
+        lambda draw: sample(draw, encoder_hidden_states=None, added_cond_kwargs={"image_embeds": draw(1, WIDTH)}),
+        _blocks("2D") | {"encoder_hid_dim_type": "image_proj", "encoder_hid_dim": WIDTH, "addition_embed_type": "image"},
+    ),
     "UNet3DConditionModel": Tiny(_video, _blocks("3D")),
     "UNetMotionModel": Tiny(
         _motion, {name: value for name, value in _blocks("Motion").items() if name != "attention_head_dim"}
