@@ -38,6 +38,7 @@ def skip_layers_read(quantizer: Any, model: Module) -> list[str]:
     more = [path for path in read if not any(_skips(name, path) for name in names)]
     if more:
         skip_list.also_skip(quantizer, more)
+        model.register_to_config(quantization_config=quantizer.quantization_config)  # type: ignore[operator]
     return [*names, *more]
 
 
@@ -86,7 +87,8 @@ def defect() -> Finding:
     with torch.no_grad():
         try:
             got, expected = (
-                each(latents, 1, encoder_hidden_states=None, added_cond_kwargs=image).sample for each in (model, rounded)
+                each(latents, 1, encoder_hidden_states=None, added_cond_kwargs=image).sample
+                for each in (model, rounded)
             )
         except (TypeError, RuntimeError) as error:
             if "floating-point input" not in str(error) and "mixed dtype" not in str(error):
