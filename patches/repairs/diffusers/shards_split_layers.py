@@ -34,10 +34,10 @@ def with_statistics(quantizer: Any, name: str, state_dict: dict[str, Any]) -> di
     shards = _SHARDS.get(quantizer)
     if shards is None:
         return state_dict
-    of_layer = f"{name.removesuffix('weight')}SCB"
+    of_layer = {f"{name.removesuffix('weight')}{own}" for own in ("SCB", "weight_format")}
     missing: dict[str, set[str]] = {}
     for key, file in shards.files.items():
-        if (key == of_layer or key.startswith(f"{name}.")) and key not in state_dict:
+        if (key in of_layer or key.startswith(f"{name}.")) and key not in state_dict:
             missing.setdefault(file, set()).add(key)
     found = dict(state_dict) if missing else state_dict
     for file, keys in missing.items():
@@ -76,12 +76,10 @@ def defect() -> Finding:
     return Finding(not same, "the same outputs" if same else "other outputs")
 
 
-_QUANTIZERS_AND_METHODS = (
-    (QUANTIZERS_OF_DIFFUSERS[0], "create_quantized_param", ""),
-    *(
-        (QUANTIZERS_OF_DIFFUSERS[1], method, "diffusers<0.39")
-        for method in ("check_if_quantized_param", "create_quantized_param")
-    ),
+_METHODS = (
+    f"{QUANTIZERS_OF_DIFFUSERS[0]}.create_quantized_param",
+    f"{QUANTIZERS_OF_DIFFUSERS[1]}.check_if_quantized_param",
+    f"{QUANTIZERS_OF_DIFFUSERS[1]}.create_quantized_param",
 )
 
 PATCH = Patch(
@@ -102,7 +100,7 @@ PATCH = Patch(
         packed weights and quantization state of a layer together. ``from_pretrained`` reads one shard after another
         and needs both at once: ``Supplied state dict for ... does not contain `bitsandbytes__*` ``. So a large model
         in 4 bits (Qwen-Image, HunyuanVideo, FLUX.2) that was saved without an error cannot be loaded. diffusers 0.33
-        to 0.42 in 4 bits; in INT8 before 0.39, which holds back the half that came first.
+        to 0.42 in 4 bits and INT8; from 0.39 on INT8 fails only if a shard ends between the row scales and ``weight_format``.
     """,
     repair="""
         With the repair the statistics of a layer are read from the shard that has them, when its packed weights are
@@ -126,16 +124,15 @@ PATCH = Patch(
         ),
         *(
             Rewrite(
-                f"{quantizer}.{method}",
+                method,
                 find="import bitsandbytes as bnb",
                 replace="""
                     import bitsandbytes as bnb
                     state_dict = _patches_with_statistics(self, param_name, state_dict)
                 """,
                 names={"_patches_with_statistics": with_statistics},
-                when=when,
             )
-            for quantizer, method, when in _QUANTIZERS_AND_METHODS
+            for method in _METHODS
         ),
     ),
     defect=defect,
