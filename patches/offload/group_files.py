@@ -99,7 +99,11 @@ def change_weights(change: Callable[..., Any], model: Module, reapply: Callable[
 
     def run(*args: Any, **kwargs: Any) -> Any:
         weights = ((module, module._parameters.get("weight")) for module in model.modules())
-        layers = [(module, weight.data_ptr()) for module, weight in weights if row_scales.is_int8(weight)]
+        layers = [
+            (module, weight.data_ptr())
+            for module, weight in weights
+            if weight is not None and row_scales.is_int8(weight)
+        ]
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             _restore(tensor)
         for layer, address in layers:
