@@ -42,12 +42,16 @@ def removable_files(names: list[str], model: Any, directory: str) -> list[str]:
 
 
 def save_config(model: Any, directory: str) -> None:
-    """Save the configuration of ``model``, beside the old one until the weights that this belongs to are replaced."""
+    """Save the configuration of ``model``, beside the old one until the weights that this belongs to are replaced.
+
+    A model of diffusers saves its own, one of transformers has an object for it.
+    """
+    save: Callable[[str], None] = getattr(model, "save_config", None) or model.config.save_pretrained
     if not _files_read(model, directory):
-        model.config.save_pretrained(directory)
+        save(directory)
         return
     with tempfile.TemporaryDirectory(dir=directory) as new:
-        model.config.save_pretrained(new)
+        save(new)
         for name in os.listdir(new):
             end = _PART if name == "config.json" else ""
             os.replace(os.path.join(new, name), os.path.join(directory, name + end))

@@ -93,6 +93,15 @@ def place_tensor(
     return True
 
 
+def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, Any]) -> Any:
+    """Call ``accelerate.dispatch_model``; a quantized model that is on the CPU whole is there already."""
+    device_map = options["device_map"]
+    if getattr(model, "is_quantized", False) and set(map(str, device_map.values())) == {"cpu"}:
+        model.hf_device_map = dict(device_map)  # dispatch_model would call model.to, which INT8 models may refuse
+        return model
+    return dispatching.dispatch_offloaded(dispatch_model, model, options)
+
+
 def is_placed(device_map: Any) -> bool:
     """Tell whether :func:`place_tensor` gives the model all of its tensors."""
     return isinstance(device_map, _LoadedInto)
@@ -202,7 +211,7 @@ PATCH = Patch(
         Rewrite.to_call(
             _MODEL,
             find="dispatch_model(model, **device_map_kwargs)",
-            function=dispatching.dispatch_offloaded,
+            function=dispatch,
             arguments="dispatch_model, model, device_map_kwargs",
         ),
         Rewrite(

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...adapters.merge_offloaded_layers import brought, unmerge
 from ...engine import Finding, Message, Patch, Rewrite
 from ...offload import offloaded_modules
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-
-def brought(layer: Module) -> AbstractContextManager[None]:
-    """Bring the offloaded modules below ``layer`` to their device, and offload what changes, if peft may merge ``layer``."""
-    merges = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
-    return offloaded_modules.onload_to_change(layer) if merges else nullcontext()
-
-
-def unmerge(layer: Any) -> None:
-    """Call ``layer.unmerge()`` while the weights of ``layer`` are there, and offload what changes."""
-    with brought(layer):
-        layer.unmerge()
 
 
 def defect() -> Finding:

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
-from ...loading import source_layers
-from ...offload import offloaded_modules, weights_maps
-from ...quantized import accelerate_hooks
+from ...loading.dequantize_offloaded_layers import replace_offloaded_layers
 from ...quantized.int8.weight_moves import keep_packed_weight
 from ..reproducers import tiny_models
 from ..reproducers.quantized_models import load_quantized
@@ -20,43 +18,14 @@ if TYPE_CHECKING:
 
 def dequantize_offloaded(model: Module, quantized: type[Any], dtype: torch.dtype | None) -> bool:
     """Replace the offloaded layers of the class ``quantized``, and tell whether there were any."""
-    away = {name: m for name, m in model.named_modules() if isinstance(m, quantized) and m.weight.is_meta}
-    for name, module in away.items():
-        if accelerate_hooks.hook_of(module) is None:
-            raise ValueError(
-                f"{name!r} cannot be dequantized: its weight is on meta, and no hook of accelerate loads it. Offload the model "
-                "without preload_module_classes, or dequantize it before it is offloaded."
-            )
-    for name, module in away.items():
-        model.set_submodule(name, _make_plain(module, dtype))
-    return bool(away)
-
-
-def _make_plain(module: Any, dtype: torch.dtype | None) -> Module:
-    """Make the plain layer for ``module``, offloaded by its hook; ``module`` is left on meta without one."""
-    import torch
-    from accelerate.hooks import add_hook_to_module, remove_hook_from_module
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
-    part = accelerate_hooks.hook_of(module)
-    visit = offloaded_modules.Visit(module, part)
-    try:
-        state = getattr(module, "state", None)
-        before_5 = satisfied("transformers<5")  # where it casts, too
-        weight = dequantize_bnb_weight(module.weight, *((dtype, state) if before_5 else (state,)))
-        plain = source_layers.make_source_layer(module, module.bias)
-        weight = source_layers.to_source_layout(module, weight if dtype is None else weight.to(dtype))
-        plain.weight = torch.nn.Parameter(weight)
-        plain.bias = module.bias
-        plain.train(module.training)
-        weights_maps.write_to_map(part, "weight", plain.weight)
-    finally:
-        visit.end()
-    hook, original_devices = vars(module).pop("_hf_hook"), part.original_devices
-    remove_hook_from_module(module)
-    add_hook_to_module(plain, hook)
-    part.original_devices = original_devices  # where its weights go if the hook is taken away
-    return plain
+    before_5 = satisfied("transformers<5")  # where it casts, too
+
+    def dequantize(weight: Any, state: Any) -> Any:
+        return dequantize_bnb_weight(weight, *((dtype, state) if before_5 else (state,)))
+
+    return replace_offloaded_layers(model, quantized, dtype, dequantize)
 
 
 def defect() -> Finding:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
-from ...offload import offloaded_modules, weights_maps
-from ...quantized import accelerate_hooks
+from ...offload import offloaded_state
 from ...quantized.int8 import row_scales
 from ..reproducers import tiny_models
 
@@ -28,17 +27,7 @@ def state_dict_of(model: Any, modules: dict[str, Any] | None = None) -> dict[str
     renamed = _is_renamed(model, {name: state[name] for name in away})
     looked_up = _is_looked_up(model) and not renamed
     wanted = int8 if looked_up else away  # transformers knows which of the tensors that it looks up are tied
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        if accelerate_hooks.hook_of(module) is None or not any(each.startswith(prefix) for each in wanted):
-            continue
-        with offloaded_modules.onload(module):
-            brought = module.state_dict(prefix=prefix)
-            # Scales that are away are in no state dict once the layer has run.
-            new = {name: tensor for name, tensor in brought.items() if name in away or name not in state}
-            state.update((name, tensor.to("cpu")) for name, tensor in new.items())
-    tied = weights_maps.restore_ties(model)  # after all modules were visited, which gives each a parameter of its own
-    state.update((name, state[source]) for name, source in tied.items() if name in state and not state[source].is_meta)
+    offloaded_state.fill_in(model, state, wanted, away)
     if renamed and modules:
         modules.clear()
     if modules:
