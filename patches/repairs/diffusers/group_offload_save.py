@@ -33,10 +33,17 @@ PATCH = Patch(
     silent=True,
     links=("https://github.com/huggingface/diffusers/pull/11682",),
     why="""
-        TODO
+        ``enable_group_offload(..., offload_to_disk_path=...)`` puts uninitialized memory in the place of weights that
+        are on the disk. ``state_dict()`` returns that memory, and ``save_pretrained`` of a model or a pipeline saves
+        it. There is no message. The model that is loaded from it gives noise or NaN. This is so for all models,
+        quantized or not, with diffusers 0.35 to 0.42.
     """,
     repair="""
-        TODO
+        With the repair ``state_dict()`` of such a model reads these tensors from their files. All others are returned as
+        they are. The model stays offloaded.
+    """,
+    cost="""
+        The state dict of a model takes its whole size in CPU memory, as it does for a model that is not offloaded.
     """,
     requires=("diffusers>=0.35",),
     tested_up_to="0.42.1",

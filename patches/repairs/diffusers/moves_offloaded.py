@@ -96,10 +96,18 @@ PATCH = Patch(
     ),
     links=("https://github.com/huggingface/diffusers/issues/9953",),
     why="""
-        TODO
+        After ``pipe.enable_sequential_cpu_offload()``, ``pipe.to("cuda")`` raises a ``ValueError`` that says why, but
+        not if a component is quantized. Then, and with ``pipe.to("cpu")``, the error is ``Cannot copy out of meta
+        tensor``, and the components before it are moved. The same holds for a component that was loaded with a device
+        map over the CPU or the disk: ``You can't move a model that has some modules offloaded to cpu or disk.``
+        ``enable_model_cpu_offload()``, ``enable_sequential_cpu_offload()`` and ``remove_all_hooks()`` take away the
+        hooks that read quantized layers from the disk. Those layers have no weights from then on. diffusers 0.33 to
+        0.42.
     """,
     repair="""
-        TODO
+        With the repair each of these calls raises a ``ValueError`` before it changes anything. The error names the
+        component and says what works: ``pipe.remove_all_hooks()`` first, or another device map. Pipelines without
+        offloaded quantized layers are not concerned.
     """,
     requires=("diffusers>=0.33", "bitsandbytes>=0.46.1", "accelerate>=0.26"),
     tested_up_to="0.42.1",
