@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
@@ -13,11 +14,26 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def apply_to_weights(apply: Callable[..., Any], model: Module) -> Callable[..., Any]:
-    """Return ``apply`` of ``model``, which fuses LoRA in its layers or undoes it; after it the groups are made anew."""
+def _changing_weights(model: Module) -> AbstractContextManager[None]:
     from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading as reapply
 
-    return group_files.change_weights(apply, model, reapply)
+    return group_files.changing_weights(model, reapply)
+
+
+def apply_to_weights(apply: Callable[..., Any], model: Module) -> Callable[..., Any]:
+    """Return ``apply`` of ``model``, which fuses LoRA in its layers or undoes it; after it the groups are made anew."""
+
+    def run(function: Callable[[Module], None]) -> Any:
+        with _changing_weights(model):
+            return apply(function)
+
+    return run
+
+
+def modules_that_change(model: Module) -> Iterator[Module]:
+    """Yield ``model.modules()``, of which some are fused; after the last the groups of ``model`` are made anew."""
+    with _changing_weights(model):
+        yield from model.modules()
 
 
 def defect() -> Finding:
@@ -47,6 +63,8 @@ def defect() -> Finding:
     return Finding(not error == 0, f"the output after fuse_lora() is {error:.1e} off")
 
 
+_LOADERS = "diffusers.loaders"
+
 PATCH = Patch(
     id="diffusers-group-offload-fuse",
     summary="fuse_lora() of a quantized model that diffusers offloads in groups: KeyError, or LoRA fused with uninitialized memory",
@@ -73,9 +91,17 @@ PATCH = Patch(
         *group_files.OWN_FILES,
         *(
             Rewrite.to_call(
-                f"diffusers.loaders.peft:PeftAdapterMixin.{name}", "self.apply", apply_to_weights, "self.apply, self"
+                f"{_LOADERS}.peft:PeftAdapterMixin.{name}", "self.apply", apply_to_weights, "self.apply, self"
             )
             for name in ("fuse_lora", "unfuse_lora")
+        ),
+        *(
+            Rewrite.to_call(f"{_LOADERS}.lora_base:{name}", f"{model}.modules()", modules_that_change, model)
+            for name, model in (
+                ("LoraBaseMixin.unfuse_lora", "model"),
+                ("fuse_text_encoder_lora", "text_encoder"),
+                ("unfuse_text_encoder_lora", "text_encoder"),
+            )
         ),
     ),
     defect=defect,
