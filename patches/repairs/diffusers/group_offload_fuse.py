@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine import Finding, Patch, Rewrite
 from ...offload import group_files
 from ..reproducers import image_models
+from ..reproducers.offloaded_groups import offload_to_disk
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -48,8 +49,7 @@ def defect() -> Finding:
         torch.manual_seed(1)
         model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False))
         if offload_to is not None:
-            cpu = torch.device("cpu")
-            model.enable_group_offload(cpu, offload_type="leaf_level", offload_to_disk_path=offload_to)
+            offload_to_disk(model, offload_to)
         model.fuse_lora()
         return model(**image_models.flux_inputs(torch.float32)).sample
 

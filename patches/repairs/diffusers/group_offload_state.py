@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...engine import Finding, Patch, Rewrite
 from ...offload import group_offload
 from ...quantized.int8.weight_moves import keep_packed_weight
+from ..reproducers.offloaded_groups import offload_to_disk
 
 
 def defect() -> Finding:
@@ -13,17 +14,14 @@ def defect() -> Finding:
 
     import torch
     from bitsandbytes.nn import Linear8bitLt
-    from diffusers.hooks import apply_group_offloading
 
     torch.manual_seed(0)
     layers = [Linear8bitLt(64, 64, has_fp16_weights=False).requires_grad_(False) for _ in range(2)]
     model = torch.nn.Sequential(*layers).to("cpu").eval()
-    cpu = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        apply_group_offloading(model, cpu, offload_type="leaf_level", offload_to_disk_path=folder)
+        offload_to_disk(model, folder)
         model(torch.randn(2, 64))
-        packed = [layer.state.CB for layer, weight in ((layer, layer.weight) for layer in layers)]
-        left = [each for each, layer in zip(packed, layers) if each.data_ptr() != layer.weight.data_ptr()]
+        left = [layer.state.CB for layer in layers if layer.state.CB.data_ptr() != layer.weight.data_ptr()]
     size = sum(each.nbytes for each in left)
     return Finding(
         size > 0, f"{size} of {2 * 64 * 64} bytes of packed weights stay in memory beside what is on the disk"

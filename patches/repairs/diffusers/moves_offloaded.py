@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...engine import Finding, Message, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...quantized import accelerate_hooks
 from ...quantized.four_bit import quant_states
 from ...quantized.int8 import row_scales
@@ -66,7 +66,10 @@ def defect() -> Finding:
     """Offload a pipeline with a transformer in 4 bits layer by layer, and move it."""
     import tempfile
 
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+    try:
+        from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+    except (ImportError, RuntimeError) as error:
+        raise CannotShow("the pipelines of this release of diffusers cannot be imported on this stack") from error
 
     with tempfile.TemporaryDirectory() as base:
         image_models.save_flux(base)
