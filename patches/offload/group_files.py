@@ -5,6 +5,7 @@ diffusers names a file after the name of a module, and takes a file with this na
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, MutableMapping, MutableSet
@@ -94,22 +95,21 @@ def _fill(module: Module, state_dict: dict[str, Any], prefix: str, local_metadat
             state_dict[prefix + name] = values
 
 
-def change_weights(change: Callable[..., Any], model: Module, reapply: Callable[[Module], None]) -> Callable[..., Any]:
-    """Return ``change``, a function that changes weights of ``model``, which may be offloaded in groups, where they wait."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        weights = ((module, module._parameters.get("weight")) for module in model.modules())
-        layers = [(module, weight.data_ptr()) for module, weight in weights if row_scales.is_int8(weight)]
-        for tensor in itertools.chain(model.parameters(), model.buffers()):
-            _restore(tensor)
-        for layer, address in layers:
-            weight_moves.follow_move(layer, layer.weight, address)
-        try:
-            return change(*args, **kwargs)
-        finally:
-            reapply(model)  # the groups know the weights by the objects that they were
-
-    return run
+@contextlib.contextmanager
+def changing_weights(model: Module, reapply: Callable[[Module], None]) -> Iterator[None]:
+    """Have the weights of ``model``, which may be offloaded in groups, in memory, and tell the groups that they change."""
+    weights = ((module, module._parameters.get("weight")) for module in model.modules())
+    layers = [
+        (module, weight.data_ptr()) for module, weight in weights if weight is not None and row_scales.is_int8(weight)
+    ]
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        _restore(tensor)
+    for layer, address in layers:
+        weight_moves.follow_move(layer, layer.weight, address)
+    try:
+        yield
+    finally:
+        reapply(model)  # the groups know the weights by the objects that they were
 
 
 def _names(path: str) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...engine import Finding, Patch
 from ...offload import group_files
+from ..reproducers.offloaded_groups import offload_to_disk
 
 
 def defect() -> Finding:
@@ -12,15 +13,13 @@ def defect() -> Finding:
 
     import torch
     from bitsandbytes.nn import Linear4bit
-    from diffusers.hooks import apply_group_offloading
 
     torch.manual_seed(0)
     layers = [Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False) for _ in range(4)]
     model = torch.nn.Sequential(*layers).to("cpu")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with tempfile.TemporaryDirectory() as folder:
-        cpu = torch.device("cpu")
-        apply_group_offloading(model, cpu, offload_type="leaf_level", offload_to_disk_path=folder)
+        offload_to_disk(model, folder)
         saved = model.state_dict()
         wrong = [name for name, tensor in expected.items() if not torch.equal(saved[name], tensor)]
     return Finding(bool(wrong), f"{len(wrong)} of {len(expected)} tensors in the state dict are wrong")
@@ -33,10 +32,17 @@ PATCH = Patch(
     silent=True,
     links=("https://github.com/huggingface/diffusers/pull/11682",),
     why="""
-        TODO
+        ``enable_group_offload(..., offload_to_disk_path=...)`` puts uninitialized memory in the place of weights that
+        are on the disk. ``state_dict()`` returns that memory, and ``save_pretrained`` of a model or a pipeline saves
+        it. There is no message. The model that is loaded from it gives noise or NaN. This is so for all models,
+        quantized or not, with diffusers 0.35 to 0.42.
     """,
     repair="""
-        TODO
+        With the repair ``state_dict()`` of such a model reads these tensors from their files. All others are returned as
+        they are. The model stays offloaded.
+    """,
+    cost="""
+        The state dict of a model takes its whole size in CPU memory, as it does for a model that is not offloaded.
     """,
     requires=("diffusers>=0.35",),
     tested_up_to="0.42.1",
