@@ -61,11 +61,9 @@ def defect() -> Finding:
                 refused = True
                 said.append(f"RuntimeError: {error}")
                 continue
-            error = ((model(**inputs)[0] - plain).norm() / plain.norm()).item()
-            refused = refused or not error < 0.3
-            said.append(
-                f"{next(iter(how))}: computes on {model.device.type}, output {error:.0%} from the plain model's"
-            )
+            off = ((model(**inputs)[0] - plain).norm() / plain.norm()).item()
+            refused = refused or not off < 0.3
+            said.append(f"{next(iter(how))}: computes on {model.device.type}, output {off:.0%} from the plain model's")
     return Finding(refused, "; ".join(dict.fromkeys(said)))
 
 
