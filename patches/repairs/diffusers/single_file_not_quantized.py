@@ -19,7 +19,9 @@ def quantizer_for(upstream: Callable[..., Any], config: Any, checkpoint: dict[st
     """Call ``DiffusersAutoQuantizer.from_config``; the quantizer quantizes if ``checkpoint`` holds plain weights."""
     quantizer = upstream(config)
     if quantizers.is_bitsandbytes(quantizer) and not any(map(_of_one_byte, checkpoint.values())):
-        quantizer.pre_quantized = False
+        # Older ones quantize packed INT8 weights again when they are moved: the error stays.
+        if quantizer.quantization_config.load_in_4bit or satisfied("bitsandbytes>=0.48"):
+            quantizer.pre_quantized = False
     return quantizer
 
 
@@ -89,7 +91,8 @@ PATCH = Patch(
         If the file holds no tensor whose values take one byte, the weights are quantized while they are loaded, to
         the same bits as by ``from_pretrained``. Other files are read as before, float8 ones too, which bitsandbytes
         cannot quantize. The configuration of the model says how it was quantized, so that it can be saved and
-        loaded. The model is on the CPU unless ``device`` says otherwise, as upstream.
+        loaded. The model is on the CPU unless ``device`` says otherwise, as upstream. INT8 needs bitsandbytes 0.48;
+        older ones quantize packed weights again when they are moved.
     """,
     requires=("diffusers>=0.33", "bitsandbytes>=0.46.1"),
     tested_up_to="0.42.1",
