@@ -42,8 +42,8 @@ def defect() -> Finding:
         plain = model.dequantize()
     except (AssertionError, RuntimeError) as error:
         return Finding(True, f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    error = ((plain(**inputs)[0] - quantized).norm() / quantized.norm()).item()
-    return Finding(not error < 0.02, f"dequantized on the CPU, output {error:.0e} from the quantized model's")
+    off = ((plain(**inputs)[0] - quantized).norm() / quantized.norm()).item()
+    return Finding(not off < 0.02, f"dequantized on the CPU, output {off:.0e} from the quantized model's")
 
 
 PATCH = Patch(

@@ -42,6 +42,8 @@ def defect() -> Finding:
 
     if satisfied("diffusers<0.37"):
         raise CannotShow("before diffusers 0.37 INT8 models cannot be loaded with each accelerate")
+    if satisfied("bitsandbytes<0.48"):
+        raise CannotShow("before bitsandbytes 0.48 another defect comes first: INT8 weights are quantized again")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as saved:
         image_models.save_flux(folder)
         plain = image_models.load_flux(folder, load_in_8bit=True).dequantize()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...config import quantizers
-from ...engine import Finding, Message, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
+from ...engine.gate import satisfied
 from ..reproducers import image_models
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ def quantizer_for(upstream: Callable[..., Any], config: Any, checkpoint: dict[st
     """Call ``DiffusersAutoQuantizer.from_config``; the quantizer quantizes if ``checkpoint`` holds plain weights."""
     quantizer = upstream(config)
     if quantizers.is_bitsandbytes(quantizer) and not any(map(_of_one_byte, checkpoint.values())):
-        quantizer.pre_quantized = False
+        # Older ones quantize packed INT8 weights again when they are moved: the error stays.
+        if quantizer.quantization_config.load_in_4bit or satisfied("bitsandbytes>=0.48"):
+            quantizer.pre_quantized = False
     return quantizer
 
 
@@ -45,6 +48,8 @@ def defect() -> Finding:
     from diffusers import BitsAndBytesConfig, FluxTransformer2DModel
     from safetensors.torch import save_file
 
+    if satisfied("diffusers<0.35"):
+        raise CannotShow("before diffusers 0.35 the tensors of a single file must have the names of the original model")
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     with tempfile.TemporaryDirectory() as folder:
         image_models.save_flux(folder)
@@ -86,7 +91,8 @@ PATCH = Patch(
         If the file holds no tensor whose values take one byte, the weights are quantized while they are loaded, to
         the same bits as by ``from_pretrained``. Other files are read as before, float8 ones too, which bitsandbytes
         cannot quantize. The configuration of the model says how it was quantized, so that it can be saved and
-        loaded. The model is on the CPU unless ``device`` says otherwise, as upstream.
+        loaded. The model is on the CPU unless ``device`` says otherwise, as upstream. INT8 needs bitsandbytes 0.48;
+        older ones quantize packed weights again when they are moved.
     """,
     requires=("diffusers>=0.33", "bitsandbytes>=0.46.1"),
     tested_up_to="0.42.1",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def names_to_skip(quantizer: Any, model: Module) -> list[str] | None:
+def names_to_skip(quantizer: Any, model: Any) -> list[str] | None:
     """Return the names that diffusers is given in place of the user's names: a list of the model's own configuration."""
     import torch
 

@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ...engine import CannotShow, Finding, Patch, Rewrite
+from ...config import compute_dtypes
+from ...engine import CannotShow, Finding, Patch
 from ...engine.gate import satisfied
 from ..reproducers import tiny_models
 from ..reproducers.quantized_models import load_quantized
-
-_CAN_BE = ("float16", "bfloat16", "float32", "float64")
-
-
-def dtype_named(dtype: str) -> Any:
-    """Return the dtype that torch has by the name ``dtype``."""
-    import torch
-
-    found = getattr(torch, dtype, None)
-    return found if isinstance(found, torch.dtype) else _checked(dtype)
-
-
-def compute_dtype(config: Any) -> Any:
-    """Return the compute dtype of ``config``; raise ``ValueError`` if 4-bit layers cannot compute in it."""
-    return config.bnb_4bit_compute_dtype if not config.load_in_4bit else _checked(config.bnb_4bit_compute_dtype)
-
-
-def _checked(dtype: Any) -> Any:
-    name = str(dtype).removeprefix("torch.")
-    if name not in _CAN_BE:
-        raise ValueError(
-            f"bnb_4bit_compute_dtype={dtype!r}: 4-bit layers cannot compute in it. Use torch.bfloat16, torch.float16 or "
-            "torch.float32. The storage dtype of packed weights is bnb_4bit_quant_storage."
-        )
-    return dtype
 
 
 def defect() -> Finding:
@@ -58,8 +32,6 @@ def defect() -> Finding:
     return Finding(not off < 0.1, f"computes in torch.int8, logits off by {off:.1e} of their norm")
 
 
-_CONFIG = "transformers.utils.quantization_config:BitsAndBytesConfig"
-
 PATCH = Patch(
     id="transformers-compute-dtype-not-floating",
     effect="warns",
@@ -79,16 +51,6 @@ PATCH = Patch(
     """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",
-    edits=(
-        Rewrite.to_call(
-            f"{_CONFIG}.__init__", "getattr(torch, bnb_4bit_compute_dtype)", dtype_named, "bnb_4bit_compute_dtype"
-        ),
-        Rewrite(
-            f"{_CONFIG}.post_init",
-            find="isinstance(self.bnb_4bit_compute_dtype, torch.dtype)",
-            replace="isinstance(_patches_compute_dtype(self), torch.dtype)",
-            names={"_patches_compute_dtype": compute_dtype},
-        ),
-    ),
+    edits=compute_dtypes.rewrite_config("transformers.utils.quantization_config:BitsAndBytesConfig"),
     defect=defect,
 )

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from patches.engine.gate import satisfied
 from patches.repairs.reproducers import image_models
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 INT8 = {"load_in_8bit": True}
-BOTH = {"nf4": NF4, "int8": INT8}
+BOTH = {"nf4": NF4}
+if satisfied("bitsandbytes>=0.48"):  # older ones quantize packed INT8 weights again when they are moved
+    BOTH["int8"] = INT8
 
 
 def load(folder: Any, how: dict[str, Any] | None = None, dtype: torch.dtype = torch.bfloat16, **also: Any) -> Any:

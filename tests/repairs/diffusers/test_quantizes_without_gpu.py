@@ -73,3 +73,10 @@ def test_with_a_gpu_it_stays_the_default(how, monkeypatch):
         quantizer.validate_environment(device_map=None)
         assert quantizer.update_device_map(None) == {"": "cuda:0"}
         assert quantizer.update_device_map({"": 1}) == {"": 1}
+
+
+@only_cpu
+@pytest.mark.skipif("int8" in image_options.BOTH, reason="for bitsandbytes before 0.48")
+def test_int8_that_would_be_wrong_stays_refused(flux):
+    with pytest.raises(RuntimeError, match="No GPU found"), patches.applied(ID):
+        from_pretrained(flux, image_options.INT8)

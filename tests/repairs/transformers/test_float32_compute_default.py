@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import patches
+from patches.config import float32_compute
 from patches.repairs.reproducers.log_records import record_logs
-from patches.repairs.transformers import float32_compute_default
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def first(monkeypatch):
-    monkeypatch.setattr(float32_compute_default, "_told", set())
+    monkeypatch.setattr(float32_compute, "_told", set())
 
 
 def said(folder: Path, how, *ids: str, times: int = 1, **also) -> list[str]:
