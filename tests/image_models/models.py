@@ -66,6 +66,14 @@ class Plain:
         return add_lora(copy.deepcopy(self.model), layers)
 
     @functools.cached_property
+    def can_train(self) -> str:
+        """Why there need not be gradients; empty if there are."""
+        try:
+            return "" if lora_gradients(self.tuned, self.inputs) else "it has no gradients"
+        except Exception as error:  # noqa: BLE001
+            return said(error)
+
+    @functools.cached_property
     def can_checkpoint(self) -> str:
         """Why gradients with checkpointing need not be those without; empty if they are."""
         if not getattr(self.kind, "_supports_gradient_checkpointing", False):
