@@ -66,7 +66,7 @@ NEEDS_SYSTEM = (
     "--deselect=tests/engine/test_transaction.py::test_an_error_in_the_midst_of_the_writes",
 )  # fmt: skip
 """Tests of the engine that start threads or processes."""
-STACK = ("bitsandbytes", "transformers", "peft", "accelerate", "torchao")
+STACK = ("bitsandbytes", "transformers", "peft", "accelerate", "torchao", "diffusers")
 
 nox.options.sessions = ["tests"]
 nox.options.error_on_missing_interpreters = True

@@ -1,4 +1,4 @@
-"""Repairs quantized fine-tuning (bitsandbytes, transformers, peft, torchao) in the running process.
+"""Repairs quantized fine-tuning (bitsandbytes, transformers, peft, torchao, diffusers) in the running process.
 
     import patches
     patches.apply()     # calling it again changes nothing; packages imported later follow

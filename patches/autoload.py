@@ -1,7 +1,7 @@
 """The automatic path: what happens when an import calls our entry point.
 
-That is bitsandbytes', or the first of transformers, peft, accelerate and torchao after torch. It never raises into
-that import, whatever a logging handler does. Logger ``bnb_patches``: at most three INFO lines in a process say how many
+That is bitsandbytes', or the first of transformers, peft, accelerate, torchao and diffusers after torch. It never raises
+into that import, whatever a logging handler does. Logger ``bnb_patches``: at most three INFO lines in a process say how many
 defects were repaired, DEBUG lines name the patches; a WARNING for a conflict or a failure (an ERROR with
 ``PATCHES_STRICT``), for compiled code that could not be forgotten, for patches that are left out because a release is newer
 than any that they were tested on, and where another distribution has replaced a file of ours.

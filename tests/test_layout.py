@@ -17,6 +17,7 @@ LIBRARIES = {
     "accelerate",
     "axolotl",
     "bitsandbytes",
+    "diffusers",
     "llamafactory",
     "peft",
     "torch",

@@ -39,7 +39,7 @@ patches.revert(1)
 # Reading these takes half a minute, and says nothing of this package.
 SETTINGS = """
 [mypy]
-[mypy-torch.*,torchao.*,transformers.*,peft.*,accelerate.*,bitsandbytes.*,numpy.*]
+[mypy-torch.*,torchao.*,transformers.*,peft.*,accelerate.*,bitsandbytes.*,diffusers.*,numpy.*]
 follow_imports = skip
 """
 REVEALED = [

@@ -40,7 +40,9 @@ DATASETS = (
     "anyio==4.11.0", "sniffio==1.3.1", "idna", "certifi", "requests==2.34.2", "urllib3==2.7.0", "charset_normalizer==3.4.7",
 )  # fmt: skip
 """What TRL imports, of any release."""
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl", "diffusers")
+NOT_EVERYWHERE = ("trl", "diffusers")
+"""Packages that a stack may lack. One that is too old for the patches of it hinders no other patch."""
 VERSIONS = """
 import importlib.metadata, json, sys
 found = {}
@@ -159,8 +161,9 @@ def shipped() -> str:
     known = {name: [torch for torch, part in runs.items() if "verify" in part] for name, runs in found.items()}
     stacks = declared()
     oldest = {
-        package: min((s[package] for s in stacks.values()), key=Version) for package in PACKAGES if package != "trl"
-    }
+        package: min((stack[package] for stack in stacks.values()), key=Version)
+        for package in PACKAGES if package not in NOT_EVERYWHERE
+    }  # fmt: skip
     run = {
         name: {
             package: sorted(known[name], key=Version) if package == "torch" else [stack[package]]

@@ -17,7 +17,15 @@ from ..engine import gate, requirement
 
 Stacks = Mapping[str, Mapping[str, list[str]]]
 """The releases of each package, by the name of the stack; more than one of torch where it was run with more."""
-WEIGHTS = {"torch": 3.0, "transformers": 3.0, "peft": 2.0, "bitsandbytes": 2.0, "accelerate": 1.0, "trl": 0.5}
+WEIGHTS = {
+    "torch": 3.0,
+    "transformers": 3.0,
+    "peft": 2.0,
+    "bitsandbytes": 2.0,
+    "accelerate": 1.0,
+    "trl": 0.5,
+    "diffusers": 0.5,
+}
 """The weight of another release of each package in the distance between stacks."""
 
 

@@ -80,7 +80,7 @@ def whole_stack(fresh):
     pytest.importorskip("bitsandbytes")
     out = fresh(
         """
-        import json, logging, sys
+        import contextlib, json, logging, sys
         said = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append((record.levelno, record.getMessage()))
@@ -93,8 +93,10 @@ def whole_stack(fresh):
         from bnb_patches.engine import gate, needs
         from transformers import Trainer, AutoModelForCausalLM, BitsAndBytesConfig
         from transformers.quantizers import auto
+        with contextlib.suppress(ImportError):
+            from diffusers import ModelMixin
         ours = [p for patch in bnb_patches.REGISTRY.patches.values() for p in patch.parts
-                if p.package in ("bitsandbytes", "transformers", "peft", "accelerate", "torch")]
+                if p.package in ("bitsandbytes", "transformers", "peft", "accelerate", "diffusers", "torch")]
         ours = [p for p in ours if all(map(gate.installed_version, gate.packages(p)))]
         missing = {p.key: [sorted(needs.modules_not_imported(p)), sorted(needs.modules(p) - needs.modules_not_imported(p))] for p in ours}
         for patch in ours:

@@ -15,7 +15,7 @@ from tools.sources.__main__ import TABLE, text
 from tools.sources.gathered import edited, is_for
 
 PARTS = {part.key: part for patch in REGISTRY.patches.values() for part in patch.parts}
-REPAIRED = ("bitsandbytes", "transformers", "peft", "accelerate")
+REPAIRED = ("bitsandbytes", "transformers", "peft", "accelerate", "diffusers")
 INSTALLED = [package for package in REPAIRED if importlib.util.find_spec(package)]
 SHIPPED = _shipped()
 

@@ -62,6 +62,17 @@ def test_does_not_fit(kind):
     assert "loaded again" in said and "merged" in said  # both within rounding, or it had not ended with 0
 
 
+@pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.release("int8 runs the same program"))])
+def test_flux(kind):
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    said = run("flux.py", "--device", "cpu", "--kind", kind, "--steps", "12", "--layers", "1")
+    size, away = map(float, re.search(r"takes ([\d.]+) MB: ([\d.]+) MB lie on the disk", said).groups())
+    assert size / 2 < away < size
+    first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", said).groups())
+    assert last < first
+    assert "loaded again" in said and "fused" in said  # both within rounding, or it had not ended with 0
+
+
 @pytest.mark.release("test_offload_lora is its first part, and test_compile_matrix.py compiles the same step")
 @pytest.mark.skipif(BNB < Version("0.50"), reason="constraints.txt gives `make demo` the newest bitsandbytes")
 def test_demo():

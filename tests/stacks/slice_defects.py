@@ -25,7 +25,7 @@ from patches.verification.asking import Asking
 from tests import releases
 from tests.test_sources import file_of
 
-OF_A_STACK = ("transformers", "peft", "accelerate")
+OF_A_STACK = ("transformers", "peft", "accelerate", "diffusers")
 NEWEST = Path(sysconfig.get_path("purelib"))
 
 

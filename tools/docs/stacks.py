@@ -14,7 +14,7 @@ from tools.stacks import RESULTS, declared, series
 
 from . import gpu
 
-PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "trl")
+PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "trl", "diffusers")
 HOW = ("unpatched", "patched")
 LEFT = "this release has the defect, and the patch does not repair it here"
 """What `verify` says of them."""

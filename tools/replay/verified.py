@@ -25,7 +25,19 @@ from tools.replay import OLDEST
 from tools.sources import replayed
 from tools.sources.replayed import FILE as RESULTS
 from tools.sources.wheel_files import releases as offered
-from tools.stacks import PACKAGES, ROOT, VERSIONS, Place, as_lines, declared, installed, printed, said, slug
+from tools.stacks import (
+    NOT_EVERYWHERE,
+    PACKAGES,
+    ROOT,
+    VERSIONS,
+    Place,
+    as_lines,
+    declared,
+    installed,
+    printed,
+    said,
+    slug,
+)
 
 
 class Neighbours(NamedTuple):
@@ -57,6 +69,11 @@ NEIGHBOURS = {
     ),
     "bitsandbytes": (Neighbours("0.46", "newest"),),
     "accelerate": (Neighbours("1.1", "newest"),),
+    "diffusers": (  # before 0.37 it imports names that transformers 5.1 and torchao 0.15 have not
+        Neighbours("0.33", "transformers 4.57", ("transformers", "peft", "accelerate"), torchao=True),
+        Neighbours("0.37", "unsloth 2026.10.9", ("transformers",)),
+        Neighbours("0.42", "newest"),
+    ),
 }
 
 
@@ -89,7 +106,8 @@ class Release(NamedTuple):
         """The versions that it was run with, and the verdict of each part of a patch that is about this package."""
         path = os.pathsep.join(map(str, (*self.folders(), ROOT)))
         place = Place(Path(sys.executable), {"PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"})
-        versions = json.loads(run(place.python, "-c", VERSIONS, *PACKAGES, cwd=ROOT, **place.environ))
+        packages = [name for name in PACKAGES if name == self.package or name not in NOT_EVERYWHERE]
+        versions = json.loads(run(place.python, "-c", VERSIONS, *packages, cwd=ROOT, **place.environ))
         expect(versions[self.package] == self.version, f"{self} is hidden by {versions[self.package]}")
         run(place.python, "-c", f"import {', '.join(versions)}", cwd=ROOT, **place.environ)  # one is too new for it
         parts = {(patch.id, part.name) for patch in REGISTRY.patches.values() for part in patch.parts
