@@ -66,10 +66,9 @@ def _judge(name: str, kind: Any) -> Judge:
         plain = Plain(kind, tiny, folder / "plain")
         for precision in PRECISIONS:
             steps = found[precision] = {}
-            left_out = (
-                *LEFT_OUT.get(precision, ()),
-                *(() if way == "patched" or kind.__name__ in USED_MOST else ("graphs",)),
-            )
+            left_out = LEFT_OUT.get(precision, ())
+            if kind.__name__ not in USED_MOST and (way, precision) != ("patched", "INT8"):
+                left_out = (*left_out, "graphs")
             for step, wrong in judge(plain, precision, folder / precision, left_out):
                 steps[step] = wrong
                 keep()
