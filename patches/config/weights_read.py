@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ def by_class(readers: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
 def find(model: Module, readers: Mapping[str, tuple[str, ...]], config: Any, linear_layers: Iterable[str]) -> list[str]:
     """Return those of ``linear_layers`` of ``model`` whose weight, packed as ``config`` says, the installed code cannot read.
 
-    ``readers`` are classes, and their layers whose weight they read.
+    ``readers`` are classes, with the name of their file where others have the same, and their layers whose weight they read.
     """
     floating = config.load_in_4bit and config.bnb_4bit_quant_storage.is_floating_point
     packed = "int8" if config.load_in_8bit else "floating" if floating else "uint8"
@@ -31,7 +32,8 @@ def find(model: Module, readers: Mapping[str, tuple[str, ...]], config: Any, lin
 def _read(model: Module, readers: Mapping[str, tuple[str, ...]], packed: str, layers: set[str]) -> Iterator[str]:
     for path, module in model.named_modules():
         kind: Any = type(module)
-        for name in readers.get(kind.__name__, ()):
+        file = kind.__module__.rpartition(".")[2]
+        for name in readers.get(kind.__name__, readers.get(f"{file}.{kind.__name__}", ())):
             full = f"{path}.{name}" if path else name
             if full in layers and packed in _lost_for(kind, name):
                 yield full
@@ -51,7 +53,7 @@ def _lost_for(kind: Any, name: str) -> frozenset[str]:
     lost = {"uint8", "int8"} if "." in name and any(each in text for each in first) else set()
     for method in tree.body[0].body:  # type: ignore[attr-defined]
         if isinstance(method, ast.FunctionDef) and "init" not in method.name:
-            lost |= _lost_in(method, ast.unparse(method), f"self.{name}.weight")
+            lost |= _lost_in(method, ast.unparse(method), re.sub(r"\.(\d+)\b", r"[\1]", f"self.{name}.weight"))
     return frozenset(lost)
 
 
@@ -67,7 +69,15 @@ def _lost_in(method: ast.FunctionDef, text: str, weight: str) -> set[str]:
                 lost |= {"uint8", "int8", "floating"}
         elif owner.attr == "dtype" and _casts(owners[owner], owners):
             lost |= {kind for kind in ("uint8", "int8") if f"{weight}.dtype != torch.{kind}" not in text}
+        elif owner.attr == "dtype" and _prefers_compute_dtype(owners[owner], text):
+            lost |= {"int8"}  # such a layer has no compute_dtype: nothing is cast
     return lost
+
+
+def _prefers_compute_dtype(node: ast.AST, text: str) -> bool:
+    """Tell whether a name is assigned at ``node``, and compute_dtype is taken where it is not floating."""
+    target = node.targets[0] if isinstance(node, ast.Assign) else None
+    return isinstance(target, ast.Name) and f"if {target.id}.is_floating_point:" in text and "compute_dtype" in text
 
 
 def _casts(node: ast.AST, owners: dict[ast.AST, ast.AST]) -> bool:

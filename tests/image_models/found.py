@@ -20,7 +20,7 @@ USED_MOST = (
     "ZImageTransformer2DModel", "SanaTransformer2DModel", "PixArtTransformer2DModel", "Lumina2Transformer2DModel",
     "ChromaTransformer2DModel", "UNet2DConditionModel",
 )  # fmt: skip
-"""The classes that are compiled without the plugin, too."""
+"""The classes that come first, and are compiled in 4 bits and without the plugin, too."""
 
 
 def classes() -> dict[str, Any]:

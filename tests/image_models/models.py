@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,13 +57,32 @@ class Plain:
         return self.load(torch.bfloat16)
 
     @functools.cached_property
-    def graphs(self) -> tuple[int, str]:
+    def graphs(self) -> Compiled:
         return compiled(self.model, self.inputs)
 
     @functools.cached_property
     def tuned(self) -> Any:
         layers = [path for path, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
         return add_lora(copy.deepcopy(self.model), layers)
+
+    @functools.cached_property
+    def can_train(self) -> str:
+        """Why there need not be gradients; empty if there are."""
+        try:
+            return "" if lora_gradients(self.tuned, self.inputs) else "it has no gradients"
+        except Exception as error:  # noqa: BLE001
+            return said(error)
+
+    @functools.cached_property
+    def can_offload(self) -> str:
+        """Why the model need not run offloaded; empty if it does: accelerate cannot make some outputs again."""
+        from accelerate import cpu_offload
+
+        try:
+            run(cpu_offload(copy.deepcopy(self.model), execution_device=torch.device("cpu")), self.inputs)
+            return ""
+        except Exception as error:  # noqa: BLE001
+            return said(error)
 
     @functools.cached_property
     def can_checkpoint(self) -> str:
@@ -174,14 +193,24 @@ def far(got: torch.Tensor, expected: torch.Tensor, close: float) -> str:
     return "" if far <= close else f"off by {far:.1e} of the norm"
 
 
-def compiled(model: Any, inputs: Inputs) -> tuple[int, str]:
+class Compiled(NamedTuple):
+    """What torch.compile made of a model."""
+
+    graphs: int
+    breaks: int
+    off: str
+
+
+def compiled(model: Any, inputs: Inputs) -> Compiled:
     from torch._dynamo.testing import CompileCounter
+    from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
+    counters.clear()
     counter = CompileCounter()
     eager = run(model, inputs)
-    compiled = run(torch.compile(model, backend=counter), inputs)
-    return counter.frame_count, far(compiled, eager, 1e-5)
+    got = run(torch.compile(model, backend=counter), inputs)
+    return Compiled(counter.frame_count, sum(counters["graph_break"].values()), far(got, eager, 1e-5))
 
 
 def add_lora(model: Any, layers: list[str]) -> Any:

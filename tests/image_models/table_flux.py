@@ -73,7 +73,7 @@ def _ideogram(draw: Draw) -> Inputs:
 def _krea(draw: Draw) -> Inputs:
     return {
         "hidden_states": draw(1, 16, 64),
-        "encoder_hidden_states": draw(1, 8, 2, WIDTH),
+        "encoder_hidden_states": draw(1, 8, 4, WIDTH),
         "timestep": step(0.5),
         "position_ids": torch.cat([torch.zeros(8, 3), grid(1, 4, 4)]),
         "encoder_attention_mask": mask(1, 8),
@@ -116,7 +116,7 @@ TABLE = {
     "Ideogram4Transformer2DModel": Tiny(_ideogram, {"in_channels": 64, "mrope_section": (4, 2, 2)}),
     "Krea2Transformer2DModel": Tiny(
         _krea,
-        {"num_text_layers": 2, "text_num_attention_heads": 4, "text_num_key_value_heads": 4, "text_intermediate_size": 128,
+        {"num_text_layers": 4, "text_num_attention_heads": 4, "text_num_key_value_heads": 4, "text_intermediate_size": 128,
          "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
     ),
 }  # fmt: skip

@@ -19,6 +19,8 @@ READ = weights_read.by_class(
             "AnyFlowDualTimestepTextImageEmbedding AnyFlowDualTimestepTextImageEmbeddingCausal",
             "delta_embedder.linear_1",
         ),
+        # activations are cast to the dtype of the weight, or to compute_dtype, which INT8 layers do not have
+        ("transformer_bria_fibo2.TimestepEmbedder", "mlp.0"),
         # the weight is an argument of a function
         ("HunyuanDiTAttentionPool", "q_proj k_proj v_proj c_proj"),
     )
@@ -106,6 +108,11 @@ PATCH = Patch(
     messages=(
         Message("mixed dtype (CPU): all inputs must share same datatype.", "torch/lib/libtorch_cpu.so"),
         Message("expecting query weights shape of (64, 64), but got torch.Size([2048, 1])", "torch/nn/functional.py"),
+        Message(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: c10::BFloat16 key.dtype: c10::BFloat16 and value.dtype: float instead.",
+            "torch/lib/libtorch_cpu.so",
+            parts=("Expected query, key, and value to have the same dtype, but got query.dtype: ",),
+        ),
         Message("\"silu_cpu\" not implemented for 'Byte'", "torch/lib/libtorch_cpu.so"),
     ),
     links=(
@@ -121,6 +128,8 @@ PATCH = Patch(
           ``"silu_cpu" not implemented for 'Byte'``. In INT8 its gate becomes zero, silently.
         - HunyuanDiT gives the weights of its attention pool to ``multi_head_attention_forward``, which raises an error
           about shapes in 4 bits and about dtypes in INT8.
+        - FIBO 2 leaves steps of time in float32 in INT8, which in bfloat16 makes all activations float32, until
+          attention raises ``Expected query, key, and value to have the same dtype``.
     """,
     repair="""
         With the repair such a layer stays in floating point when a model is quantized, as with

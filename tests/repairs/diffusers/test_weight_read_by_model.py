@@ -49,6 +49,20 @@ def test_it_is_the_rounded_model_also_saved_and_loaded(tmp_path, name, precision
         assert off(run(found, each.inputs), expected) < (0.03 if precision == "INT8" else 2e-3)
 
 
+def test_steps_of_time_in_bfloat16(tmp_path):
+    """FIBO 2 in INT8 casts them to the dtype of a weight; Z-Image has the same class, and runs as it is."""
+    model = plain("BriaFibo2Transformer2DModel", tmp_path)
+    with patches.applied(ID):
+        each = Judged(model, "INT8")
+        assert "t_embedder.mlp.0" not in each.layers and "t_embedder.mlp.2" in each.layers
+        found = each.load(torch.bfloat16)
+    assert run(found, each.inputs, torch.bfloat16).isfinite().all()
+    other = plain("ZImageTransformer2DModel", tmp_path / "other")
+    with patches.applied(ID):
+        assert "t_embedder.mlp.0" in Judged(other, "INT8").layers
+        assert "t_embedder.mlp.0" in Judged(model, "NF4").layers
+
+
 def test_a_list_of_the_user_is_kept_and_not_changed(tmp_path):
     model, mine = plain("HunyuanDiT2DModel", tmp_path), ["proj_out", "pooler.q_proj"]
     config = diffusers.BitsAndBytesConfig(

@@ -39,7 +39,7 @@ def _fits(A: torch.Tensor, state: Any) -> bool:
     packed, scale = row_scales.pair_of_product(state)
     if state.has_fp16_weights or packed is None or scale is None:
         return False
-    return state.threshold > 0.0 and A.dim() in (2, 3)
+    return state.threshold > 0.0 and A.dim() >= 2
 
 
 def defect() -> Finding:
@@ -90,8 +90,8 @@ PATCH = Patch(
         While compiling, the repair makes the layer one operator, ``bnb_patches::int8_linear_…``, whose output shape
         does not depend on the data. It calls the same two kernels in the same order, and its backward rounds as
         ``MatMul8bitLt.backward`` does, so forward and backward are bit-equal to eager. It takes only quantized
-        weights with a threshold and 2-D or 3-D inputs. Eager calls take the old path, and so does torch.export,
-        whose programs are loaded where the operator does not exist.
+        weights with a threshold and inputs of two or more dimensions. Eager calls take the old path, and so does
+        torch.export, whose programs are loaded where the operator does not exist.
     """,
     requires=("bitsandbytes>=0.46.1", "torch>=2.8"),
     tested_up_to="0.50.2",

@@ -79,6 +79,19 @@ def test_one_graph_of_the_same_bits(as_on_a_gpu, device, dtype, bias, outliers):
             assert all(map(torch.equal, got, expected)), backend
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_inputs_of_five_dimensions_too(as_on_a_gpu, device, bias):
+    """Where bitsandbytes-int8-input-dimensions lets eager take them: Cosmos and other image models have such layers."""
+    layer, x = layer_of(torch.bfloat16, bias, device), input_of(torch.bfloat16, device)[None, None]
+    with patches.applied("bitsandbytes-int8-input-dimensions"):
+        layer(x)
+        expected = step(layer, layer, x)
+        with patches.applied(ID):
+            assert count_graphs(layer, x) == 1
+            got = step(torch.compile(layer, fullgraph=True, backend="aot_eager"), layer, x)
+            assert all(map(torch.equal, got, expected))
+
+
 def test_eval_takes_the_operator_on_every_device(device):
     layer, x = layer_of(torch.bfloat16, True, device).eval(), input_of(torch.bfloat16, device)
     with torch.no_grad():
@@ -144,7 +157,7 @@ def test_what_the_operator_cannot_stand_for_is_left_alone(device):
     settled = layer_of(torch.float16, False, device)
     settled(x)
     assert _fits(x, settled.state)
-    assert not _fits(x[None], settled.state)
+    assert not _fits(x[0, 0], settled.state)
     plain = layer_of(torch.float16, False, device, threshold=0.0)
     plain(x)
     assert not _fits(x, plain.state)
