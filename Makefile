@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # A thousand processes import the same files: the first one that needs a file compiles it, pip would compile them all.
 export PYTHONDONTWRITEBYTECODE =
-.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked adapters architectures stacks verify torture bench bench-eager docs figures new-patch upstream mutants gpu gpu-wheels newest replay sources pythons release-check soak readme venv clean
+.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked adapters architectures image-models stacks verify torture bench bench-eager docs figures new-patch upstream mutants gpu gpu-wheels newest replay sources pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## the same program without the plugin and with it, the difference in figures; two minutes
@@ -45,6 +45,9 @@ adapters: .venv/.dev  ## each option of each adapter of peft on quantized layers
 
 architectures: .venv/.dev  ## each architecture of transformers in 4 bits and INT8, into docs/architectures.json; an hour, goes on where it was; ARCHITECTURES="speech"
 	PATCHES_AUTOLOAD=0 $(PY) -m tests.architectures $(ARCHITECTURES)
+
+image-models: .venv/.dev  ## each model of diffusers in 4 bits and INT8, into docs/image_models.json; an hour, goes on where it was; IMAGE_MODELS="Flux"
+	PATCHES_AUTOLOAD=0 $(PY) -m tests.image_models $(IMAGE_MODELS)
 
 stacks: .venv/.dev  ## reproducers and main flows on each stack that people are pinned to; TORCH=2.8.0 with that torch, STACKS="newest"
 	$(PY) -m tools.stacks $(STACKS)

@@ -31,7 +31,7 @@ RELEASES = ("0.46.1", "0.47.0", "0.48.0", "0.48.1", "0.48.2", "0.49.0", "0.49.2"
 NEARLY_THE_NEXT = ("0.48.0", "0.48.1")
 """Those that differ from 0.48.2 in one method: `make test-all` runs what it can change, as `make test` of older releases."""
 ANYWHERE = (
-    "architectures", "asked/test_releases.py", "engine", "test_inductor_options.py", "verification",
+    "architectures", "asked/test_releases.py", "engine", "image_models", "test_inductor_options.py", "verification",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
     "test_docs_symptoms.py",
     "newer_releases", "newest", "test_replay_tool.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",

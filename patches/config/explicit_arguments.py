@@ -7,7 +7,9 @@ configuration would be saved with it, and torch.compile would not take a subclas
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from ..engine import Rewrite
@@ -15,6 +17,7 @@ from ..engine import Rewrite
 COMPUTE, THRESHOLD = "bnb_4bit_compute_dtype", "llm_int8_threshold"
 CHOSEN = "chosen"  # the user gave the compute dtype for a checkpoint that has one of its own
 MAX_ENTRIES = 1000
+_CONFIG_MODULES = ("transformers.utils.quantization_config", "diffusers.quantizers.quantization_config")
 
 # Holds the float, so that its id stays its own.
 _names_by_id: OrderedDict[int, tuple[float, frozenset[str]]] = OrderedDict()
@@ -22,14 +25,19 @@ _names_by_id: OrderedDict[int, tuple[float, frozenset[str]]] = OrderedDict()
 
 def record_arguments(threshold: Any, compute_dtype: Any) -> Any:
     """Return ``threshold`` as an object of its own, for which is recorded which of both arguments were given."""
-    from transformers import BitsAndBytesConfig
-
     if type(threshold) is not float:
         return threshold
     names = {COMPUTE} if compute_dtype is not None else set()
-    if not any(threshold is default for default in BitsAndBytesConfig.__init__.__defaults__ or ()):
+    if not any(threshold is default for default in _defaults()):
         names.add(THRESHOLD)
     return _record(threshold, names)
+
+
+def _defaults() -> Iterator[Any]:
+    """Yield the defaults of all arguments of the configurations of both libraries, as far as they are imported."""
+    for module in _CONFIG_MODULES:
+        if module in sys.modules:
+            yield from sys.modules[module].BitsAndBytesConfig.__init__.__defaults__ or ()
 
 
 def _record(threshold: float, names: set[str]) -> float:
@@ -52,9 +60,12 @@ def record_chosen_dtype(config: Any) -> None:
         config.llm_int8_threshold = _record(config.llm_int8_threshold, {*(explicit_names(config) or ()), CHOSEN})
 
 
-RECORD_ARGUMENTS = Rewrite(  # of each patch that asks
-    "transformers.utils.quantization_config:BitsAndBytesConfig.__init__",
-    find="self.llm_int8_threshold = llm_int8_threshold",
-    replace="self.llm_int8_threshold = _patches_record_arguments(llm_int8_threshold, bnb_4bit_compute_dtype)",
-    names={"_patches_record_arguments": record_arguments},
+RECORD_ARGUMENTS, RECORD_ARGUMENTS_OF_DIFFUSERS = (  # of each patch that asks
+    Rewrite(
+        f"{module}:BitsAndBytesConfig.__init__",
+        find="self.llm_int8_threshold = llm_int8_threshold",
+        replace="self.llm_int8_threshold = _patches_record_arguments(llm_int8_threshold, bnb_4bit_compute_dtype)",
+        names={"_patches_record_arguments": record_arguments},
+    )
+    for module in _CONFIG_MODULES
 )

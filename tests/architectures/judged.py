@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.apart import NotBuilt
+
 from .found import Architecture
 from .inputs import Inputs, outputs, ways
 from .tiny import configurations
@@ -21,10 +23,6 @@ CLOSE = {"4 bits": 2e-3, "INT8": 0.2}
 LARGEST = 30e6
 Result = dict[str, str]
 """By step: "" if it is right, or what is wrong; a step that says "without quantization" is not judged."""
-
-
-class NotBuilt(Exception):
-    """There is no tiny model of this architecture to judge."""
 
 
 class Plain(NamedTuple):
@@ -149,31 +147,35 @@ def _config(precision: str) -> Any:
 
 def rounded(reference: Any, model: Any) -> int:
     """Give ``reference`` the values that the packed weights of ``model`` stand for; how many layers that were."""
+    found = weights(model)
+    for path, weight in found.items():
+        other = reference.get_submodule(path)
+        other.weight.data = weight.t().contiguous() if type(other).__name__ == "Conv1D" else weight
+    return len(found)
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """The values that the packed weights of ``model`` stand for, by the path of their layer."""
     import bitsandbytes
 
-    count = 0
+    found = {}
     for path, layer in model.named_modules():
         if isinstance(layer, bitsandbytes.nn.Linear4bit):
             if getattr(layer.weight, "quant_state", None) is None:
                 raise AssertionError(f"{path} is a Linear4bit without a quantization state")
-            weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+            found[path] = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
         elif isinstance(layer, bitsandbytes.nn.Linear8bitLt):
             scales = layer.state.SCB if layer.state.SCB is not None else layer.weight.SCB
             if scales is None:
                 raise AssertionError(f"{path} is a Linear8bitLt without scales")
-            weight = layer.weight.data.float() * scales.float().view(-1, 1) / 127
-        else:
-            continue
-        other = reference.get_submodule(path)
-        other.weight.data = weight.t().contiguous() if type(other).__name__ == "Conv1D" else weight
-        count += 1
-    return count
+            found[path] = layer.weight.data.float() * scales.float().view(-1, 1) / 127
+    return found
 
 
 def _again(load: Callable[..., Any], folder: Path, model: Any, got: torch.Tensor | None, inputs: Inputs) -> str:
     try:
         again = load(folder, torch.float32)
-        if found := _other(again, model):
+        if found := other_layers(again, model):
             return found
         if got is not None:
             with torch.no_grad():
@@ -184,7 +186,7 @@ def _again(load: Callable[..., Any], folder: Path, model: Any, got: torch.Tensor
     return ""
 
 
-def _other(again: Any, model: Any) -> str:
+def other_layers(again: Any, model: Any) -> str:
     """The first layer that is not what was saved."""
     ours, theirs = dict(model.named_modules()), dict(again.named_modules())
     for path, module in ours.items():
@@ -210,7 +212,7 @@ def _in_bfloat16(load: Callable[..., Any], folder: Path, model: Any, original: P
         return f"without quantization: {said(error)}"
     try:
         again = load(folder, torch.bfloat16)
-        if found := _other(again, model):
+        if found := other_layers(again, model):
             return found
         for name, parameter in again.named_parameters():
             wanted = dict(expected.named_parameters())[name].dtype

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -20,13 +19,12 @@ pytest.importorskip("transformers", minversion="5.23", reason="the mappings of t
 if sys.platform != "linux":
     pytest.skip("each runs in a fork", allow_module_level=True)
 
-from tests import forks  # noqa: E402
-from tools.docs.architectures import is_judged, wrong_steps  # noqa: E402
+from tests.apart import found_now  # noqa: E402
+from tools.docs.architectures import RESULTS, is_judged, wrong_steps  # noqa: E402
 
-from .__main__ import read  # noqa: E402
 from .found import MAPPINGS, Architecture, everything, some  # noqa: E402
 
-KNOWN = read()
+KNOWN = json.loads(RESULTS.read_text("utf-8"))
 
 
 @functools.cache
@@ -45,19 +43,9 @@ def drawn() -> list[Architecture]:
     return some(others, 5, seed=int(os.environ.get("ARCHITECTURES_SEED", "1")))
 
 
-def found_now(*arguments: str) -> dict[str, Any]:
-    """What these architectures do; without the plugin where "unpatched" is among the arguments."""
-    source = "from tests.architectures.worker import main; main()"
-    (done,) = forks.run(forks.Program(["-c", source, *arguments], dict(os.environ)), timeout=500)
-    assert done.returncode == 0, done.stderr
-    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert {*results, "unpatched"} == {*arguments, "unpatched"}
-    return results
-
-
 def test_the_judge_can_say_no():
     longt5 = next(str(each) for each in everything() if each.class_name == "LongT5ForConditionalGeneration")
-    assert ("4 bits", "forward") in wrong_steps(found_now("unpatched", longt5)[longt5])
+    assert ("4 bits", "forward") in wrong_steps(found_now("architectures", "unpatched", longt5)[longt5])
 
 
 @pytest.mark.parametrize(
@@ -69,7 +57,7 @@ def test_the_judge_can_say_no():
 )
 def test_as_right_as_known(chosen: Callable[[], list[Architecture]]):
     worse = {}
-    for name, found in found_now(*map(str, chosen())).items():
+    for name, found in found_now("architectures", *map(str, chosen())).items():
         known = wrong_steps(KNOWN[name]["patched"])
         wrong = {place: text for place, text in wrong_steps(found).items() if place not in known}
         if wrong or not is_judged(found):

@@ -1,9 +1,6 @@
-"""What some architectures do with the plugin, from a process that has run nothing else: forks of others may wait for ever."""
+"""What some architectures do, from a process of its own."""
 
 from __future__ import annotations
-
-import json
-import sys
 
 from tests import processor
 
@@ -14,15 +11,9 @@ def main() -> None:
     import bitsandbytes  # noqa: F401  (before the fork)
     import peft  # noqa: F401
 
-    import patches
+    from tests.apart import quiet, tell
 
-    from . import __main__ as runner
-    from .found import everything
+    from .__main__ import SECONDS, product
 
-    runner.SECONDS *= 3  # other tests run beside it
-    runner.quiet()
-    if "unpatched" not in sys.argv:
-        patches.apply()
-    named = {str(each): each for each in everything()}
-    found = {name: runner.apart(named[name]) for name in sys.argv[1:] if name in named}
-    print(json.dumps(found))
+    quiet()
+    tell(product(3 * SECONDS))  # other tests run beside it

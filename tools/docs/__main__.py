@@ -12,7 +12,7 @@ from pathlib import Path
 
 from patches import REGISTRY
 
-from . import DOCS, architectures, commands, figures, gpu, page, replay, reports, stacks, symptoms
+from . import DOCS, architectures, commands, figures, gpu, image_models, page, replay, reports, stacks, symptoms
 
 PAGES, FRAGMENTS = DOCS / "patches", DOCS / "generated"
 
@@ -33,6 +33,7 @@ def files(found: Sequence[reports.Report] = ()) -> dict[Path, str]:
         FRAGMENTS / "stacks.md": stacks.fragment(),
         FRAGMENTS / "replay.md": replay.fragment(),
         FRAGMENTS / "architectures.md": architectures.fragment(),
+        FRAGMENTS / "image_models.md": image_models.fragment(),
         FRAGMENTS / "gpu.md": gpu.fragment(),
     }
 

@@ -9,7 +9,6 @@ from typing import Any
 from . import DOCS
 
 RESULTS = DOCS / "architectures.json"
-PRECISIONS = ("4 bits", "INT8")
 AS_PLAIN = "without quantization"
 Result = Mapping[str, Any]
 
@@ -18,13 +17,15 @@ def fragment() -> str:
     """Markdown: how many are right, which are not, and which could not be judged."""
     known: dict[str, Any] = json.loads(RESULTS.read_text("utf-8"))
     judged = {name: entry for name, entry in known.items() if "patched" in entry}
-    return "\n".join([*_counts(judged), "", *_wrong(judged), "", *_not_judged(judged), ""])
+    from tests.architectures.faults import FAULTS
+
+    return "\n".join([*counts(judged), "", *wrong_rows(judged, FAULTS), "", *not_judged(judged), ""])
 
 
 def wrong_steps(result: Result) -> dict[tuple[str, str], str]:
     """What is wrong, by precision and step; what the model does without quantization too is not."""
-    return {(precision, step): text for precision in PRECISIONS for step, text in result.get(precision, {}).items()
-            if text and not text.startswith(AS_PLAIN)}  # fmt: skip
+    return {(precision, step): text for precision, steps in result.items() if isinstance(steps, dict)
+            for step, text in steps.items() if text and not text.startswith(AS_PLAIN)}  # fmt: skip
 
 
 def is_judged(result: Result) -> bool:
@@ -36,8 +37,9 @@ def is_right(result: Result) -> bool:
     return is_judged(result) and not wrong_steps(result)
 
 
-def _counts(judged: Mapping[str, Any]) -> Iterator[str]:
-    yield "| | architectures | judged | right with the plugin | run without it, too | of these right |"
+def counts(judged: Mapping[str, Any]) -> Iterator[str]:
+    """How many were judged, by what they are for."""
+    yield "| | classes | judged | right with the plugin | run without it, too | of these right |"
     yield "|---|---|---|---|---|---|"
     purposes = dict.fromkeys(name.partition(":")[0] for name in judged)
     for purpose in sorted(purposes):
@@ -48,9 +50,8 @@ def _counts(judged: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {purpose} | {' | '.join(map(str, counts))} |"
 
 
-def _wrong(judged: Mapping[str, Any]) -> Iterator[str]:
-    from tests.architectures.faults import FAULTS
-
+def wrong_rows(judged: Mapping[str, Any], faults: Mapping[str, str]) -> Iterator[str]:
+    """What is not right with the plugin; ``faults`` say why, by class."""
     yield "| not right with the plugin | what is wrong | without the plugin | whose fault |"
     yield "|---|---|---|---|"
     for name, entry in judged.items():
@@ -58,16 +59,18 @@ def _wrong(judged: Mapping[str, Any]) -> Iterator[str]:
             said = "; ".join(f"{precision}, {step}: `{text}`" for (precision, step), text in wrong.items())
             before = "not run" if "unpatched" not in entry else f"{len(wrong_steps(entry['unpatched']))} steps wrong"
             kind = name.partition(": ")[2].partition(" ")[0]
-            yield f"| {name} | {_cell(said)} | {before} | {FAULTS.get(kind, 'not known')} |"
+            yield f"| {name} | {cell(said)} | {before} | {faults.get(kind, 'not known')} |"
 
 
-def _not_judged(judged: Mapping[str, Any]) -> Iterator[str]:
+def not_judged(judged: Mapping[str, Any]) -> Iterator[str]:
+    """What no tiny model was built of, or was not done."""
     yield "| not judged | why |"
     yield "|---|---|"
     for name, entry in judged.items():
         if not is_judged(entry["patched"]):
-            yield f"| {name} | `{_cell(entry['patched'].get('not built') or entry['patched']['ended'])}` |"
+            yield f"| {name} | `{cell(entry['patched'].get('not built') or entry['patched']['ended'])}` |"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """``text`` in a cell of a table."""
     return text.replace("|", "\\|")

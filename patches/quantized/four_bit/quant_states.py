@@ -7,7 +7,7 @@ a byte, and no dtype that a dequantized weight has is as small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -58,3 +58,12 @@ def is_for_cpu_kernel(state: QuantState | None) -> bool:
     """Tell whether the bytes under ``state`` are in the layout of the AVX512-BF16 kernel, which nothing else reads."""
     # Not by getattr: QuantState looks up attributes that it lacks.
     return state is not None and bool(state.__dict__.get("packing_format_for_cpu", False))
+
+
+def places_of_tensors(state: QuantState) -> Iterator[tuple[QuantState, str]]:
+    """Yield the places of the tensors of ``state``: it or its nested state, and the attribute."""
+    nested = state.__dict__.get("state2")
+    for holder in (state,) if nested is None else (state, nested):
+        for name in ("absmax", "code", "offset"):
+            if holder.__dict__.get(name) is not None:
+                yield holder, name

@@ -62,6 +62,13 @@ def held_tensors(*owners: Any) -> list[Any]:
     return [getattr(owner, name, None) for owner in owners for name in ("SCB", "CB")]
 
 
+def places_of_scales(layer: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the places of the row scales of ``layer``: its weight or its state, and the attribute."""
+    for holder in (layer.weight, getattr(layer, "state", None)):
+        if get_scales(holder) is not None:
+            yield holder, "SCB"
+
+
 def make_state(layer: Any, packed: Tensor | None = None, scale: Tensor | None = None) -> Any:
     """Return a state for one product of ``layer`` with ``packed`` and ``scale``, which is then thrown away."""
     import bitsandbytes as bnb

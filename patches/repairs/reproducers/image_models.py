@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from ...engine import CannotShow
+from ...engine.gate import satisfied
+
 
 def make_flux(**also: Any) -> Any:
     """Make a FLUX transformer of one double and one single block, in float32; ``also`` goes to its configuration."""
@@ -29,6 +32,8 @@ def load_flux(folder: str, **how: Any) -> Any:
     import torch
     from diffusers import BitsAndBytesConfig, FluxTransformer2DModel
 
+    if "load_in_8bit" in how and (satisfied("diffusers<0.37") or satisfied("bitsandbytes<0.48")):
+        raise CannotShow("on these releases, INT8 on the CPU needs the patch diffusers-device-map-refused")
     config = BitsAndBytesConfig(**how, llm_int8_enable_fp32_cpu_offload=True)  # or diffusers refuses a map with "cpu"
     options = {"quantization_config": config, "torch_dtype": torch.float32, "device_map": {"": "cpu"}}
     with as_with_gpu():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Patch, Rewrite
-from ...quantized.four_bit import quant_states
+from ...quantized.four_bit import state_dtypes
 from ..reproducers import tiny_models
 from ..reproducers.quantized_models import save_quantized
 
@@ -17,23 +17,15 @@ if TYPE_CHECKING:
 def set_state_dtypes(quantizer: Any, model: Module) -> bool:
     """Give the quantization states of ``model`` the dtype that was asked for. Return True, which the caller sets."""
     if quantizer.pre_quantized:
-        _set_below(model, None)
+        state_dtypes.set_below(model, None, _dtype_of)
     return True
 
 
-def _set_below(module: Any, dtype: torch.dtype | None) -> None:
-    """Set the states in ``module``, a part of a model of ``dtype``; a part that is a model has its own dtype."""
-    dtype = _dtype_of_config(getattr(module, "config", None)) or dtype
-    state = quant_states.get_quant_state(getattr(module, "weight", None))
-    if dtype is not None and state is not None:
-        state.dtype = dtype
-    for child in module.children():
-        _set_below(child, dtype)
-
-
-def _dtype_of_config(config: Any) -> torch.dtype | None:
+def _dtype_of(module: Any) -> torch.dtype | None:
+    """Return the dtype of ``module``, a part of a model that may be a model itself."""
     import torch
 
+    config = getattr(module, "config", None)
     found = vars(config) if hasattr(config, "__dict__") else {}
     for name in ("_pre_quantization_dtype", "dtype", "_dtype"):
         value = found.get(name)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Any
 
-from ...config import quantizers, skip_list
+from ...config import quantizers, skip_list, skip_names
 from ...engine import Finding, Patch
-from ...process.messages import LOGGER
 from ..reproducers import tiny_models
 from ..reproducers.quantized_models import load_quantized
 
@@ -21,49 +19,20 @@ def names_to_skip(quantizer: Any, model: Module) -> list[str] | None:
     if asked is None or quantizer.pre_quantized:
         return asked
     names, paths = skip_list.checked_skip_list(asked), skip_list.find_linear_layers(model)
-    _warn_of_unknown(names, model, paths)
-    skip = list(dict.fromkeys(each for name in names for each in _with_paths(name, paths)))
+    skip_names.warn_of_unknown(_RULE, names, model, paths)
+    skip = skip_names.names_for(_RULE, names, paths)
     if skip == names:
         return asked
     skip_list.set_list(quantizer, skip)
     return skip
 
 
-def _with_paths(name: str, paths: list[str]) -> list[str]:
-    """Return ``name`` and the paths that the installed transformers would not find by it, or the paths alone."""
-    meant = [path for path in paths if skip_list.path_up_to(path, name)]
-    taken = [path for path in paths if skip_list.skips_layer(name, path)]
-    if any(_next_number(name, path) for path in taken):
-        return [path for path in paths if path in meant or path in taken and not _next_number(name, path)]
-    roots = {skip_list.path_up_to(path, name) for path in meant if path not in taken}
-    # A root may take a neighbour with it: then each layer is named.
-    if any(skip_list.skips_layer(root, path) for root in roots for path in paths if path not in meant):
-        roots = set(meant)
-    return [name, *sorted(roots)]
-
-
-def _next_number(name: str, path: str) -> bool:
+def _next_number(name: str, path: str, meant: list[str]) -> bool:
     """Tell whether ``path`` begins with ``name`` in the middle of a number: layers.1 and layers.10, up to 5.17."""
     return name[-1:].isdigit() and path.startswith(name) and path[len(name) :][:1].isdigit()
 
 
-def _warn_of_unknown(names: list[str], model: Module, paths: list[str]) -> None:
-    """Log which of ``names`` is about no module of ``model``."""
-    modules = [path for path, _ in model.named_modules() if path]
-    modules += [path for path, parameter in model.named_parameters() if parameter.dim() == 3]  # experts
-    parts = {".".join(path.split(".")[at:]) for path in modules for at in range(path.count(".") + 1)}
-    for name in names:
-        if any(skip_list.path_up_to(path, name) for path in modules) or any(
-            skip_list.skips_layer(name, path) for path in paths
-        ):
-            continue
-        near = difflib.get_close_matches(name, sorted(parts), n=3, cutoff=0.5)
-        LOGGER.warning(
-            "llm_int8_skip_modules contains %r, but this %s has no module of that name, so it skips nothing.%s",
-            name,
-            type(model).__name__,
-            f" The nearest: {', '.join(near)}." if near else "",
-        )
+_RULE = skip_names.Rule(skip_list.skips_layer, _next_number)
 
 
 def defect() -> Finding:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...config import quantizers, skip_list
+from ...config import quantizers, skip_list, weights_read
 from ...engine import Finding, Message, Patch
 from ..reproducers.quantized_models import load_quantized
 
@@ -41,7 +37,7 @@ _READERS = (
     ("TDNNLayer", "kernel"),
     ("WavLMAttention", "q_proj k_proj v_proj out_proj"),
 )
-READ = {kind: tuple(layers.split()) for kinds, layers in _READERS for kind in kinds.split()}
+READ = weights_read.by_class(_READERS)
 """Classes of transformers, and their layers whose weight they read."""
 
 
@@ -50,9 +46,7 @@ def skip_layers_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
     get: Callable[..., list[str]] = quantizer.get_modules_to_not_convert
     if quantizer.pre_quantized:
         return get
-    config = quantizer.quantization_config
-    floating = config.load_in_4bit and config.bnb_4bit_quant_storage.is_floating_point
-    read = sorted(_read(model, "int8" if config.load_in_8bit else "floating" if floating else "uint8"))
+    read = weights_read.find(model, READ, quantizer.quantization_config, skip_list.find_linear_layers(model))
 
     def run(*args: Any, **kwargs: Any) -> list[str]:
         names = get(*args, **kwargs)
@@ -63,54 +57,6 @@ def skip_layers_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
         return [*names, *more]
 
     return run
-
-
-def _read(model: Module, packed: str) -> Iterator[str]:
-    """Yield the paths of the linear layers of ``model`` whose weight, stored as ``packed``, its code cannot read."""
-    layers = set(skip_list.find_linear_layers(model))
-    for path, module in model.named_modules():
-        kind: Any = type(module)
-        for name in READ.get(kind.__name__, ()):
-            full = f"{path}.{name}" if path else name
-            if full in layers and packed in _lost_for(kind, name):
-                yield full
-
-
-@functools.cache
-def _lost_for(kind: Any, name: str) -> frozenset[str]:
-    """Return the ways to store packed weights in which the methods of ``kind`` cannot read ``self.name.weight``."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):
-        return frozenset()
-    # Swin v2 makes its table of positions in the dtype of the first parameter of a part.
-    first = f"next(self.{name.rpartition('.')[0]}.parameters()).dtype"
-    lost = {"uint8", "int8"} if name.endswith(".0") and first in ast.unparse(tree) else set()
-    for method in tree.body[0].body:  # type: ignore[attr-defined]
-        if isinstance(method, ast.FunctionDef) and "init" not in method.name:
-            lost |= _lost_in(method, ast.unparse(method), f"self.{name}.weight")
-    return frozenset(lost)
-
-
-def _lost_in(method: ast.FunctionDef, text: str, weight: str) -> set[str]:
-    lost: set[str] = set()
-    owners = {child: node for node in ast.walk(method) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(method):
-        if not isinstance(node, ast.Attribute) or ast.unparse(node) != weight:
-            continue
-        owner = owners[node]
-        if not isinstance(owner, ast.Attribute) or owner.attr in ("t", "type", "unsqueeze", "view", "chunk", "reshape"):
-            if not (isinstance(owner, ast.Call) and ast.unparse(owner.func) == "isinstance"):
-                lost |= {"uint8", "int8", "floating"}
-        elif owner.attr == "dtype" and _casts(owners[owner], owners):
-            lost |= {kind for kind in ("uint8", "int8") if f"{weight}.dtype != torch.{kind}" not in text}
-    return lost
-
-
-def _casts(node: ast.AST, owners: dict[ast.AST, ast.AST]) -> bool:
-    """Tell whether something is cast to the dtype at ``node``."""
-    call = owners[node] if isinstance(node, ast.keyword) else node
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "to"
 
 
 def defect() -> Finding:
