@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("device", "moves", "offload", "memory", "faults")
 MODELS = (
     "models", "adapters", "settled", "experts", "loading", "loading_maps", "loading_memory", "loading_models", "bytes",
+    "image_models",
 )  # fmt: skip
 SUITE = (
     "accelerate", "bitsandbytes/layers/test_bias_written_in_forward.py",
