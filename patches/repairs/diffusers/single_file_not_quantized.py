@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...config import quantizers
-from ...engine import Finding, Message, Patch, Rewrite
+from ...engine import CannotShow, Finding, Message, Patch, Rewrite
+from ...engine.gate import satisfied
 from ..reproducers import image_models
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def defect() -> Finding:
     from diffusers import BitsAndBytesConfig, FluxTransformer2DModel
     from safetensors.torch import save_file
 
+    if satisfied("diffusers<0.35"):
+        raise CannotShow("these releases read a single file of FLUX only in the layout of its authors")
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     with tempfile.TemporaryDirectory() as folder:
         image_models.save_flux(folder)
