@@ -61,7 +61,7 @@ def defect() -> Finding:
 
     with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory() as folder:
         image_models.save_flux(base)
-        model = image_models.load_flux(base, load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        model = image_models.load_flux(base, load_in_4bit=True, bnb_4bit_quant_type="nf4")
         model.save_pretrained(folder, max_shard_size="20KB")
         try:
             with image_models.as_with_gpu():
