@@ -94,7 +94,7 @@ def whole_stack(fresh):
         from transformers import Trainer, AutoModelForCausalLM, BitsAndBytesConfig
         from transformers.quantizers import auto
         with contextlib.suppress(ImportError):
-            from diffusers import ModelMixin
+            from diffusers import FluxTransformer2DModel
         ours = [p for patch in bnb_patches.REGISTRY.patches.values() for p in patch.parts
                 if p.package in ("bitsandbytes", "transformers", "peft", "accelerate", "diffusers", "torch")]
         ours = [p for p in ours if all(map(gate.installed_version, gate.packages(p)))]

@@ -14,8 +14,6 @@ from tests.architectures.judged import other_layers, said, weights
 
 from .models import CPU, Judged, Plain, add_lora, checkpointed, compiled, far, lora_gradients, run, same_gradients
 
-STEPS = ("loaded", "forward", "LoRA gradients", "checkpointing", "saved", "loaded again", "dequantized", "fused", "unfused",
-         "offloaded", "graphs", "in bfloat16")  # fmt: skip
 CLOSE = {"NF4": 2e-3, "NF4, nested": 2e-3, "INT8": 0.2}
 """How far from the model in floating point with the same rounded weights; INT8 rounds activations, too."""
 ROUNDING = {"NF4": 0.13, "NF4, nested": 0.13, "INT8": 0.02}

@@ -53,7 +53,11 @@ FITS = ("", "", "every patch fits")
 """Asked beside the reproducers, in a fork of the same server: to import a stack is what takes the time."""
 
 
-ELSEWHERE = {"transformers-device-map-refused": "accelerate>=1.1"}
+ELSEWHERE = {
+    "transformers-device-map-refused": "accelerate>=1.1",
+    "diffusers-device-map-refused": "accelerate>=1.1",
+    "diffusers-save-offloaded": "accelerate>=0.31",
+}
 """What a repair needs of another package than its own; where it is older the defect stays, as docs/releases.md says."""
 
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tests.image_models import STEPS
+
 from . import DOCS
 from .architectures import AS_PLAIN, counts, is_judged, not_judged, wrong_rows
 
@@ -26,8 +28,6 @@ def fragment() -> str:
 
 def _by_step(judged: Mapping[str, Any]) -> Iterator[str]:
     """Of how many classes each step is right, without the plugin and with it, of those judged both ways."""
-    from tests.image_models.judged import STEPS
-
     both = [entry for entry in judged.values() if all(way in entry and is_judged(entry[way]) for way in WAYS)]
     yield "| right without the plugin, and with it, of | " + " | ".join(PRECISIONS) + " |"
     yield "|---|" + "---|" * len(PRECISIONS)

@@ -18,10 +18,14 @@ def fragment() -> str:
     return "\n".join([*_averages(rows), "", *_upgrades(rows), ""])
 
 
+def _counted(rows: Sequence[Row]) -> list[str]:
+    return [package for package in OLDEST if any(row["package"] == package for row in rows)]
+
+
 def _averages(rows: Sequence[Row]) -> Iterator[str]:
     yield "| package | releases | one later | two later | four later | one later, into another series | edited functions alone |"
     yield "|---" * 7 + "|"
-    for package in OLDEST:
+    for package in _counted(rows):
         own = [row for row in rows if row["package"] == package]
         next_ones = [row for row in own if row["step"] == 1]
         cells = [_share([row for row in own if row["step"] == step]) for step in STEPS]
@@ -33,7 +37,7 @@ def _averages(rows: Sequence[Row]) -> Iterator[str]:
 def _upgrades(rows: Sequence[Row]) -> Iterator[str]:
     yield "| package | applied after the upgrade to the next series |"
     yield "|---|---|"
-    for package in OLDEST:
+    for package in _counted(rows):
         steps = [row for row in rows if row["package"] == package and row["step"] == 1 and _is_other_series(row)]
         said = [f"{row['new']}: {row['applied']} of {row['of']}" for row in steps]
         yield f"| {package} | {', '.join(said)} |"
