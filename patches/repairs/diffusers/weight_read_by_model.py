@@ -107,13 +107,22 @@ PATCH = Patch(
     silent=True,
     messages=(
         Message("mixed dtype (CPU): all inputs must share same datatype.", "torch/lib/libtorch_cpu.so"),
-        Message("expecting query weights shape of (64, 64), but got torch.Size([2048, 1])", "torch/nn/functional.py"),
+        Message(
+            "expecting query weights shape of (64, 64), but got torch.Size([2048, 1])",
+            "torch/nn/functional.py",
+            parts=("expecting query weights shape of ",),
+        ),
         Message(
             "Expected query, key, and value to have the same dtype, but got query.dtype: c10::BFloat16 key.dtype: c10::BFloat16 and value.dtype: float instead.",
             "torch/lib/libtorch_cpu.so",
             parts=("Expected query, key, and value to have the same dtype, but got query.dtype: ",),
         ),
-        Message("\"silu_cpu\" not implemented for 'Byte'", "torch/lib/libtorch_cpu.so"),
+        Message(
+            "\"silu_cpu\" not implemented for 'Byte'",
+            "torch/lib/libtorch_cpu.so",
+            parts=("\" not implemented for 'Byte'",),
+            holds=("silu_cpu", "\" not implemented for '"),
+        ),
     ),
     links=(
         "https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/embeddings.py#L1297",
