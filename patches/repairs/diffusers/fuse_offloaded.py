@@ -26,7 +26,8 @@ def defect() -> Finding:
     return Finding(error > 1e-3, f"relative error of the fused model {error:.0e}")
 
 
-_MIXIN = "diffusers.loaders.peft:PeftAdapterMixin"
+_LOADERS = "diffusers.loaders"
+_BASE = f"{_LOADERS}.lora_base"
 
 PATCH = Patch(
     id="diffusers-fuse-offloaded",
@@ -36,7 +37,8 @@ PATCH = Patch(
     messages=(Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),),
     links=("https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/loaders/peft.py#L670",),
     why="""
-        ``fuse_lora`` calls ``merge`` of each layer with an adapter, and ``unfuse_lora`` calls ``unmerge``. The weight
+        ``fuse_lora`` calls ``merge`` of each layer with an adapter, and ``unfuse_lora`` calls ``unmerge``, for a
+        model, a pipeline and a text encoder alike. The weight
         of an offloaded layer is on meta then: accelerate's hook brings it for a forward only. On a plain layer the
         result is written to the tensor on meta and silently lost, so the fused model computes without the adapter. On
         a quantized layer an error is raised: ``Tensor on device cpu is not on the expected device meta!`` in 4 bits,
@@ -51,8 +53,18 @@ PATCH = Patch(
     requires=("diffusers>=0.33", "peft>=0.14", "accelerate>=0.26.1"),
     tested_up_to="0.42.1",
     edits=(
-        Rewrite.to_call(f"{_MIXIN}._fuse_lora_apply", "module.merge(**merge_kwargs)", merge, "module, merge_kwargs"),
-        Rewrite.to_call(f"{_MIXIN}._unfuse_lora_apply", "module.unmerge()", unmerge, "module"),
+        *(
+            Rewrite.to_call(target, "module.merge(**merge_kwargs)", merge, "module, merge_kwargs")
+            for target in (f"{_LOADERS}.peft:PeftAdapterMixin._fuse_lora_apply", f"{_BASE}:fuse_text_encoder_lora")
+        ),
+        *(
+            Rewrite.to_call(target, "module.unmerge()", unmerge, "module")
+            for target in (
+                f"{_LOADERS}.peft:PeftAdapterMixin._unfuse_lora_apply",
+                f"{_BASE}:unfuse_text_encoder_lora",
+                f"{_BASE}:LoraBaseMixin.unfuse_lora",
+            )
+        ),
     ),
     defect=defect,
 )
