@@ -54,7 +54,7 @@ PATCH = Patch(
     repair="""
         The zeros are filled up to the width that was compared. Other models are loaded as before.
     """,
-    requires=("diffusers>=0.33", "peft", "bitsandbytes>=0.46.1"),
+    requires=("diffusers>=0.33", "peft>=0.16", "bitsandbytes>=0.46.1"),
     tested_up_to="0.42.1",
     edits=(
         Rewrite(

@@ -112,7 +112,7 @@ PATCH = Patch(
         component and says what works: ``pipe.remove_all_hooks()`` first, or another device map. Pipelines without
         offloaded quantized layers are not concerned.
     """,
-    requires=("diffusers>=0.33", "bitsandbytes>=0.46.1", "accelerate>=0.26"),
+    requires=("diffusers>=0.33", "bitsandbytes>=0.46.1", "accelerate>=1.1"),
     tested_up_to="0.42.1",
     edits=(
         Rewrite(

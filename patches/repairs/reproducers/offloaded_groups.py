@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import CannotShow
+from ...engine.gate import satisfied
 
 
 def offload_to_disk(model: Any, folder: str) -> None:
     """Offload ``model`` layer by layer to ``folder``; it runs on the CPU."""
     import torch
+
+    if satisfied("diffusers<0.35"):
+        raise CannotShow("diffusers 0.33 and 0.34 offload groups in functions that are not repaired")
     from diffusers.hooks import apply_group_offloading
 
     try:
