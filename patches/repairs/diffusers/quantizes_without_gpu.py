@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
+from ...process.messages import LOGGER
 from ..reproducers import image_models
 
 
@@ -21,8 +23,18 @@ def map_or_cpu(device_map: Any) -> Any:
     import torch
 
     if device_map is None and not torch.accelerator.is_available():
+        _tell()
         return {"": torch.device("cpu")}
     return device_map
+
+
+@functools.cache
+def _tell() -> None:
+    """Warn, once a process: a driver may be missing, and then a program that was refused before is slow."""
+    LOGGER.warning(
+        "torch finds no accelerator, so this image model is quantized and computes on the CPU. If the machine has a GPU, "
+        "check its driver and the build of torch; device_map='cpu' loads to the CPU without this warning."
+    )
 
 
 def _is_for_cpu(device_map: Any) -> bool:
@@ -94,7 +106,7 @@ PATCH = Patch(
     """,
     repair="""
         On a machine without any accelerator, a model is quantized on the CPU: without ``device_map`` it is loaded
-        as with ``device_map="cpu"``. A map that asks for another device gives the same error as before. On a machine
+        as with ``device_map="cpu"``, with a warning once a process. A map that asks for another device gives the same error as before. On a machine
         with an accelerator nothing changes. INT8 stays refused with bitsandbytes before 0.48, which quantizes packed
         weights again when they are moved: the outputs would be wrong.
     """,

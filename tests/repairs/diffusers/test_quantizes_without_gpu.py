@@ -80,3 +80,22 @@ def test_with_a_gpu_it_stays_the_default(how, monkeypatch):
 def test_int8_that_would_be_wrong_stays_refused(flux):
     with pytest.raises(RuntimeError, match="No GPU found"), patches.applied(ID):
         from_pretrained(flux, image_options.INT8)
+
+
+def test_a_machine_whose_gpu_is_not_found_is_told_once(flux, caplog):
+    from diffusers import BitsAndBytesConfig, FluxTransformer2DModel
+
+    from patches.repairs.diffusers import quantizes_without_gpu
+
+    def load(**options):
+        config = BitsAndBytesConfig(**image_options.NF4)
+        FluxTransformer2DModel.from_pretrained(flux, quantization_config=config, torch_dtype=torch.bfloat16, **options)
+
+    quantizes_without_gpu._tell.cache_clear()
+    with patches.applied(ID), caplog.at_level("WARNING", "bnb_patches"):
+        load(device_map="cpu")
+        assert not caplog.records
+        load()
+        load()
+    (record,) = caplog.records
+    assert "finds no accelerator" in record.getMessage()
