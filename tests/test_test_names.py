@@ -10,7 +10,8 @@ from patches import REGISTRY
 TESTS = Path(__file__).parent
 TOGETHER = {
     "bitsandbytes/four_bit/test_replaced_contents.py", "bitsandbytes/int8/test_one_owner.py",
-    "bitsandbytes/int8/test_state_dicts.py", "bitsandbytes/int8/test_two_places.py", "peft/test_merge.py",
+    "bitsandbytes/int8/test_state_dicts.py", "bitsandbytes/int8/test_two_places.py", "diffusers/test_plain_models.py",
+    "peft/test_merge.py",
     "peft/test_merge_sharded.py", "peft/test_offloaded_copies.py",
     "peft/test_offloaded_memory.py",
     "torchao/test_executorch.py", "torchao/test_llama_export.py", "trl/test_train_step.py",
