@@ -57,6 +57,8 @@ ELSEWHERE = {
     "transformers-device-map-refused": "accelerate>=1.1",
     "diffusers-device-map-refused": "accelerate>=1.1",
     "diffusers-save-offloaded": "accelerate>=0.31",
+    "diffusers-lora-of-narrower-model": "peft>=0.16",
+    "diffusers-moves-offloaded": "accelerate>=1.1",
 }
 """What a repair needs of another package than its own; where it is older the defect stays, as docs/releases.md says."""
 
