@@ -36,7 +36,7 @@ def skips_layer(name: str, path: str) -> bool:
     try:
         from transformers.quantizers.quantizers_utils import should_convert_module
     except ImportError:  # transformers 4
-        return name == path.rpartition(".")[2] or name == path or f"{name}." in path
+        return skips_by_text(name, path)
     try:
         return not should_convert_module(path, [name])
     except re.error as error:
@@ -44,6 +44,11 @@ def skips_layer(name: str, path: str) -> bool:
             f"llm_int8_skip_modules contains {name!r}, which is not a regular expression: {error}. Give the path of a "
             'module, such as "model.layers.0.mlp", or some of its components, such as "layers.0.mlp" or "mlp".'
         ) from None
+
+
+def skips_by_text(name: str, path: str) -> bool:
+    """Tell whether diffusers and transformers 4 leave the layer at ``path`` as it is for ``name``: they search the text."""
+    return name in (path, path.rpartition(".")[2]) or f"{name}." in path
 
 
 def checked_skip_list(names: Any) -> list[str]:

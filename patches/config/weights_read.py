@@ -19,7 +19,9 @@ def by_class(readers: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(layers.split()) for kinds, layers in readers for kind in kinds.split()}
 
 
-def find(model: Module, readers: Mapping[str, tuple[str, ...]], config: Any, linear_layers: Iterable[str]) -> list[str]:
+def find_layers_read(
+    model: Module, readers: Mapping[str, tuple[str, ...]], config: Any, linear_layers: Iterable[str]
+) -> list[str]:
     """Return those of ``linear_layers`` of ``model`` whose weight, packed as ``config`` says, the installed code cannot read.
 
     ``readers`` are classes, with the name of their file where others have the same, and their layers whose weight they read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...config.quantizers import QUANTIZERS_OF_DIFFUSERS
 from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...quantized.four_bit import quant_states
 from ..reproducers import image_models
@@ -69,7 +70,7 @@ PATCH = Patch(
     tested_up_to="0.42.1",
     edits=(
         Rewrite.to_call(
-            "diffusers.quantizers.bitsandbytes.bnb_quantizer:BnB4BitDiffusersQuantizer._dequantize",
+            f"{QUANTIZERS_OF_DIFFUSERS[0]}._dequantize",
             find="model.device.type == 'cpu'",
             function=moves_to_gpu,
             arguments="model.device.type == 'cpu', model",

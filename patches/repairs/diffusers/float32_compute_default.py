@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...config import explicit_arguments, float32_compute
+from ...config.quantizers import BEFORE_LOADING, QUANTIZERS_OF_DIFFUSERS
 from ...engine import Finding, Patch, Rewrite
 from ..reproducers import image_models
 from ..reproducers.log_records import record_logs
@@ -53,7 +54,7 @@ PATCH = Patch(
     tested_up_to="0.42.1",
     edits=(
         Rewrite.to_call(
-            "diffusers.quantizers.bitsandbytes.bnb_quantizer:BnB4BitDiffusersQuantizer._process_model_before_weight_loading",
+            f"{QUANTIZERS_OF_DIFFUSERS[0]}.{BEFORE_LOADING}",
             find="replace_with_bnb_linear",
             function=float32_compute.warn_of_float32,
             arguments="self, model, replace_with_bnb_linear",

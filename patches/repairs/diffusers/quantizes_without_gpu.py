@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ...config.quantizers import QUANTIZERS_OF_DIFFUSERS
 from ...engine import CannotShow, Finding, Message, Patch, Rewrite
 from ...engine.gate import satisfied
 from ...process.messages import LOGGER
@@ -80,7 +81,7 @@ def defect() -> Finding:
     return Finding(refused, "; ".join(dict.fromkeys(said)))
 
 
-_QUANTIZERS = "diffusers.quantizers.bitsandbytes.bnb_quantizer:BnB{}BitDiffusersQuantizer.{}"
+_4_BIT, _8_BIT = QUANTIZERS_OF_DIFFUSERS
 _CUDA_OR_XPU = "torch.cuda.is_available() or torch.xpu.is_available()"
 _OR_MPS = f"{_CUDA_OR_XPU} or torch.mps.is_available()"
 _INT8 = "bitsandbytes>=0.48"  # older ones quantize packed INT8 weights again when they are moved
@@ -115,27 +116,27 @@ PATCH = Patch(
     edits=(
         *(
             Rewrite(
-                _QUANTIZERS.format(bits, "validate_environment"),
+                f"{quantizer}.validate_environment",
                 find=find,
                 replace=f"_patches_finds_device({find}, kwargs)",
                 names={"_patches_finds_device": finds_device},
                 when=when,
             )
-            for bits, find, when in (
-                (4, _OR_MPS, "diffusers>=0.39"),
-                (4, _CUDA_OR_XPU, "diffusers<0.39"),
-                (8, _CUDA_OR_XPU, _INT8),
+            for quantizer, find, when in (
+                (_4_BIT, _OR_MPS, "diffusers>=0.39"),
+                (_4_BIT, _CUDA_OR_XPU, "diffusers<0.39"),
+                (_8_BIT, _CUDA_OR_XPU, _INT8),
             )
         ),
         *(
             Rewrite(
-                _QUANTIZERS.format(bits, "update_device_map"),
+                f"{quantizer}.update_device_map",
                 find="device_map is None",
                 replace="(device_map := _patches_map_or_cpu(device_map)) is None",
                 names={"_patches_map_or_cpu": map_or_cpu},
                 when=when,
             )
-            for bits, when in ((4, ""), (8, _INT8))
+            for quantizer, when in ((_4_BIT, ""), (_8_BIT, _INT8))
         ),
     ),
     defect=defect,

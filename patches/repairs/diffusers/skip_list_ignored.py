@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from ...config import skip_list, skip_names
+from ...config.quantizers import BEFORE_LOADING, QUANTIZERS_OF_DIFFUSERS
 from ...engine import Finding, Patch, Rewrite
 from ..reproducers import image_models
 
@@ -35,16 +36,12 @@ def names_to_skip(quantizer: Any, model: Any) -> list[str] | None:
     return names
 
 
-def _skips_layer(name: str, path: str) -> bool:
-    return name == path.rpartition(".")[2] or name == path or f"{name}." in path
-
-
 def _in_middle(name: str, path: str, meant: list[str]) -> bool:
     """Tell whether ``name``, which is the name of other modules, is only a piece of the text of ``path``."""
     return bool(meant) and not skip_list.path_contains(path, name)
 
 
-_RULE = skip_names.Rule(_skips_layer, _in_middle)
+_RULE = skip_names.Rule(skip_list.skips_by_text, _in_middle)
 
 
 def defect() -> Finding:
@@ -69,10 +66,6 @@ def defect() -> Finding:
 def _quantized(model: Module) -> set[str]:
     return {path for path, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
 
-
-_QUANTIZER = (
-    "diffusers.quantizers.bitsandbytes.bnb_quantizer:BnB{}BitDiffusersQuantizer._process_model_before_weight_loading"
-)
 
 PATCH = Patch(
     id="diffusers-skip-list-ignored",
@@ -106,12 +99,12 @@ PATCH = Patch(
     tested_up_to="0.42.1",
     edits=tuple(
         Rewrite(
-            _QUANTIZER.format(bits),
+            f"{quantizer}.{BEFORE_LOADING}",
             find="self.modules_to_not_convert = self.quantization_config.llm_int8_skip_modules",
             replace="self.modules_to_not_convert = _patches_names_to_skip(self, model)",
             names={"_patches_names_to_skip": names_to_skip},
         )
-        for bits in (4, 8)
+        for quantizer in QUANTIZERS_OF_DIFFUSERS
     ),
     defect=defect,
 )

@@ -36,17 +36,12 @@ def skip_layers_read(quantizer: Any, model: Module) -> list[str]:
     if quantizer.pre_quantized:
         return names
     layers = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    read = weights_read.find(model, READ, quantizer.quantization_config, layers)
-    more = [path for path in read if not any(_skips(name, path) for name in names)]
+    read = weights_read.find_layers_read(model, READ, quantizer.quantization_config, layers)
+    more = [path for path in read if not any(skip_list.skips_by_text(name, path) for name in names)]
     if more:
         skip_list.also_skip(quantizer, more)
         model.register_to_config(quantization_config=quantizer.quantization_config)  # type: ignore[operator]
     return [*names, *more]
-
-
-def _skips(name: str, path: str) -> bool:
-    """Tell whether diffusers leaves the layer at ``path`` as it is for ``name``."""
-    return name in (path, path.rpartition(".")[2]) or f"{name}." in path
 
 
 def defect() -> Finding:

@@ -46,7 +46,9 @@ def skip_layers_read(quantizer: Any, model: Module) -> Callable[..., list[str]]:
     get: Callable[..., list[str]] = quantizer.get_modules_to_not_convert
     if quantizer.pre_quantized:
         return get
-    read = weights_read.find(model, READ, quantizer.quantization_config, skip_list.find_linear_layers(model))
+    read = weights_read.find_layers_read(
+        model, READ, quantizer.quantization_config, skip_list.find_linear_layers(model)
+    )
 
     def run(*args: Any, **kwargs: Any) -> list[str]:
         names = get(*args, **kwargs)
