@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from ..engine import Rewrite
 from . import weights_maps
 from .weight_files import Folder, Index
 
@@ -65,6 +66,21 @@ def save_beside(save_file: Callable[..., None], model: Any) -> Callable[..., Non
         save_file(tensors, file + (_PART if name in _files_kept(model, directory) else ""), **options)
 
     return save
+
+
+def rewrite_saving(target: str, save_own_config: str, save_file: str) -> tuple[Rewrite, ...]:
+    """Return the edits of ``target``, a ``save_pretrained`` that calls ``save_own_config`` and the function ``save_file``."""
+    return (
+        Rewrite.to_call(target, save_own_config, save_config, "model_to_save, save_directory"),
+        *(
+            Rewrite.to_call(target, files, function, f"{files}, model_to_save, save_directory")
+            for files, function in (
+                ("os.listdir(save_directory)", removable_files),
+                ("state_dict_split.filename_to_tensors.items()", ShardsInPlace),
+            )
+        ),
+        Rewrite.to_call(target, save_file, save_beside, f"{save_file}, model_to_save"),
+    )
 
 
 class ShardsInPlace:

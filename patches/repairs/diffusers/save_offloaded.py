@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine import Finding, Message, Patch, Rewrite
 from ...offload import offloaded_state
-from ...offload.save_over_own_files import ShardsInPlace, removable_files, save_beside, save_config
+from ...offload.save_over_own_files import rewrite_saving
 from ..reproducers import image_models
 
 if TYPE_CHECKING:
@@ -70,22 +70,7 @@ PATCH = Patch(
     tested_up_to="0.42.1",
     edits=(
         Rewrite.to_call(_SAVE, "model_to_save.state_dict()", state_dict_with_offloaded, "model_to_save"),
-        Rewrite.to_call(
-            _SAVE,
-            find="model_to_save.save_config(save_directory)",
-            function=save_config,
-            arguments="model_to_save, save_directory",
-        ),
-        *(
-            Rewrite.to_call(_SAVE, files, function, f"{files}, model_to_save, save_directory")
-            for files, function in (
-                ("os.listdir(save_directory)", removable_files),
-                ("state_dict_split.filename_to_tensors.items()", ShardsInPlace),
-            )
-        ),
-        Rewrite.to_call(
-            _SAVE, "safetensors.torch.save_file", save_beside, "safetensors.torch.save_file, model_to_save"
-        ),
+        *rewrite_saving(_SAVE, "model_to_save.save_config(save_directory)", "safetensors.torch.save_file"),
     ),
     defect=defect,
 )

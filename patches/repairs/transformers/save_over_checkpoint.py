@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...engine import Finding, Message, Patch, Rewrite
-from ...offload.save_over_own_files import ShardsInPlace, removable_files, save_beside, save_config
+from ...engine import Finding, Message, Patch
+from ...offload.save_over_own_files import rewrite_saving
 from ..reproducers import tiny_models
 
 
@@ -63,21 +63,6 @@ PATCH = Patch(
     """,
     requires=("transformers>=4.53", "accelerate>=0.31"),
     tested_up_to="5.24.0",
-    edits=(
-        Rewrite.to_call(
-            _SAVE,
-            find="model_to_save.config.save_pretrained(save_directory)",
-            function=save_config,
-            arguments="model_to_save, save_directory",
-        ),
-        *(
-            Rewrite.to_call(_SAVE, files, function, f"{files}, model_to_save, save_directory")
-            for files, function in (
-                ("os.listdir(save_directory)", removable_files),
-                ("state_dict_split.filename_to_tensors.items()", ShardsInPlace),
-            )
-        ),
-        Rewrite.to_call(_SAVE, "safe_save_file", save_beside, "safe_save_file, model_to_save"),
-    ),
+    edits=rewrite_saving(_SAVE, "model_to_save.config.save_pretrained(save_directory)", "safe_save_file"),
     defect=defect,
 )
