@@ -96,7 +96,7 @@ def place_tensor(
 def dispatch(dispatch_model: Callable[..., Any], model: Any, options: dict[str, Any]) -> Any:
     """Call ``accelerate.dispatch_model``; a quantized model that is on the CPU whole is there already."""
     device_map = options["device_map"]
-    if getattr(model, "is_quantized", False) and set(map(str, device_map.values())) == {"cpu"}:
+    if getattr(model, "quantization_method", None) == "bitsandbytes" and set(map(str, device_map.values())) == {"cpu"}:
         model.hf_device_map = dict(device_map)  # dispatch_model would call model.to, which INT8 models may refuse
         return model
     return dispatching.dispatch_offloaded(dispatch_model, model, options)
