@@ -1,8 +1,8 @@
-"""What ``from_pretrained`` of transformers 4 does with a weight that it has read, where a layer is offloaded quantized.
+"""What transformers 4 and diffusers do in ``from_pretrained`` with a weight that was read, where its layer is offloaded.
 
-Its loader takes one tensor after another, and knows nothing of packed weights on the disk. The statistics of a
-quantized checkpoint come with the weight up to 4.56, and one by one from 4.57 on: a layer goes to where it waits when it
-has all of them.
+Their loaders take one tensor after another, and know nothing of packed weights on the disk. The statistics of a
+quantized checkpoint come with the weight in diffusers and up to transformers 4.56, and one by one from 4.57 on. A layer
+goes to where it waits when it has all of them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def record_files(quantizer: Any, files: Iterable[Any]) -> None:
     _names_of.pop(quantizer, None)
 
 
-def complete(quantizer: Any, shard: dict[str, Any]) -> dict[str, Any]:
+def complete_shard(quantizer: Any, shard: dict[str, Any]) -> dict[str, Any]:
     """Return ``shard``, what one file holds, with all statistics of its own weights and none of others."""
     files = _files_of.get(quantizer, ())
     if len(files) < 2:

@@ -20,7 +20,7 @@ _hosts: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], tuple[Tensor, Tenso
 """For each group the scales that are on the device, and the ones on the host that they were copied from."""
 
 
-def onload(move: Callable[[], None], group: Any) -> None:
+def onload_group(move: Callable[[], None], group: Any) -> None:
     """Run ``move``, which brings the weights of ``group`` to the device, and bring their scales."""
     hosts = _hosts.setdefault(group, {})
 
@@ -32,7 +32,7 @@ def onload(move: Callable[[], None], group: Any) -> None:
     _move_layers(move, group, bring)
 
 
-def offload(move: Callable[[], None], group: Any) -> None:
+def offload_group(move: Callable[[], None], group: Any) -> None:
     """Run ``move``, which takes the weights of ``group`` from the device, and take away their scales."""
     hosts = _hosts.pop(group, {})
 

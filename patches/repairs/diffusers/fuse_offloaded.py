@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...adapters.merge_offloaded_layers import merge, unmerge
+from ...adapters.merge_offloaded_layers import merge_onloaded, unmerge_onloaded
 from ...engine import Finding, Message, Patch, Rewrite
 from ..reproducers import image_models
 
@@ -54,11 +54,11 @@ PATCH = Patch(
     tested_up_to="0.42.1",
     edits=(
         *(
-            Rewrite.to_call(target, "module.merge(**merge_kwargs)", merge, "module, merge_kwargs")
+            Rewrite.to_call(target, "module.merge(**merge_kwargs)", merge_onloaded, "module, merge_kwargs")
             for target in (f"{_LOADERS}.peft:PeftAdapterMixin._fuse_lora_apply", f"{_BASE}:fuse_text_encoder_lora")
         ),
         *(
-            Rewrite.to_call(target, "module.unmerge()", unmerge, "module")
+            Rewrite.to_call(target, "module.unmerge()", unmerge_onloaded, "module")
             for target in (
                 f"{_LOADERS}.peft:PeftAdapterMixin._unfuse_lora_apply",
                 f"{_BASE}:unfuse_text_encoder_lora",

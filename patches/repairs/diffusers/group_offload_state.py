@@ -67,8 +67,8 @@ PATCH = Patch(
                 arguments=f"self._{method}_{way}, self",
             )
             for method, function, ways in (
-                ("onload", group_offload.onload, ("from_disk", "from_memory")),
-                ("offload", group_offload.offload, ("to_disk", "to_memory")),
+                ("onload", group_offload.onload_group, ("from_disk", "from_memory")),
+                ("offload", group_offload.offload_group, ("to_disk", "to_memory")),
             )
             for way in ways
         ),

@@ -23,7 +23,7 @@ def missing_keys_of(quantizer: Any, model: Any, missing: list[str], files: Any) 
 
 def with_statistics(quantizer: Any, shard: dict[str, Any]) -> dict[str, Any]:
     """Return ``shard`` with the statistics of its weights if ``quantizer``, which may be None, loads packed weights."""
-    return shard if quantizer is None else split_statistics.complete(quantizer, shard)
+    return shard if quantizer is None else split_statistics.complete_shard(quantizer, shard)
 
 
 def defect() -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...adapters.merge_offloaded_layers import brought, unmerge
+from ...adapters.merge_offloaded_layers import onload_for_merge, unmerge_onloaded
 from ...engine import Finding, Message, Patch, Rewrite
 from ...offload import offloaded_modules
 
@@ -31,7 +31,7 @@ def defect() -> Finding:
 _UNMERGE: dict[str, Any] = {
     "find": "module.unmerge()",
     "replace": "_patches_unmerge(module)",
-    "names": {"_patches_unmerge": unmerge},
+    "names": {"_patches_unmerge": unmerge_onloaded},
 }
 _WITH_SET_ADAPTER = (  # before peft 0.18
     ("lora.model:LoraModel", ""),
@@ -101,7 +101,7 @@ PATCH = Patch(
                     return
                 offloaded_modules = []
             """,
-            names={"_patches_offloaded": offloaded_modules.is_offloaded, "_patches_brought": brought},
+            names={"_patches_offloaded": offloaded_modules.is_offloaded, "_patches_brought": onload_for_merge},
         ),
         Rewrite("peft.tuners.tuners_utils:set_adapter", **_UNMERGE, when="peft>=0.18"),
         Rewrite("peft.tuners.mixed.model:MixedModel.set_adapter", **_UNMERGE),
