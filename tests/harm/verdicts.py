@@ -35,11 +35,12 @@ class Verdicts:
     """The verdicts on ``cases``, each found when one of its group is asked for.
 
     ``daily``: a program runs with half of the patches alone, on one kind of layer that the patch reaches, one that compiles
-    with one patch in 24, and one that hands over does so with a sixth of them.
+    with one patch in 24, and one that hands over does so with a sixth of them. Without ``alone`` only with all patches.
     """
 
-    def __init__(self, cases: Iterable[Case], daily: bool = False) -> None:
+    def __init__(self, cases: Iterable[Case], daily: bool = False, alone: bool = True) -> None:
         self._daily = daily
+        self._alone = alone
         self._groups: dict[str, list[Case]] = {}
         self._judged: dict[str, Judged] = {}
         for case in cases:
@@ -50,7 +51,7 @@ class Verdicts:
             gc.collect()
             gc.freeze()  # what is alive is kept out of the walks by which patches look for damage: they take the time
             with _silent():
-                self._judged |= _judge(self._groups[case.group], self._daily)
+                self._judged |= _judge(self._groups[case.group], self._daily, self._alone)
         return self._judged[case.id]
 
 
@@ -64,12 +65,12 @@ def _silent() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _judge(cases: Sequence[Case], daily: bool) -> dict[str, Judged]:
+def _judge(cases: Sequence[Case], daily: bool, each_alone: bool) -> dict[str, Judged]:
     with plugin(NONE):
         found = [_unpatched(case) for case in cases]
     judged = {case.id: Judged(trace, _reached(case, entered)) for case, (trace, entered) in zip(cases, found)}
     everything = frozenset(here())
-    for ids in (everything, *(frozenset({one}) for one in here())):
+    for ids in (everything, *(frozenset({one}) for one in here() if each_alone)):
         alone = ids != everything
         chosen = [case for case in cases if not alone or all(_alone(case, judged[case.id], one) for one in ids)]
         if alone and daily:
