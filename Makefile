@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # A thousand processes import the same files: the first one that needs a file compiles it, pip would compile them all.
 export PYTHONDONTWRITEBYTECODE =
-.PHONY: demo demo-compile lint test test-all oldest matrix distributed asked adapters architectures image-models stacks verify torture bench bench-eager docs figures new-patch upstream mutants gpu gpu-wheels newest replay sources pythons release-check soak readme venv clean
+.PHONY: demo demo-compile lint test check test-all oldest matrix distributed asked adapters architectures image-models stacks verify torture bench bench-eager docs figures new-patch upstream mutants gpu gpu-wheels newest replay sources pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## the same program without the plugin and with it, the difference in figures; two minutes
@@ -19,8 +19,11 @@ demo-compile: .venv/.demo .bnb/0.49.2  ## 4-bit QLoRA, compiled cold, on the las
 lint: .venv/.dev  ## the rules of style and the types that pyproject.toml states
 	$(PY) -m nox --session lint
 
-test: .venv/.dev  ## rules of style, then the suite: the newest bitsandbytes, and what three older ones and two older stacks can change
-	$(PY) -m nox --session ready tests older
+test: .venv/.dev  ## the contract of each patch, the engine, a user's program for each group, each program of harm; minutes
+	$(PY) -m nox --session tests
+
+check: .venv/.dev  ## rules of style, the rest of the suite, and what three older bitsandbytes and two older stacks can change
+	$(PY) -m nox --session ready check older
 
 test-all: .venv/.dev  ## everything, against every release that a patch was written for: before a release; TESTS as for upstream
 	$(PY) -m nox --session tests_all

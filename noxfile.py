@@ -1,8 +1,8 @@
 """How the suite meets several releases of bitsandbytes, and the newest of everything.
 
-The sessions ``tests``, ``older`` and ``tests_all`` use the Python that runs nox (``make test`` runs it from ``.venv``):
-the stack is installed once, and each release of bitsandbytes lies alone in ``.bnb/<release>``, which comes
-first on the path. ``newest`` builds an environment of its own.
+The sessions ``tests``, ``check``, ``older`` and ``tests_all`` use the Python that runs nox (``make test`` runs it from
+``.venv``): the stack is installed once, and each older release of bitsandbytes lies alone in ``.bnb/<release>``, which
+comes first on the path. ``newest`` builds an environment of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import nox
 
-from tests import forks
+from tests import forks, suites
 from tests.asked import releases as asked
 from tests.releases import SHORT, files
 from tools import stacks
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent
 RELEASES = ("0.46.1", "0.47.0", "0.48.0", "0.48.1", "0.48.2", "0.49.0", "0.49.2", "0.50.0", "0.50.2")
 """Every release that the patches were run on."""
 NEARLY_THE_NEXT = ("0.48.0", "0.48.1")
-"""Those that differ from 0.48.2 in one method: `make test-all` runs what it can change, as `make test` of older releases."""
+"""Those that differ from 0.48.2 in one method: `make test-all` runs what it can change, as `make check` of older releases."""
 ANYWHERE = (
     "architectures", "asked/test_releases.py", "engine", "image_models", "test_inductor_options.py", "verification",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
@@ -41,10 +41,8 @@ ANYWHERE = (
 """Tests that bitsandbytes has no part in: run with the last release only."""
 ONCE = ("harm/test_aot_cache.py",)
 """Slow, and about torch: run with one release, which has less to do otherwise."""
-BETWEEN_RELEASES = "not slow and not release"
-"""What `tests` runs; a test marked ``release`` says at its mark what stands for it every day."""
 OLDER = ("oldest", "transformers 4.57")
-"""The stacks of the table that `make test` meets; `make stacks` meets all, each with its own torch."""
+"""The stacks of the table that `make check` meets; `make stacks` meets all, each with its own torch."""
 OF_A_STACK = tuple(f"tests/{name}.py" for name in (
     "stacks/slice_defects", "stacks/slice_harm", "programs/test_stack", "test_sources"
 ))  # fmt: skip
@@ -92,9 +90,17 @@ def ready(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """The newest release whole but for what is left to `tests_all`. Arguments after ``--`` go to pytest."""
+    """Test with the bitsandbytes of ``.venv`` what :mod:`tests.suites` chooses. Arguments after ``--`` go to pytest."""
+    files = [f"tests/{name}" for name in suites.OF_TEST]
+    run_suite(session, ROOT, ["-m", suites.MARKS["test"], "--at-least", str(suites.AT_LEAST["test"]), *files])
+
+
+@nox.session(venv_backend="none")
+def check(session: nox.Session) -> None:
+    """Test the rest of the newest release, but for what is left to `tests_all`. Arguments after ``--`` go to pytest."""
     download(session)
-    run_suite(session, SHORT[-1], ["-m", BETWEEN_RELEASES, "tests"])
+    chosen = ["-m", suites.MARKS["check"], "--at-least", str(suites.AT_LEAST["check"]), "tests"]
+    run_suite(session, bitsandbytes(session, SHORT[-1]), chosen)
 
 
 @nox.session(venv_backend="none")
@@ -114,7 +120,7 @@ def older(session: nox.Session) -> None:
     def run(name: str) -> subprocess.CompletedProcess[str]:
         if name in SHORT:
             env = {**environment(ROOT / ".bnb" / name, ROOT), **beside}
-            return pytest_beside(env, "-m", BETWEEN_RELEASES, *files(name))
+            return pytest_beside(env, "-m", suites.MARKS["both"], *files(name))
         with downloading:
             folders = stacks.folders(name, stacks.declared()[name])
         return pytest_beside(environment(*folders, ROOT), *OF_A_STACK)
@@ -137,12 +143,13 @@ def tests_all(session: nox.Session, bnb: str) -> None:
     """All of the suite, on every release of bitsandbytes that a patch was written for: before a release."""
     if bnb in NEARLY_THE_NEXT:
         two_at_a_time(lambda release: bitsandbytes(session, release), (bnb, *SHORT))
-        run_suite(session, bnb, files(bnb))
+        run_suite(session, bitsandbytes(session, bnb), files(bnb))
         return
     without = () if bnb == SHORT[-1] else ANYWHERE
     for release in asked.RELEASES if bnb == SHORT[-1] else ():
         release.install()
-    run_suite(session, bnb, [f"--ignore=tests/{name}" for name in (*without, *(ONCE if bnb != SHORT[1] else ()))])
+    left = (*without, *(ONCE if bnb != SHORT[1] else ()))
+    run_suite(session, bitsandbytes(session, bnb), [f"--ignore=tests/{name}" for name in left])
 
 
 @nox.session(venv_backend="none")
@@ -217,11 +224,11 @@ def newest(session: nox.Session) -> None:
     session.run("python", "-m", "tools.newest", *options, env=environment(ROOT))
 
 
-def run_suite(session: nox.Session, release: str, chosen: list[str]) -> None:
-    """Run pytest with bitsandbytes ``release`` first on the path, over what is ``chosen``."""
+def run_suite(session: nox.Session, first: Path, chosen: list[str]) -> None:
+    """Run pytest with the folder ``first`` at the head of the path, over what is ``chosen``."""
     # A file is run whole by one worker, for its tests share what they launch; tests/conftest.py has the order.
     whole = ["-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST, *chosen]
-    env = {**environment(bitsandbytes(session, release), ROOT), **preloaded()}
+    env = {**environment(*dict.fromkeys((first, ROOT))), **preloaded()}
     session.run(sys.executable, "-m", "pytest", *(session.posargs or whole), env=env, external=True)
 
 

@@ -19,7 +19,7 @@ from zlib import crc32
 import pytest
 
 from tests import device as simulated
-from tests import compiling, forks, processor
+from tests import compiling, forks, processor, suites
 
 os.environ["PATCHES_AUTOLOAD"] = "0"  # a test says itself what is applied
 os.environ["PYTHONPATH"] = processor.path_for_children()
@@ -50,9 +50,16 @@ def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--at-least", type=int, default=0, metavar="N", help="fail unless so many tests have passed")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first: workers that take whole files then end together."""
     _leave_parameters_to_a_release(items)
+    for item in items:
+        if not suites.is_in_test(item.path):
+            item.add_marker(pytest.mark.check("not a file of `make test`"))
     first = ("tests/programs/", "tests/device/", "tests/harm/", "tests/test_")
     items.sort(key=lambda item: next((at for at, start in enumerate(first) if item.nodeid.startswith(start)), 9))
 
@@ -68,6 +75,28 @@ def _leave_parameters_to_a_release(items: list[pytest.Item]) -> None:
         found.sort(key=lambda item: crc32(item.nodeid.encode()))
         for item in found[-(-len(found) // n) :]:
             item.add_marker(pytest.mark.release(f"one in {n} of its parameters"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run that passes few tests has lost the others: a wrong path, a mark, an import that skips a whole file."""
+    passed, wanted = _passed(session.config), session.config.getoption("at_least")
+    if exitstatus == pytest.ExitCode.OK and passed < wanted and not hasattr(session.config, "workerinput"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    passed, wanted = _passed(config), config.getoption("at_least")
+    if passed < wanted:
+        terminalreporter.write_line(
+            f"FAILED: {passed} tests passed, and at least {wanted} should (tests/suites.py): the others were not run",
+            red=True,
+        )
+
+
+def _passed(config: pytest.Config) -> int:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return len(reporter.stats.get("passed", ())) if reporter else 0
 
 
 @pytest.fixture(params=_devices())

@@ -24,7 +24,7 @@ from patches.engine.edits import Edit, Rewrite, module_of
 Test = TypeVar("Test", bound=Callable[..., object])
 ROOT = Path(__file__).parents[1]
 SHORT = ("0.46.1", "0.48.2", "0.49.2", "0.50.2")
-"""The releases that `make test` meets, oldest first: the first, the last, and the last of the two series between."""
+"""The releases that `make check` meets, oldest first: the first, the last, and the last of the two series between."""
 ALWAYS = (
     "tests/test_contract.py",
     "tests/test_sources.py",

@@ -11,7 +11,7 @@ from patches import REGISTRY
 from tests import releases
 
 pytestmark = pytest.mark.skipif(
-    not all(map(releases.installed, releases.SHORT)), reason="`make test` puts the releases into .bnb"
+    not all(map(releases.installed, releases.SHORT)), reason="`make check` puts the releases into .bnb"
 )
 
 

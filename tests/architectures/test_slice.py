@@ -1,6 +1,6 @@
 """Twenty architectures, and five by seed: with the plugin each is as right as ``docs/architectures.json`` says.
 
-``make test`` runs two of the twenty, and the five. ``make architectures`` runs all that there are. ``ARCHITECTURES_SEED=7`` draws other five.
+``make check`` runs two of the twenty, and the five. ``make architectures`` runs all that there are. ``ARCHITECTURES_SEED=7`` draws other five.
 """
 
 from __future__ import annotations

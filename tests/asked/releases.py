@@ -72,7 +72,7 @@ RELEASES = (
 )
 """The oldest that is supported, the last of transformers 4, and two between this and the newest."""
 DAILY = RELEASES[2]
-"""The older ones, 4.53 and 4.57, `make test` meets as whole stacks: ``tests/stacks/slice_defects.py``."""
+"""The older ones, 4.53 and 4.57, `make check` meets as whole stacks: ``tests/stacks/slice_defects.py``."""
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The rules on older releases of transformers, each in a process of its own; `make test` and `make asked` install them."""
+"""The rules on older releases of transformers, each in a process of its own; `make check` and `make asked` install them."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ import pytest
 from patches.engine.edits import DeleteAttribute, Rewrite, SetAttribute
 from tests.engine.torture import Start, Subject, count, everything, torture
 
+pytestmark = pytest.mark.check("a minute; test_transaction.py interrupts a write at each of its steps")
+
 
 @pytest.fixture
 def toys(toy, registry) -> Subject:

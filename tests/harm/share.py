@@ -36,7 +36,7 @@ def runs_here(case: Case, patch_id: str) -> bool:
 
 
 def runs_daily(case: Case) -> bool:
-    """Whether ``make test`` runs ``case`` on the release that is installed; a release that it does not know runs all."""
+    """Whether ``make check`` runs ``case`` on the release that is installed; a release that it does not know runs all."""
     here = gate.installed_version("bitsandbytes")
     if case.packed:
         return zlib.crc32(case.group.encode()) % 3 == 1

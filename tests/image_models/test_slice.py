@@ -1,6 +1,6 @@
 """Ten image models, and one by seed: with the plugin each is as right as ``docs/image_models.json`` says.
 
-``make test`` runs one of the ten, and the one by seed. ``make image-models`` runs all that there are. ``IMAGE_MODELS_SEED=7`` draws another.
+``make check`` runs one of the ten, and the one by seed. ``make image-models`` runs all that there are. ``IMAGE_MODELS_SEED=7`` draws another.
 """
 
 from __future__ import annotations

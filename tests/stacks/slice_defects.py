@@ -1,4 +1,4 @@
-"""What of an older stack `make test` looks at: that each patch fits it, and each defect whose source is another there.
+"""What of an older stack `make check` looks at: that each patch fits it, and each defect whose source is another there.
 
 Run by the session ``older`` of nox, with the packages of a stack first on the path. ``make stacks`` runs all reproducers,
 each in four phases; here it is two: as installed, and with all patches.

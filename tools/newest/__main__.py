@@ -26,7 +26,7 @@ from patches.verification import Row, verify_by
 from tools.newest import advice, changes, raising
 from tools.sources.wheel_files import ROOT, WheelFiles
 
-LEFT = "Left to do: read what has changed above, run `make readme` and `make test`, and add a line to CHANGELOG.md."
+LEFT = "Left to do: read what has changed above, run `make readme`, `make test` and `make check`, and add a line to CHANGELOG.md."
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from .judge import ERROR, RIGHT, WRONG, Trace  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.harm.matrix", description=__doc__)
     parser.add_argument(
-        "--slice", action="store_true", help="each change with each layer and each reader once, as make test"
+        "--slice", action="store_true", help="each change with each layer and each reader once, as make check"
     )
     parser.add_argument("--walks", type=int, default=2000, help="how many random walks (2000)")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000, help="of the walks")

@@ -16,7 +16,7 @@ from .subject import KINDS
 
 LAYERS = ("int8", "int8-threshold-bias", "int8-float", "nf4", "nf4-nested", "nf4-bias", "embedding4", "embedding8", "own-int8",
           "own-nf4", "own-nf4-nested", "float", "stable")  # fmt: skip
-"""One of each family, and the options that changes are about: what ``make test`` runs them with."""
+"""One of each family, and the options that changes are about: what ``make check`` runs them with."""
 DAILY = tuple(name for name in STATES if name != "compiled")
 MORE = 2
 """How many readers a trial has before its last, where a change has more readers than kinds of layers."""
