@@ -36,7 +36,7 @@ matrix: .venv/.dev  ## harm: each change of a layer's state x each reader of it,
 distributed: .venv/.dev  ## training and checkpoints on 1, 2 and 3 ranks, against one process; CELLS="train/fsdp2"
 	$(PY) -m tests.distributed $(CELLS)
 
-asked: .venv/.dev  ## what from_pretrained is asked for x models x checkpoints, by the rules of docs/asked.md, on five releases of transformers; hours, ASKED="--some 80" minutes
+asked: .venv/.dev  ## what from_pretrained is asked for x models x checkpoints, by the rules of docs/from_pretrained.md, on five releases of transformers; hours, ASKED="--some 80" minutes
 	$(PY) -m tests.asked $(ASKED)
 	$(PY) -m tests.asked.releases $(ASKED)
 
