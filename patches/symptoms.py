@@ -9,7 +9,7 @@ from .engine.patch import Message, Patch
 
 GROUPS = {
     "train": "Training: gradients, memory, checkpointing",
-    "from_pretrained": "Loading: what is quantized, and in which dtype the rest is",
+    "from_pretrained": "Loading: quantized layers, and the dtype of the others",
     "compile": "torch.compile and torch.export",
     "offload": "A model that does not fit: layers on the CPU or the disk",
     "save": "Saving, loading and copying",
