@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # A thousand processes import the same files: the first one that needs a file compiles it, pip would compile them all.
 export PYTHONDONTWRITEBYTECODE =
-.PHONY: demo demo-compile lint test check test-all oldest matrix distributed asked adapters architectures image-models stacks verify torture bench bench-eager docs figures new-patch upstream mutants gpu gpu-wheels newest replay sources pythons release-check soak readme venv clean
+.PHONY: demo demo-compile lint test check test-all oldest matrix distributed from-pretrained adapters architectures image-models stacks verify torture bench bench-eager docs figures new-patch upstream mutants gpu gpu-wheels newest replay sources pythons release-check soak readme venv clean
 .NOTPARALLEL:
 
 demo: .venv/.demo  ## the same program without the plugin and with it, the difference in figures; two minutes
@@ -39,9 +39,9 @@ matrix: .venv/.dev  ## harm: each change of a layer's state x each reader of it,
 distributed: .venv/.dev  ## training and checkpoints on 1, 2 and 3 ranks, against one process; CELLS="train/fsdp2"
 	$(PY) -m tests.distributed $(CELLS)
 
-asked: .venv/.dev  ## what from_pretrained is asked for x models x checkpoints, by the rules of docs/asked.md, on five releases of transformers; hours, ASKED="--some 80" minutes
-	$(PY) -m tests.asked $(ASKED)
-	$(PY) -m tests.asked.releases $(ASKED)
+from-pretrained: .venv/.dev  ## requests to from_pretrained x models x checkpoints, by the rules of docs/from_pretrained.md, on five releases of transformers; hours, FROM_PRETRAINED="--some 80" minutes
+	$(PY) -m tests.from_pretrained $(FROM_PRETRAINED)
+	$(PY) -m tests.from_pretrained.releases $(FROM_PRETRAINED)
 
 adapters: .venv/.dev  ## each option of each adapter of peft on quantized layers, beside nn.Linear; half an hour. ADAPTERS="LoraConfig int8" or "--unpatched"
 	PATCHES_AUTOLOAD=0 $(PY) -m tests.adapters $(ADAPTERS)

@@ -21,7 +21,7 @@ from typing import Any
 import nox
 
 from tests import forks, suites
-from tests.asked import releases as asked
+from tests.from_pretrained import releases as older_transformers
 from tests.releases import SHORT, files
 from tools import stacks
 
@@ -31,7 +31,7 @@ RELEASES = ("0.46.1", "0.47.0", "0.48.0", "0.48.1", "0.48.2", "0.49.0", "0.49.2"
 NEARLY_THE_NEXT = ("0.48.0", "0.48.1")
 """Those that differ from 0.48.2 in one method: `make test-all` runs what it can change, as `make check` of older releases."""
 ANYWHERE = (
-    "architectures", "asked/test_releases.py", "engine", "image_models", "test_inductor_options.py", "verification",
+    "architectures", "from_pretrained/test_releases.py", "engine", "image_models", "test_inductor_options.py", "verification",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
     "test_docs_symptoms.py",
     "newer_releases", "newest", "test_replay_tool.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
@@ -146,7 +146,7 @@ def tests_all(session: nox.Session, bnb: str) -> None:
         run_suite(session, bitsandbytes(session, bnb), files(bnb))
         return
     without = () if bnb == SHORT[-1] else ANYWHERE
-    for release in asked.RELEASES if bnb == SHORT[-1] else ():
+    for release in older_transformers.RELEASES if bnb == SHORT[-1] else ():
         release.install()
     left = (*without, *(ONCE if bnb != SHORT[1] else ()))
     run_suite(session, bitsandbytes(session, bnb), [f"--ignore=tests/{name}" for name in left])
@@ -269,7 +269,7 @@ def two_at_a_time(do: Callable[[Any], object], what: Iterable[Any]) -> None:
 def download(session: nox.Session) -> None:
     """Install the older releases that the tests of the newest one read."""
     two_at_a_time(lambda release: bitsandbytes(session, release), SHORT)
-    asked.DAILY.install()
+    older_transformers.DAILY.install()
 
 
 def bitsandbytes(session: nox.Session, release: str) -> Path:

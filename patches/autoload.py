@@ -23,6 +23,7 @@ from .engine.ids import unknown
 from .engine.plan import NOT_FORGOTTEN
 from .engine.report import Report, Result, Status
 from .process_registry import NEWER_RELEASES, REGISTRY
+from .symptoms import FORMER_GROUPS
 
 log = logging.getLogger("bnb_patches")
 
@@ -55,7 +56,10 @@ class Settings:
         known = list(known)
         disabled = {name.strip() for name in environ.get("PATCHES_DISABLE", "").split(",")} - {""}
         for name in sorted(disabled - set(known)):
-            if own := {patch.id for patch in REGISTRY.patches.values() if patch.groups[0] == name}:
+            group = FORMER_GROUPS.get(name, name)
+            if own := {patch.id for patch in REGISTRY.patches.values() if patch.groups[0] == group}:
+                if group != name:
+                    REGISTRY.note(f"the group {name} is called {group} now; both names are accepted")
                 disabled |= own
             elif present := find(name):
                 disabled.add(present)

@@ -9,7 +9,7 @@ from .engine.patch import Message, Patch
 
 GROUPS = {
     "train": "Training: gradients, memory, checkpointing",
-    "asked": "Loading: what is quantized, and in which dtype the rest is",
+    "from_pretrained": "Loading: quantized layers, and the dtype of the others",
     "compile": "torch.compile and torch.export",
     "offload": "A model that does not fit: layers on the CPU or the disk",
     "save": "Saving, loading and copying",
@@ -21,6 +21,8 @@ GROUPS = {
     "cpu": "On a CPU",
 }
 """The title of each group by its name, in the order in which groups are shown. A patch is listed in its first."""
+FORMER_GROUPS = {"asked": "from_pretrained"}
+"""The name of a group by the one that it had in an earlier release. ``PATCHES_DISABLE`` takes both."""
 WORDS = {
     "recompile": ("recompiles", "recompilation", "cache_size_limit", "recompile_limit", "torch.compile is slow"),
     "graph break": ("graph breaks", "fullgraph", "torch._dynamo.exc.Unsupported"),

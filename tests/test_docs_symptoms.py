@@ -74,7 +74,7 @@ def test_words_that_people_search_for_lead_to_patches(pasted, patch_id):
 
 @pytest.mark.skipif(not shutil.which("node"), reason="the box of the site is JavaScript, and there is no node")
 def test_the_box_of_the_site_finds_the_same():
-    """`which.js` as a browser runs it, over the rows of the page."""
+    """`find_your_defect.js` as a browser runs it, over the rows of the page."""
     rows = re.findall(r'<tr data-(\w+)="(.*?)"><td>(.*?)</td><td>(.*?)</td></tr>', sources()["generated/symptoms.md"])
     shown = [
         {
@@ -86,7 +86,7 @@ def test_the_box_of_the_site_finds_the_same():
     ]
     assert len(shown) == len(MESSAGES) + len(WORDS)
     given = json.dumps({"rows": shown, "pasted": [pasted for pasted, _ in SEARCHED]})
-    program = BROWSER + (DOCS / "_static" / "which.js").read_text("utf-8") + ASK
+    program = BROWSER + (DOCS / "_static" / "find_your_defect.js").read_text("utf-8") + ASK
     done = subprocess.run(["node", "-e", program], input=given, capture_output=True, text=True, check=True)
     for (pasted, patch_id), found in zip(SEARCHED, json.loads(done.stdout), strict=True):
         assert 0 < len(found) < len(shown) / 2, pasted
@@ -101,7 +101,7 @@ const shown = rows.map(({ key, data, cells }) => ({
 }));
 const document = {
   addEventListener: (_, call) => call(),
-  getElementById: (id) => (id === "which" ? field : {}),
+  getElementById: (id) => (id === "defect" ? field : {}),
   querySelectorAll: () => shown,
 };
 """

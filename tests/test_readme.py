@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patches import REGISTRY
+from patches.command_line import explain
 from tools.readme import README, with_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,6 +17,13 @@ TEXT = README.read_text("utf-8")
 
 def test_the_patch_table_is_that_of_the_registry():
     assert with_table(TEXT) == TEXT, "the table is out of date: run `make readme`"
+
+
+def test_each_error_that_it_names_leads_to_its_patch():
+    table = TEXT.partition("## Errors that it repairs")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .+ \| `(.+)` \| `([\w-]+)` \|$", table, re.MULTILINE)
+    assert len(rows) >= 5
+    assert not [row for row in rows if row[1] not in explain.matching(row[0], REGISTRY.patches)]
 
 
 def test_every_make_target_and_file_that_it_names_is_there():

@@ -152,8 +152,8 @@ def _reason_not_quantized(model: Any) -> str:
 def is_to_be_quantized(name: str, quantizer: Any) -> bool:
     """Tell whether neither ``llm_int8_skip_modules`` nor the quantizer's ``modules_to_not_convert`` skips ``name``.
 
-    An entry of ``llm_int8_skip_modules`` skips each path that contains its components, as for linear layers (docs/asked.md);
-    transformers compares the beginning and the end of the path alone.
+    An entry of ``llm_int8_skip_modules`` skips each path that contains its components, as for linear layers
+    (docs/from_pretrained.md); transformers compares the beginning and the end of the path alone.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 

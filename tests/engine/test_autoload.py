@@ -74,6 +74,18 @@ def test_a_group_disables_the_patches_that_are_listed_in_it(caplog):
     assert found == merge | {"peft-dora-cache"} and len(merge) > 5 and not caplog.records
 
 
+def test_the_former_name_of_a_group_disables_it_and_is_told_once():
+    from patches import REGISTRY
+    from patches.symptoms import FORMER_GROUPS, GROUPS
+
+    assert FORMER_GROUPS.items() >= {"asked": "from_pretrained"}.items() and FORMER_GROUPS.keys().isdisjoint(GROUPS)
+    for former, present in FORMER_GROUPS.items():
+        found = [Settings.read(REGISTRY.patches, {"PATCHES_DISABLE": name}) for name in (former, former, present)]
+        assert found[0] == found[1] == found[2] and len(found[0].disabled) > 5
+        told = f"the group {former} is called {present} now; both names are accepted"
+        assert REGISTRY.report().notes.count(told) == 1
+
+
 @pytest.fixture(scope="module")
 def whole_stack(fresh):
     """What is logged while everything is imported, the patches that are applied then, and what programs do not import."""

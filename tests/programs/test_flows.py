@@ -16,7 +16,7 @@ from tests.stacks import flows
 
 OF_A_GROUP = {
     "train": "INT8: DoRA, non-reentrant checkpoints",
-    "asked": "4-bit: checkpoint in another dtype",
+    "from_pretrained": "4-bit: checkpoint in another dtype",
     "compile": "4-bit: graphs, LoRA, checkpoints",
     "offload": "4-bit: device map, LoRA",
     "save": "INT8: offloaded, saved",

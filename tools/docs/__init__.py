@@ -1,6 +1,6 @@
 """The parts of the site that are written by the build: ``python -m tools.docs``, see ``make docs``.
 
-A page for each patch, the table of all, "which of these do I have" and the help of the commands. None of it is
+A page for each patch, the table of all, "find your defect" and the help of the commands. None of it is
 committed, so none of it can say what is no longer so. Needs `packaging` and nothing of what is repaired.
 """
 

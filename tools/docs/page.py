@@ -24,7 +24,7 @@ NO_DIFF = (
 )
 INTRODUCTION = """\
 {count} defects in the groups of `python -m patches list`: by what a user does. To find one by an error
-message, go to [](../which.md). The end of a range of releases is the last one tested, or, with "below", the one that
+message, go to [](../find_your_defect.md). The end of a range of releases is the last one tested, or, with "below", the one that
 repaired the defect upstream."""
 REPRODUCER = (
     "`python -m patches verify {id}` runs this program in fresh processes: the defect must be present without the patch, "

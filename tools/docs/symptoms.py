@@ -1,4 +1,4 @@
-"""What a user sees, for ``docs/which.md``: the messages and the groups of the patches."""
+"""What a user sees, for ``docs/find_your_defect.md``: the messages and the groups of the patches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patches.symptoms import GROUPS, WORDS, common_parts
 
 
 def fragment() -> str:
-    """The messages as a table that a script can search, then the symptoms by group; for ``docs/which.md``."""
+    """The messages as a table that a script can search, then the symptoms by group; for ``docs/find_your_defect.md``."""
     lines = ["## By message\n", _search(), "", *_table(), ""]
     for key, title in GROUPS.items():
         rows = [_row(patch) for _, patch in sorted(REGISTRY.patches.items()) if key in patch.groups]
@@ -42,16 +42,16 @@ def _row(patch: Patch) -> str:
 def _search() -> str:
     return (
         "```{raw} html\n"
-        '<label class="which-label" for="which">Paste an error message, a part of it, or a whole traceback; or type a few words:</label>\n'
-        '<textarea id="which" rows="3" spellcheck="false"></textarea>\n'
-        '<p id="which-said" role="status"></p>\n'
+        '<label class="defect-label" for="defect">Paste an error message, a part of it, or a whole traceback; or type a few words:</label>\n'
+        '<textarea id="defect" rows="3" spellcheck="false"></textarea>\n'
+        '<p id="defect-said" role="status"></p>\n'
         "```"
     )
 
 
 def _table() -> Iterator[str]:
     """One row a message, and one for words that people search for; what the script looks for is in ``data``."""
-    yield '```{raw} html\n<table class="docutils which"><thead><tr><th>message</th><th>patch</th></tr></thead><tbody>'
+    yield '```{raw} html\n<table class="docutils defects"><thead><tr><th>message</th><th>patch</th></tr></thead><tbody>'
     for text, ids in words().items():
         yield _line("any", (text, *WORDS[text]), html.escape(text), ids)
     for message, ids in messages():

@@ -37,7 +37,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="diffusers-compute-dtype-given",
     summary="bnb_4bit_compute_dtype and llm_int8_threshold are ignored for an image model that is already quantized",
-    groups=("asked",),
+    groups=("from_pretrained",),
     silent=True,
     links=("https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/quantizers/auto.py",),
     why="""

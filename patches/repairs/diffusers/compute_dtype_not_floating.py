@@ -38,7 +38,7 @@ PATCH = Patch(
     id="diffusers-compute-dtype-not-floating",
     effect="warns",
     summary="bnb_4bit_compute_dtype=torch.int8 is accepted for image models: their outputs are silently wrong",
-    groups=("asked",),
+    groups=("from_pretrained",),
     silent=True,
     links=("https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/quantizers/quantization_config.py",),
     why="""

@@ -154,7 +154,7 @@ _SUPPORTS = {"_patches_supports_offload": device_maps.supports_offload}
 PATCH = Patch(
     id="diffusers-device-map-refused",
     summary="a quantized image model that does not fit is refused: some modules are dispatched on the CPU or the disk",
-    groups=("offload", "asked"),
+    groups=("offload", "from_pretrained"),
     messages=(
         Message(
             "Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized model. If you want to dispatch the model on the CPU or the disk while keeping these modules in 32-bit, you need to set `load_in_8bit_fp32_cpu_offload=True` and pass a custom `device_map` to `from_pretrained`.",

@@ -40,7 +40,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="diffusers-quant-state-dtype",
     summary="4-bit layers of a bf16 image model loaded in fp16 dequantize to bf16",
-    groups=("asked", "merge"),
+    groups=("from_pretrained", "merge"),
     silent=True,
     links=("https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/modeling_utils.py",),
     why="""

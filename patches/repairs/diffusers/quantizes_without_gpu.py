@@ -89,7 +89,7 @@ _INT8 = "bitsandbytes>=0.48"  # older ones quantize packed INT8 weights again wh
 PATCH = Patch(
     id="diffusers-quantizes-without-gpu",
     summary="image models cannot be quantized on a machine without a GPU",
-    groups=("cpu", "asked"),
+    groups=("cpu", "from_pretrained"),
     messages=(
         Message(
             "No GPU found. A GPU is needed for quantization.", "diffusers/quantizers/bitsandbytes/bnb_quantizer.py"

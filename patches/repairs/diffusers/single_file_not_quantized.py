@@ -70,7 +70,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="diffusers-single-file-not-quantized",
     summary="from_single_file(quantization_config=BitsAndBytesConfig(...)) fails",
-    groups=("asked", "save"),
+    groups=("from_pretrained", "save"),
     messages=(
         Message(
             "Supplied state dict for context_embedder.weight does not contain `bitsandbytes__*` and possibly other `quantized_stats` components.",

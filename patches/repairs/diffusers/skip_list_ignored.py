@@ -70,7 +70,7 @@ def _quantized(model: Module) -> set[str]:
 PATCH = Patch(
     id="diffusers-skip-list-ignored",
     summary="llm_int8_skip_modules of an image model silently skips other layers than it names",
-    groups=("asked",),
+    groups=("from_pretrained",),
     silent=True,
     links=("https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/quantizers/bitsandbytes/utils.py",),
     why="""

@@ -98,7 +98,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="diffusers-weight-read-by-model",
     summary="Kandinsky 2.2, HunyuanDiT and AnyFlow raise errors when quantized: they read packed weights themselves",
-    groups=("asked", "layers"),
+    groups=("from_pretrained", "layers"),
     silent=True,
     messages=(
         Message("mixed dtype (CPU): all inputs must share same datatype.", "torch/lib/libtorch_cpu.so"),

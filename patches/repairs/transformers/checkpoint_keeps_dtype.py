@@ -66,7 +66,7 @@ _LOADING = "transformers.core_model_loading:convert_and_load_state_dict_in_model
 PATCH = Patch(
     id="transformers-checkpoint-keeps-dtype",
     summary="dtype= is ignored for the weights of a quantized checkpoint: bf16 weights with fp16 biases",
-    groups=("asked", "save"),
+    groups=("from_pretrained", "save"),
     silent=True,
     messages=(
         Message(

@@ -37,7 +37,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-compute-dtype-given",
     summary="bnb_4bit_compute_dtype and llm_int8_threshold are ignored for a checkpoint that is already quantized",
-    groups=("asked",),
+    groups=("from_pretrained",),
     silent=True,
     links=(
         "https://github.com/huggingface/transformers/issues/47378",

@@ -36,7 +36,7 @@ PATCH = Patch(
     id="transformers-compute-dtype-not-floating",
     effect="warns",
     summary="bnb_4bit_compute_dtype=torch.int8 is accepted, and 4-bit layers silently return wrong numbers",
-    groups=("asked",),
+    groups=("from_pretrained",),
     silent=True,
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/utils/quantization_config.py",),
     why="""

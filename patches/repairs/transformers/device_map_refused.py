@@ -189,7 +189,7 @@ PATCH = Patch(
     id="transformers-device-map-refused",
     former_ids=("transformers-refuses-what-does-not-fit",),
     summary="a quantized model that does not fit is refused: some modules are dispatched on the CPU or the disk",
-    groups=("offload", "asked"),
+    groups=("offload", "from_pretrained"),
     messages=(
         Message(
             "Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized model. If you want to dispatch the model on the CPU or the disk while keeping these modules in 32-bit, you need to set `llm_int8_enable_fp32_cpu_offload=True` and pass a custom `device_map` to `from_pretrained`.",

@@ -60,7 +60,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-load-in-keyword",
     summary="from_pretrained(..., load_in_4bit=True) raises a TypeError on transformers 5",
-    groups=("asked",),
+    groups=("from_pretrained",),
     messages=(
         Message(
             "LlamaForCausalLM.__init__() got an unexpected keyword argument 'load_in_4bit'",

@@ -52,7 +52,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-quant-state-dtype",
     summary="4-bit layers of a bf16 checkpoint loaded in fp16 dequantize to bf16",
-    groups=("asked", "merge"),
+    groups=("from_pretrained", "merge"),
     silent=True,
     words=("loss is nan, or does not fall",),
     links=(

@@ -52,7 +52,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-saves-merged-weights",
     summary="a 4-bit or INT8 model whose checkpoint joins layers (HRM) is saved without its quantization states",
-    groups=("asked", "save"),
+    groups=("from_pretrained", "save"),
     messages=(Message("'NoneType' object has no attribute 'dtype'", "figure"),),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L1882",),
     why="""

@@ -52,7 +52,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-skip-list-ignored",
     summary="llm_int8_skip_modules=['vision_tower'] is silently ignored: the vision tower is quantized",
-    groups=("asked",),
+    groups=("from_pretrained",),
     silent=True,
     links=(
         "https://github.com/fpgaminer/joycaption/issues/53",

@@ -66,7 +66,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-tied-head-quantized",
     summary="any llm_int8_skip_modules makes a tied head a quantized layer without a quantization state",
-    groups=("asked", "layers"),
+    groups=("from_pretrained", "layers"),
     silent=True,
     messages=(
         Message(

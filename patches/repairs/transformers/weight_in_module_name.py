@@ -56,7 +56,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-weight-in-module-name",
     summary="a 4-bit layer whose name ends in 'weight' is loaded without its quantization state",
-    groups=("asked", "save"),
+    groups=("from_pretrained", "save"),
     messages=(Message("quant_state is required", "bitsandbytes/autograd/_functions.py"),),
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py#L956",),
     why="""

@@ -89,7 +89,7 @@ def defect() -> Finding:
 PATCH = Patch(
     id="transformers-weight-read-by-model",
     summary="LongT5, Switch and others are wrong in 4 bits: they cast activations to the dtype of packed weights",
-    groups=("asked", "layers"),
+    groups=("from_pretrained", "layers"),
     silent=True,
     messages=(
         Message(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.asked.releases import RELEASES, ROOT, Release
+from tests.from_pretrained.releases import RELEASES, ROOT, Release
 
 HERE = "tests/repairs/transformers"
 ALL = ["test_refuses_what_does_not_fit.py", *(f"test_does_not_fit_{part}.py" for part in ("models", "faults", "ends"))]
@@ -25,7 +25,9 @@ def passes(release: Release, file: str, *options: str) -> None:
 
 def said(release: Release, *command: str) -> str:
     if not release.is_installed:
-        pytest.skip(f"transformers {release} is not in .stacks: `python -m tests.asked.releases --some 1` installs it")
+        pytest.skip(
+            f"transformers {release} is not in .stacks: `python -m tests.from_pretrained.releases --some 1` installs it"
+        )
     path = os.pathsep.join(map(str, (release.folder, ROOT / ".bnb" / release.bitsandbytes, ROOT)))
     env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, text=True, capture_output=True)

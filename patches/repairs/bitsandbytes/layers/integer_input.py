@@ -57,7 +57,7 @@ PATCH = Patch(
     id="bitsandbytes-integer-input",
     former_ids=("bitsandbytes-whole-numbers",),
     summary="4-bit layers accept integer activations, and return wrong outputs where a model casts to weight.dtype",
-    groups=("asked", "layers"),
+    groups=("from_pretrained", "layers"),
     silent=True,
     messages=(
         Message(

@@ -1,4 +1,4 @@
-"""The rules of docs/asked.md, written once more: what is wrong with a model that was loaded."""
+"""The rules of docs/from_pretrained.md, written once more: what is wrong with a model that was loaded."""
 
 from __future__ import annotations
 

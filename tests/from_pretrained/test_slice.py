@@ -1,4 +1,4 @@
-"""A slice of the product, by seed: with the plugin every rule is kept. ``python -m tests.asked`` runs all of it."""
+"""A slice of the product, by seed: with the plugin every rule is kept. ``python -m tests.from_pretrained`` runs all of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEW = 16
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quiet()
-    return tmp_path_factory.mktemp("asked")
+    return tmp_path_factory.mktemp("from_pretrained")
 
 
 @pytest.mark.parametrize("program", [*some(COUNT), *REST], ids=str)

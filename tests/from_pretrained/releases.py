@@ -1,4 +1,4 @@
-"""Older releases of transformers, each in a folder of its own with what goes with it: ``python -m tests.asked.releases``.
+"""Older releases of transformers, each in a folder of its own with what goes with it: ``python -m tests.from_pretrained.releases``.
 
 A folder lies in ``.stacks``, on top of the torch that is installed here. With ``--some N`` only N programs are run on each.
 """
@@ -36,7 +36,7 @@ class Release(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        return ROOT / ".stacks" / f"asked-{self.transformers}"
+        return ROOT / ".stacks" / f"from_pretrained-{self.transformers}"
 
     @property
     def is_installed(self) -> bool:
@@ -56,10 +56,10 @@ class Release(NamedTuple):
             subprocess.run([*pip, str(self._bitsandbytes), f"bitsandbytes=={self.bitsandbytes}"], check=True)
 
     def run(self, *arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
-        """``python -m tests.asked`` with this release."""
+        """``python -m tests.from_pretrained`` with this release."""
         path = os.pathsep.join(map(str, (self.folder, self._bitsandbytes, ROOT)))
         env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.asked", *arguments]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.from_pretrained", *arguments]
         pipe = subprocess.PIPE if capture else None
         return subprocess.run(command, env=env, cwd=ROOT, text=True, stdout=pipe, stderr=pipe, check=False)
 

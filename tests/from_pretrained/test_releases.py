@@ -1,4 +1,4 @@
-"""The rules on older releases of transformers, each in a process of its own; `make check` and `make asked` install them."""
+"""The rules on older releases of transformers, each in a process of its own; `make check` and `make from-pretrained` install them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ FEW, MANY = len(MODELS), 80
 
 def right(release: Release, count: int) -> None:
     if not release.is_installed:
-        pytest.skip(f"transformers {release} is not in .stacks: `python -m tests.asked.releases --some 1` installs it")
+        pytest.skip(
+            f"transformers {release} is not in .stacks: `python -m tests.from_pretrained.releases --some 1` installs it"
+        )
     done = release.run("--some", str(count), capture=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert f"transformers {release}: of {count} programs {count} right" in done.stdout

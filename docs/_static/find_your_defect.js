@@ -1,15 +1,15 @@
-// "Which of these do I have": shows the rows whose message is in the text that was pasted, or holds a piece of it.
+// "Find your defect": shows the rows whose message is in the text that was pasted, or holds a piece of it.
 "use strict";
 document.addEventListener("DOMContentLoaded", () => {
-  const field = document.getElementById("which");
-  const said = document.getElementById("which-said");
+  const field = document.getElementById("defect");
+  const said = document.getElementById("defect-said");
   const RUN = 5; // words in a row, as in patches/symptoms.py
   const plain = (text) => text.replace(/[`'"‘’“”]/g, "'").replace(/[\s│|]+/g, " ").trim().toLowerCase();
   const runs = (text) => {
     const words = text.split(" ");
     return words.slice(RUN - 1).map((_, i) => ` ${words.slice(i, i + RUN).join(" ")} `);
   };
-  const rows = [...document.querySelectorAll("table.which tr[data-parts], table.which tr[data-any]")].map((row) => ({
+  const rows = [...document.querySelectorAll("table.defects tr[data-parts], table.defects tr[data-any]")].map((row) => ({
     row,
     parts: JSON.parse(row.dataset.parts ?? "[]").map(plain),
     any: JSON.parse(row.dataset.any ?? "[]").map(plain),

@@ -1,7 +1,7 @@
-"""``python -m tests.asked [WORD ...]``: run every program, and print each that breaks a rule with the plugin.
+"""``python -m tests.from_pretrained [WORD ...]``: run every program, and print each that breaks a rule with the plugin.
 
 It is run without the plugin, then with it, on the transformers that is installed; with ``--some N`` only N programs, and
-only with the plugin. ``python -m tests.asked.releases`` does so on older releases.
+only with the plugin. ``python -m tests.from_pretrained.releases`` does so on older releases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .runner import outcome, quiet  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.asked")
+    parser = argparse.ArgumentParser(prog="python -m tests.from_pretrained")
     parser.add_argument("words", nargs="*")
     parser.add_argument("--some", type=int, default=0)
     asked = parser.parse_args(arguments)
