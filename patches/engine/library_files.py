@@ -56,7 +56,7 @@ class LibraryFiles(Libraries):
         self._codes: dict[str, CodeType | None] = {}
         self._modules: dict[str, ModuleType] = {}
         self._versions: dict[str, str | None] = {}
-        self._reached: dict[str, FunctionType] = {}
+        self._reached: dict[tuple[str, str], FunctionType] = {}
 
     def module(self, name: str) -> ModuleType | None:
         """Return the stand-in of a module; None if there is no such file, or this Python cannot read it."""
@@ -100,8 +100,9 @@ class LibraryFiles(Libraries):
 
     def _decorated(self, edit: Rewrite) -> FunctionType:
         """Find the function of ``edit``, which has no name of its own, by its decorator."""
-        if edit.target in self._reached:  # the same function each time: places are held weakly
-            return self._reached[edit.target]
+        key = (edit.target, edit.decorator)
+        if key in self._reached:  # the same function each time: places are held weakly
+            return self._reached[key]
         name = edit.target.partition(":")[0]
         spec, code, module = self._spec(name), self._code(name), self.module(name)
         wanted = ast.dump(ast.parse(edit.decorator, mode="eval").body) if edit.decorator else ""
@@ -112,7 +113,7 @@ class LibraryFiles(Libraries):
                     line = node.decorator_list[0].lineno
                     found = [each for each in _inner(code) if (each.co_name, each.co_firstlineno) == (node.name, line)]
                     if found:
-                        return self._reached.setdefault(edit.target, _function(found[0], node.name, vars(module)))
+                        return self._reached.setdefault(key, _function(found[0], node.name, vars(module)))
         raise LookupError(f"no function of {name} has the decorator {edit.decorator}")
 
     def _code(self, name: str) -> CodeType | None:
@@ -153,12 +154,13 @@ def _bound(code: CodeType, scope: str, space: dict[str, Any]) -> Iterator[tuple[
     ``scope``: the qualified name of the class and a dot; ``space``: the globals of the module.
     """
     inner = {each.co_name: each for each in _inner(code)}
+    private = f"_{code.co_name.lstrip('_')}__"  # in a class, the begin of names that Python mangles
     for name, value in _stored(code):
-        found = inner.get(name)
+        found = inner.get(f"__{name.removeprefix(private)}" if scope and name.startswith(private) else name)
         if found is None:
             yield name, value
         elif found.co_flags & _IS_FUNCTION:
-            yield name, _function(found, f"{scope}{name}", space)
+            yield name, _function(found, f"{scope}{found.co_name}", space)
         else:
             body = dict(_bound(found, f"{scope}{name}.", space))
             own = {key: each for key, each in body.items() if key not in _OF_THE_CLASS_ITSELF}
