@@ -9,8 +9,8 @@ that has replaced a function.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import opcode
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -134,7 +134,7 @@ class LibraryFiles(Libraries):
             package = name.rpartition(".")[0]
             try:
                 if not package:
-                    found = importlib.util.find_spec(name)
+                    found = _top_level(name)
                 elif (parent := self._spec(package)) is None or parent.submodule_search_locations is None:
                     found = None
                 else:
@@ -143,6 +143,12 @@ class LibraryFiles(Libraries):
                 found = None
             self._specs[name] = found
         return self._specs[name]
+
+
+def _top_level(name: str) -> ModuleSpec | None:
+    """Find a package as its import would; the spec of one that is imported may have been changed since."""
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    return next((spec for find in finders if find is not None and (spec := find(name, None)) is not None), None)
 
 
 _EMPTY = compile("", "<extension>", "exec")
