@@ -21,6 +21,7 @@ from . import second_name
 from .engine import gate, imports
 from .engine.ids import unknown
 from .engine.plan import NOT_FORGOTTEN
+from .engine.registry import Registry
 from .engine.report import Report, Result, Status
 from .process_registry import NEWER_RELEASES, REGISTRY
 from .symptoms import FORMER_GROUPS
@@ -73,9 +74,9 @@ class Settings:
         )
 
 
-def read_settings() -> Settings:
-    """Read the environment for our patches, which it may name by a former id."""
-    return Settings.read(REGISTRY.patches, find=REGISTRY.ids.find)
+def read_settings(registry: Registry = REGISTRY) -> Settings:
+    """Read the environment for the patches of ``registry``, which it may name by a former id."""
+    return Settings.read(registry.patches, find=registry.ids.find)
 
 
 def start() -> None:

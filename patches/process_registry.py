@@ -7,6 +7,7 @@ from dataclasses import replace
 from . import tested_stacks
 from .engine import catalog, compiler, gate
 from .engine.build import Builder
+from .engine.library_files import LibraryFiles
 from .engine.registry import Registry
 from .engine.report import Report
 from .experts import dense_operations
@@ -22,7 +23,7 @@ class _PluginRegistry(Registry):
         found = super().report(*ids)
         if ids:
             return found
-        notes = (*tested_stacks.report_notes(), *NEWER_RELEASES.report_notes())
+        notes = (*tested_stacks.report_notes(self.libraries), *NEWER_RELEASES.report_notes())
         notes += (*placement_summary.report_notes(), *dense_operations.report_notes())
         return replace(found, notes=(*found.notes, *notes))
 
@@ -31,10 +32,14 @@ _COMPILER = compiler.compiler()
 _PATCHES = catalog.patches()
 NEWER_RELEASES = NewerReleases(_COMPILER.digests)
 
+_LIMITS = gate.Limits(tested_stacks.oldest_releases(), gate.newest_tested(_PATCHES), NEWER_RELEASES.judge)
+
 REGISTRY = _PluginRegistry(
-    _PATCHES,
-    compiled_code.forget_compiled_code,
-    live_objects.one_walk,
-    Builder(_COMPILER),
-    gate.Limits(tested_stacks.oldest_releases(), gate.newest_tested(_PATCHES), NEWER_RELEASES.judge),
+    _PATCHES, compiled_code.forget_compiled_code, live_objects.one_walk, Builder(_COMPILER), _LIMITS
 )
+
+
+def registry_of_files() -> Registry:
+    """Make a registry that applies to stand-ins of the installed packages, made from their files; nothing is imported."""
+    files = LibraryFiles()
+    return _PluginRegistry(map(files.readable, _PATCHES), builder=Builder(_COMPILER), limits=_LIMITS, libraries=files)

@@ -215,31 +215,6 @@ def _terminal(columns: int) -> tuple[int, int]:
     return ends
 
 
-# Prints when peft is imported, in each way in which a library prints.
-NOISY = """
-import atexit, ctypes, os, sys
-class Greeter:
-    def find_spec(self, name, path=None, target=None):
-        if name == "accelerate" and self in sys.meta_path:
-            sys.meta_path.remove(self)
-            print("hello from Python")
-            os.write(1, b"hello from a descriptor\\n")
-            ctypes.CDLL(None).printf(b"hello from a buffer of C, which is written at exit\\n")
-            atexit.register(print, "goodbye")
-sys.meta_path.insert(0, Greeter())
-"""
-
-
-@NEEDS_TORCH
-@SHELL
-def test_json_is_valid_whatever_libraries_print():
-    done = run("report", LIGHT, "--json", source=NOISY, env={"PATCHES_AUTOLOAD": "1"})
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["results"]
-    assert (row["id"], row["status"]) == (LIGHT, "applied")
-    assert all(word in done.stderr for word in ("Python", "descriptor", "a buffer of C", "goodbye")), "it is not lost"
-
-
 @pytest.mark.release("list, with each of its streams closed")
 @NEEDS_TORCH
 @SHELL
@@ -281,7 +256,9 @@ def test_stopped_at_once_with_all_its_processes(tmp_path, sent, word, processes)
     finally:
         for left in marked(mark):
             os.kill(left, signal.SIGKILL)
-    assert (process.returncode, out, err) == (128 + sent, "", f"patches: {word}\n")
+    *before, last = err.splitlines()
+    assert (process.returncode, out, last) == (128 + sent, "", f"patches: {word}")
+    assert not [line for line in before if not line.startswith("patches: running each reproducer")], "if it takes long"
     assert not list(Path(mark).glob("bnb-patches-*"))
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,17 @@ sys.__stdout__.write("\\n" + json.dumps(answers))
 """
 
 
-def answers(*lines: tuple[str, ...], path: Path | None = None, environs: tuple = ()) -> list[tuple[int, str, str]]:
-    """Exit code, output and complaints of each command, one after the other in a process that has imported torch."""
+def answers(
+    *lines: tuple[str, ...], path: Path | None = None, environs: Sequence[Mapping[str, str]] = (), **environ: str
+) -> list[tuple[int, str, str]]:
+    """Exit code, output and complaints of each command, one after the other in a process that has imported torch.
+
+    ``environs``: what each has in its environment; ``environ``: what the process has from its start.
+    """
     asked = json.dumps([*zip(lines, environs or [{}] * len(lines))])
     known = os.environ.get("PYTHONPATH", "")
     env = {**os.environ, "PATCHES_AUTOLOAD": "1", "PYTHONPATH": f"{path}{os.pathsep}{known}" if path else known}
+    env |= environ
     if path and any((path / name).is_dir() for name in ("accelerate", "torchao")):  # which such a process has imported
         done = subprocess.run([sys.executable, "-c", MANY, asked], capture_output=True, text=True, env=env, timeout=300)
     else:
@@ -75,7 +82,8 @@ def test_a_neighbour_that_cannot_be_imported_is_a_note(tmp_path, package, error)
         pytest.skip(f"{package} is not installed")
     (tmp_path / f"{package}-9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: {version}\n")
     ids = [p.id for p in REGISTRY.patches.values() if p.package == package][:2]
-    shown, data, diff = answers(("report", *ids), ("report", "--json", *ids), ("diff", *ids), path=tmp_path)
+    lines = (("report", "--live", *ids), ("report", "--live", "--json", *ids), ("diff", *ids))
+    shown, data, diff = answers(*lines, path=tmp_path)
     assert shown[0] == 0 and all(patch_id in shown[1] for patch_id in ids), shown[2]
     assert f"{error}: built for another torch" in shown[1]
     found = json.loads(data[1])
@@ -111,7 +119,7 @@ def test_with_warnings_as_errors(tmp_path):
     (tmp_path / "trl" / "__init__.py").write_text("import warnings\nwarnings.warn('old')\n")
     (tmp_path / "trl-0.dist-info").mkdir()
     (tmp_path / "trl-0.dist-info" / "METADATA").write_text("Name: trl\nVersion: 0.24.0\n")
-    done = run("report", "--json", before=("-W", "error"), path=tmp_path)
+    done = run("report", "--live", "--json", before=("-W", "error"), path=tmp_path)
     assert done.returncode in (0, 1) and len(json.loads(done.stdout)["results"]) == len(REGISTRY.patches), done.stderr
     assert "ResourceWarning" not in done.stderr, "a file of ours stayed open"
 
@@ -159,10 +167,30 @@ def test_total_first_then_what_one_acts_on_then_the_groups():
     assert not any(r.id in text for r in fine[3:]) and len(lines) < 30
 
 
-def test_what_a_user_has_disabled_is_one_line():
-    off = [result(i, Status.DISABLED, "PATCHES_DISABLE names it or its group") for i in [*REGISTRY.patches][:9]]
-    lines = [line for line in glance.report(Report(tuple(off))).split("\n\n") if line.startswith("disabled: ")]
-    assert len(lines) == 1 and "and 6 more: PATCHES_DISABLE names them" in " ".join(lines[0].split())
+def test_all_that_is_not_applied_is_listed_by_its_reason_with_what_one_may_act_on_first():
+    ids = [*REGISTRY.patches][:9]
+    found = Report((
+        result(ids[0], Status.APPLIED),
+        result(ids[1], Status.NOT_INSTALLED, "peft is not installed"),
+        result(ids[2], Status.NOT_AFFECTED, "peft 0.21 is outside >=0.14,<0.16"),
+        result(ids[3], Status.NOT_AFFECTED, "peft 0.21 is outside <0.17"),
+        result(ids[4], Status.NOT_AFFECTED, "torch 2.5 is too old: 2.6 or later is needed"),
+        result(ids[5], Status.DISABLED, "PATCHES_DISABLE names it or its group"),
+        result(ids[6], Status.UNTESTED, "it is new"),
+        result(ids[7], Status.DISABLED, "PATCHES_DISABLE names it or its group"),
+        result(ids[8], Status.AVAILABLE, "PATCHES_AUTOLOAD is off"),
+    ))  # fmt: skip
+    lines = " ".join(glance.report(found).split())
+    expected = (
+        f"untested: {ids[6]}: it is new; without it: what goes wrong",
+        f"disabled: PATCHES_DISABLE names it or its group: {ids[5]}, {ids[7]}",
+        f"available: PATCHES_AUTOLOAD is off: {ids[8]}",
+        f"not affected: peft 0.21 is outside the range of: {ids[2]} (>=0.14,<0.16), {ids[3]} (<0.17)",
+        f"not affected: torch 2.5 is too old: 2.6 or later is needed: {ids[4]}",
+        f"not installed: peft is not installed: {ids[1]}",
+    )
+    places = [lines.index(line) for line in expected]
+    assert places == sorted(places) and ids[0] not in lines
 
 
 @NEEDS_STACK

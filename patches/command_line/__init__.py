@@ -6,27 +6,32 @@ import argparse
 import contextlib
 import io
 import json
-import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
 
-from .. import adoption, autoload, second_name, verification
-from ..engine.report import Report, Result, Status
+from .. import adoption, autoload, verification
+from ..engine.report import Report, Status
 from ..newer_releases import adopted
 from ..process_registry import REGISTRY
 from ..verification.processes import NoInterpreter
-from . import colour, explain, glance, streams
+from . import colour, explain, glance, notice, reports, streams
+
+_LIVE = (
+    "import the packages and apply the patches in this process; without it the answer is read from the files of the "
+    "packages. Only --live shows packages that cannot be imported, and functions that another program replaces"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, 1 if `verify` or `report` found something wrong, 2 for bad usage."""
-    text, code = _answer(_parser().parse_args(argv))
+    options = _parser().parse_args(argv)
+    text, code = _answer(options)
     sys.stdout.write(text)
+    _show_held_back(options)
     return code
 
 
@@ -57,6 +62,7 @@ def command() -> int:
             except OSError as error:
                 _complain(f"cannot write: {error.strerror}")
                 return 2
+            _show_held_back(options)
             return code
     except _Stopped as stopped:
         _complain(stopped.name)
@@ -89,6 +95,12 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def _show_held_back(options: argparse.Namespace) -> None:
+    """Show what the packages printed at their import, if something went wrong there."""
+    if options.held_back:
+        _complain(f"while the packages were imported, this was printed:\n{options.held_back.rstrip()}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m patches", description="Show what the plugin repairs and what it changes here, and check it."
@@ -114,9 +126,10 @@ def _parser() -> argparse.ArgumentParser:
         else:
             command.add_argument("ids", nargs="*", metavar="ID", help="patches; all if none is named")
         command.add_argument("--json", action="store_true", help="for machines")
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, held_back="")
         if name == "report":
             command.add_argument("--all", action="store_true", help="a line for each patch")
+            command.add_argument("--live", action="store_true", help=_LIVE)
         if name == "adopt":
             command.add_argument("--forget", action="store_true", help="take back what was adopted")
         if name in ("verify", "adopt"):
@@ -150,14 +163,17 @@ def _list(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _report(options: argparse.Namespace) -> tuple[str, int]:
-    report = _everything(options.ids, automatic=True)
+    if options.live:
+        report, options.held_back = reports.imported(options.ids, automatic=True)
+    else:
+        report = reports.of_files(options.ids)
     whole = options.all or options.ids
     text = report.to_json() if options.json else str(report) if whole else glance.report(report)
     return text, 1 if report.with_status(Status.CONFLICT, Status.FAILED) else 0
 
 
 def _diff(options: argparse.Namespace) -> tuple[str, int]:
-    report = _everything(options.ids)
+    report, options.held_back = reports.imported(options.ids)
     for note in report.notes:
         _complain(note)
     if options.json:
@@ -166,16 +182,21 @@ def _diff(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
-    return _run_in_processes(verification.verify, options)
+    doing = "running each reproducer unpatched, patched and reverted, in fresh processes"
+    return _run_in_processes(verification.verify, options, doing)
 
 
 def _adopt(options: argparse.Namespace) -> tuple[str, int]:
-    return _forget(options) if options.forget else _run_in_processes(adoption.adopt, options)
+    if options.forget:
+        return _forget(options)
+    return _run_in_processes(adoption.adopt, options, "verifying the patches that are left out, in fresh processes")
 
 
-def _run_in_processes(verb: Callable[..., Any], options: argparse.Namespace) -> tuple[str, int]:
+def _run_in_processes(verb: Callable[..., Any], options: argparse.Namespace, doing: str) -> tuple[str, int]:
+    bar = sys.stderr.isatty() and not options.json
     try:
-        result = verb(*options.ids, jobs=options.jobs, progress=sys.stderr.isatty() and not options.json)
+        with notice.after_a_while(doing, wanted=not bar):
+            result = verb(*options.ids, jobs=options.jobs, progress=bar)
     except NoInterpreter as error:
         _complain(str(error))
         return "", 2
@@ -213,34 +234,3 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
         return explain.page(REGISTRY.patches[found[0]], report[found[0]]), 0
     chosen = [REGISTRY.patches[i] for i in found]
     return f"{glance.patches(chosen, headed=False)}; about one: python -m patches explain ID", 0
-
-
-def _everything(ids: Sequence[str], automatic: bool = False) -> Report:
-    """Import what the patches are for, apply them, and report; ``automatic``: what a program here gets by itself."""
-    logging.getLogger("bnb_patches").addHandler(logging.StreamHandler())
-    settings = autoload.read_settings()
-    said = [second_name.describe_replaced_package()]
-    before = os.environ.get("PATCHES_AUTOLOAD")
-    os.environ["PATCHES_AUTOLOAD"] = "0"  # while it imports: one way of applying is enough
-    try:
-        said += REGISTRY.import_targets(*filter(REGISTRY.is_for, REGISTRY.ids.choose(tuple(ids))))
-    finally:
-        del os.environ["PATCHES_AUTOLOAD"]
-        os.environ.update({"PATCHES_AUTOLOAD": before} if before is not None else {})
-    REGISTRY.disabled = settings.disabled
-    report = REGISTRY.apply(
-        *ids, untested=settings.untested
-    )  # PATCHES_STRICT is for programs: here a conflict is a row
-    if automatic and not settings.autoload:
-        report = replace(report, results=tuple(map(_only_by_hand, report)))
-        said.append("PATCHES_AUTOLOAD is off: a program here gets no patch unless it calls patches.apply()")
-    notes = tuple(dict.fromkeys(filter(None, (*said, *report.notes))))
-    return replace(report, notes=notes)
-
-
-def _only_by_hand(result: Result) -> Result:
-    if result.status is not Status.APPLIED:
-        return result
-    return replace(
-        result, status=Status.AVAILABLE, reason="PATCHES_AUTOLOAD is off; patches.apply() applies it", changes=()
-    )

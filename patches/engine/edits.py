@@ -39,6 +39,8 @@ class Rewrite(NamedTuple):
     reach:
         Finds the function where no dotted name leads to it; raises ``LookupError`` with the reason
         if it is not there. ``target`` then only names it, in its module.
+    decorator:
+        With ``reach``: the decorator of that function, as source. It is found by it where only the file is read.
     """
 
     target: str
@@ -48,6 +50,7 @@ class Rewrite(NamedTuple):
     names: Mapping[str, Any] = MappingProxyType({})
     when: str = ""
     reach: Callable[[], FunctionType] | None = None
+    decorator: str = ""
 
     @classmethod
     def to_call(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from packaging.version import Version
 
-from . import imports, requirement
+from . import requirement
+from .libraries import IMPORTED, Libraries
 from .patch import Part, Patch
 from .report import Status
 
@@ -25,19 +25,19 @@ class Verdict(NamedTuple):
     versions: Mapping[str, str | None]
 
 
-def installed_version(package: str) -> str | None:
+def installed_version(package: str, libraries: Libraries = IMPORTED) -> str | None:
     """Return the version of a distribution as its imported module gives it, before the import as its metadata do."""
-    return _imported_version(package) or _metadata_version(package)
+    return libraries.version(module_name(package)) or _metadata_version(package)
 
 
 def recorded_version(package: str) -> str | None:
     """Return the version of a distribution as its metadata give it, whatever is imported; without any as its module does."""
-    return _metadata_version(package) or _imported_version(package)
+    return _metadata_version(package) or IMPORTED.version(module_name(package))
 
 
-def mismatch(package: str) -> str:
+def mismatch(package: str, libraries: Libraries = IMPORTED) -> str:
     """Return a sentence if the imported module is of another version than its metadata say; else an empty string."""
-    here, said = _imported_version(package), _metadata_version(package)
+    here, said = libraries.version(module_name(package)), _metadata_version(package)
     if not here or not said or here == said or _public(here) == _public(said):
         return ""
     return (
@@ -48,17 +48,6 @@ def mismatch(package: str) -> str:
 def module_name(package: str) -> str:
     """Return the top-level module of a distribution that is repaired here."""
     return package.replace("-", "_")
-
-
-def _imported_version(package: str) -> str | None:
-    name = module_name(package)
-    if not imports.imported(name):
-        return None  # half way through its import a module may not have set it yet
-    try:
-        found = sys.modules[name].__version__
-    except Exception:  # a lazy module may do anything
-        return None
-    return found if isinstance(found, str) else None
 
 
 def _public(version: str) -> str:
@@ -85,20 +74,20 @@ def packages(patch: Patch | Part) -> list[str]:
     return list(dict.fromkeys(requirement.parse(text).name for part in patch.parts for text in part.requires))
 
 
-def too_old(oldest_supported: Mapping[str, str]) -> str:
+def too_old(oldest_supported: Mapping[str, str], libraries: Libraries = IMPORTED) -> str:
     """Name the installed packages that are older than their release in ``oldest_supported``; empty if there are none."""
     old = []
     for package, oldest in oldest_supported.items():
-        version = installed_version(package)
+        version = installed_version(package, libraries)
         if version is not None and _is_older(package, version, oldest):
             old.append(f"{package} {version} is too old: {oldest} or later is needed")
     return "; ".join(old)
 
 
-def satisfied(requirements: str) -> bool:
+def satisfied(requirements: str, libraries: Libraries = IMPORTED) -> bool:
     """Tell whether the installed releases meet requirements joined by " and "; absent packages meet none."""
     for text in requirements.split(" and "):
-        version = installed_version(requirement.parse(text).name)
+        version = installed_version(requirement.parse(text).name, libraries)
         if version is None or not contains(text, version):
             return False
     return True
@@ -130,17 +119,19 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits()
 
 
-def check(part: Part, limits: Limits = NO_LIMITS, *, untested: bool = False) -> Verdict:
+def check(
+    part: Part, limits: Limits = NO_LIMITS, *, untested: bool = False, libraries: Libraries = IMPORTED
+) -> Verdict:
     """Say whether ``part`` is for the installed releases.
 
     ``untested`` lets a release pass that is newer than any that the part was tested on: the exact match of the source
     still decides.
     """
-    versions = {name: installed_version(name) for name in packages(part)}
+    versions = {name: installed_version(name, libraries) for name in packages(part)}
     for name, found in versions.items():
         if found is None:
             return Verdict(Status.NOT_INSTALLED, f"{name} is not installed", versions)
-    if old := too_old(limits.oldest_supported):
+    if old := too_old(limits.oldest_supported, libraries):
         return Verdict(Status.NOT_AFFECTED, old, versions)
     for text in part.requires:
         needed = requirement.parse(text)
@@ -155,7 +146,7 @@ def check(part: Part, limits: Limits = NO_LIMITS, *, untested: bool = False) -> 
         said = f"the version of {' and of '.join(map(' '.join, odd.items()))} cannot be read; {why}"
         return Verdict(Status.AVAILABLE if applied else Status.UNTESTED, said, versions)
     reasons = []
-    for package, version, tested in newer_packages(part, limits):
+    for package, version, tested in newer_packages(part, limits, libraries):
         applied, why = limits.on_newer(part, package, version)
         said = f"{package} {version} is newer than {tested}; {why}"
         if not applied:
@@ -164,14 +155,14 @@ def check(part: Part, limits: Limits = NO_LIMITS, *, untested: bool = False) -> 
     return Verdict(Status.AVAILABLE, "; ".join(reasons), versions)
 
 
-def newer_packages(part: Part, limits: Limits) -> Iterator[tuple[str, str, str]]:
+def newer_packages(part: Part, limits: Limits, libraries: Libraries = IMPORTED) -> Iterator[tuple[str, str, str]]:
     """Give each package that ``part`` edits in a release that is newer than any that was tested.
 
     Each comes with the installed release and the newest that was tested: of the package that the part repairs by the
     part itself, of another by any patch.
     """
     for package in (part.package, *part.neighbours):
-        version = installed_version(package)
+        version = installed_version(package, libraries)
         tested = part.tested_up_to if package == part.package else limits.newest_tested.get(package, "")
         if version is not None and tested and _newer(version, tested):
             yield package, version, tested

@@ -6,21 +6,21 @@ import importlib
 
 from . import gate
 from .edits import Edit, module_of
-from .imports import imported
+from .libraries import IMPORTED, Libraries
 from .patch import Part, Patch
 
 
-def edits(patch: Patch | Part) -> list[Edit]:
+def edits(patch: Patch | Part, libraries: Libraries = IMPORTED) -> list[Edit]:
     """Return the edits of ``patch`` for the installed releases; of several parts, of the parts that fit these releases."""
-    parts = (
-        patch.parts if len(patch.parts) == 1 else [p for p in patch.parts if gate.satisfied(" and ".join(p.requires))]
-    )
-    return [edit for part in parts for edit in part.edits if not edit.when or gate.satisfied(edit.when)]
+    parts = patch.parts
+    if len(parts) > 1:
+        parts = tuple(part for part in parts if gate.satisfied(" and ".join(part.requires), libraries))
+    return [edit for part in parts for edit in part.edits if not edit.when or gate.satisfied(edit.when, libraries)]
 
 
-def modules(patch: Patch | Part) -> set[str]:
+def modules(patch: Patch | Part, libraries: Libraries = IMPORTED) -> set[str]:
     """Return the modules that ``patch`` edits, and the packages that it repairs: an edit may be in torch, and the defect is not."""
-    return {*(gate.module_name(part.package) for part in patch.parts), *map(module_of, edits(patch))}
+    return {*(gate.module_name(part.package) for part in patch.parts), *map(module_of, edits(patch, libraries))}
 
 
 def import_targets(*patches: Patch | Part) -> list[str]:
@@ -56,9 +56,9 @@ def _brief(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def modules_not_imported(patch: Part) -> set[str]:
+def modules_not_imported(patch: Part, libraries: Libraries = IMPORTED) -> set[str]:
     """Return the modules that ``patch`` edits, and the package that it repairs, as far as they are not imported whole."""
-    return {name for name in modules(patch) if not imported(name)}
+    return {name for name in modules(patch, libraries) if not libraries.is_imported(name)}
 
 
 def packages(patch: Patch | Part) -> set[str]:
@@ -67,14 +67,14 @@ def packages(patch: Patch | Part) -> set[str]:
     return {*map(gate.module_name, gate.packages(patch)), *edited}
 
 
-def is_package_imported(patch: Part) -> bool:
+def is_package_imported(patch: Part, libraries: Libraries = IMPORTED) -> bool:
     """Tell whether the package that ``patch`` repairs is imported: nothing else matters until then."""
-    return imported(gate.module_name(patch.package))
+    return libraries.is_imported(gate.module_name(patch.package))
 
 
-def modules_to_wait_for(patch: Part) -> set[str]:
+def modules_to_wait_for(patch: Part, libraries: Libraries = IMPORTED) -> set[str]:
     """Return the modules whose import can still decide whether ``patch`` is applied."""
-    if not is_package_imported(patch):
+    if not is_package_imported(patch, libraries):
         return {gate.module_name(patch.package)}
-    unseen = {name for name in map(gate.module_name, gate.packages(patch)) if not imported(name)}
-    return unseen | modules_not_imported(patch)
+    unseen = {name for name in map(gate.module_name, gate.packages(patch)) if not libraries.is_imported(name)}
+    return unseen | modules_not_imported(patch, libraries)

@@ -279,7 +279,8 @@ class Draft:
 
     def state(self) -> State:
         """Return the state that was planned."""
-        return State(self.slots, self.outcomes, self.waiting, self.follow_ups, self._retired(), self.notes)
+        retired, libraries = self._retired(), self.before.libraries
+        return State(self.slots, self.outcomes, self.waiting, self.follow_ups, retired, self.notes, libraries)
 
     def _retired(self) -> tuple[ref[CodeType], ...]:
         """Return weak references to reverted code that is alive, and may use names that are not removed yet."""

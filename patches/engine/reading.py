@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from . import gate, needs
+from . import gate, idle_names, needs
 from .edits import Edit
 from .function_source import Conflict
 from .patch import Feature, Part, Patch
@@ -68,7 +68,7 @@ def part_result(state: State, patch: Patch, part: Part, verdict: gate.Verdict, *
     notes: tuple[str, ...] = ()
     active = [known for known in active if known.slot.alive]
     if active:
-        status, reason = _of_active(state, needs.edits(part), active)
+        status, reason = _of_active(state, needs.edits(part, state.libraries), active)
         if outcome is not None:
             reason, notes = reason or outcome.reason, outcome.notes
         if status is Status.APPLIED and verdict.status is Status.AVAILABLE:
@@ -77,7 +77,7 @@ def part_result(state: State, patch: Patch, part: Part, verdict: gate.Verdict, *
         status, reason = Status.DISABLED, "PATCHES_DISABLE names it or its group"
     elif outcome is not None and outcome.status is not Status.APPLIED:
         status, reason = outcome.status, outcome.reason
-    elif status is Status.AVAILABLE and (missing := needs.modules_not_imported(part)):
+    elif status is Status.AVAILABLE and (missing := needs.modules_not_imported(part, state.libraries)):
         status = Status.PENDING
         follows = (
             "the patch is applied after its import" if part.key in state.waiting else "call apply() after its import"
@@ -97,6 +97,15 @@ def features(state: State, known: Iterable[Feature]) -> Iterator[Result]:
         if active := state.active.get(feature.id):
             status, reason = _of_active(state, feature.edits, active)
             yield Result(feature.id, feature.summary, status, reason, changes=_changes(active, feature.id))
+
+
+def notes(state: State, results: Iterable[Result]) -> Iterator[str]:
+    """Give the sentences that concern the process as a whole; ``results`` name the packages."""
+    yield from idle_names.describe(state)
+    yield from state.notes
+    for package in dict.fromkeys(name for each in results for name in each.versions):
+        if said := gate.mismatch(package, state.libraries):
+            yield said
 
 
 def _of_active(state: State, edits: Iterable[Edit], active: Sequence[Installed]) -> tuple[Status, str]:

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from . import gate, idle_names, imports, needs, reading
+from . import gate, needs, reading
 from .build import Builder
 from .edits import Edit
 from .features import Features, put_in
 from .ids import Ids, patch_id_of
+from .libraries import IMPORTED, Libraries
 from .patch import Feature, Part, Patch
 from .plan import Draft, outcome_of
 from .report import Report, Status
@@ -38,6 +39,7 @@ class Registry:
         damage_scan: Callable[[], AbstractContextManager[Any]] = nullcontext,
         builder: Builder | None = None,
         limits: gate.Limits = gate.NO_LIMITS,
+        libraries: Libraries = IMPORTED,
     ) -> None:
         """Take all patches, the limits of :func:`.gate.check`, and the functions that depend on the libraries.
 
@@ -47,13 +49,13 @@ class Registry:
         """
         self.ids = Ids(patches, self.note)
         self.patches = self.ids.present
-        self.limits = limits
+        self.limits, self.libraries = limits, libraries
         self.disabled: frozenset[str] = frozenset()
         self.on_change: Callable[[Report], None] | None = None
         """Called with the patches that an import, or :meth:`follow_imports`, has just brought to an end state."""
         self._forget_compiled = forget_compiled
         self._damage_scan = damage_scan
-        self._store: Store[State] = Store(State())
+        self._store: Store[State] = Store(State(libraries=libraries))
         self._features = Features()
         self._builder = builder or Builder()
         self._hooked: set[str] = set()
@@ -64,7 +66,7 @@ class Registry:
 
     def verdict(self, part: Part, *, untested: bool = False) -> gate.Verdict:
         """Say whether ``part`` is for the installed releases."""
-        return gate.check(part, self.limits, untested=untested)
+        return gate.check(part, self.limits, untested=untested, libraries=self.libraries)
 
     def is_for(self, patch: Patch) -> bool:
         """Tell whether a part of ``patch`` is for the installed releases."""
@@ -102,12 +104,10 @@ class Registry:
         """Return the state of the named patches, or of all, read from the process now. An unknown id is a ``KeyError``."""
         chosen = self.ids.choose(ids)
         self._sweep()
-        state = self._store.read()
-        results = tuple(reading.result(state, p, self.verdict, disabled=p.id in self.disabled) for p in chosen)
+        state, off = self._store.read(), self.disabled
+        results = tuple(reading.result(state, patch, self.verdict, disabled=patch.id in off) for patch in chosen)
         features = () if ids else tuple(reading.features(state, self._features))
-        packages = dict.fromkeys(name for result in results for name in result.versions)
-        notes = (*idle_names.describe(state), *state.notes, *filter(None, map(gate.mismatch, packages)))
-        return Report(results, notes, features)
+        return Report(results, tuple(reading.notes(state, results)), features)
 
     @contextlib.contextmanager
     def applied(self, *ids: str, strict: bool = True, untested: bool = False) -> Iterator[Report]:
@@ -173,10 +173,11 @@ class Registry:
             if patch_id_of(key) in self.disabled:
                 continue
             draft.waiting.pop(key, None)
-            status = self.verdict(part, untested=untested).status if needs.is_package_imported(part) else Status.PENDING
-            if status is Status.AVAILABLE and not needs.modules_not_imported(part):
-                ready[key] = needs.edits(part)
-            elif status is not Status.UNTESTED and needs.modules_to_wait_for(part):
+            imported = needs.is_package_imported(part, self.libraries)
+            status = self.verdict(part, untested=untested).status if imported else Status.PENDING
+            if status is Status.AVAILABLE and not needs.modules_not_imported(part, self.libraries):
+                ready[key] = needs.edits(part, self.libraries)
+            elif status is not Status.UNTESTED and needs.modules_to_wait_for(part, self.libraries):
                 draft.waiting[key] = untested
         changed, failed = draft.put_in(ready)
         for key in failed.keys() - active:
@@ -265,9 +266,9 @@ class Registry:
     def _await_imports(self) -> None:
         """Register :meth:`_on_import` for each module that a waiting part needs."""
         waiting = self._store.read().waiting
-        awaited = {key: needs.modules_to_wait_for(self.ids.part(key)) for key in waiting}
+        awaited = {key: needs.modules_to_wait_for(self.ids.part(key), self.libraries) for key in waiting}
         for name in set().union(*awaited.values()) - self._hooked:
-            imports.after_import(name, partial(self._on_import, name))
+            self.libraries.after_import(name, partial(self._on_import, name))
             self._hooked.add(name)
         # Imported after the plan was made and before the hook was set: no hook will be called.
         if late := {key: waiting[key] for key, names in awaited.items() if not names}:
@@ -289,12 +290,11 @@ class Registry:
 
     def _notify(self, keys: Iterable[str]) -> None:
         """Tell ``on_change`` what became of those parts of ``keys`` that wait for nothing."""
-        state = self._store.read()
+        state, off = self._store.read(), self.disabled
         finished = [key for key in keys if key not in state.waiting]
         if self.on_change is not None and finished:
             results = []
             for key in finished:
                 patch, part = self.patches[patch_id_of(key)], self.ids.part(key)
-                disabled = patch.id in self.disabled
-                results.append(reading.part_result(state, patch, part, self.verdict(part), disabled=disabled))
+                results.append(reading.part_result(state, patch, part, self.verdict(part), disabled=patch.id in off))
             self.on_change(Report(tuple(results), state.notes))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -15,6 +17,8 @@ from .edits import Rewrite
 from .function_source import Source
 from .match import matches
 
+_CONTEXT = 3
+_HUNK = re.compile(r"\A@@ -(\d+)(,\d+)? \+(\d+)(,\d+)? @@")
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List, ast.Dict, ast.Set)
 _OPERATIONS = (ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Attribute, ast.Subscript, ast.IfExp)
 
@@ -22,10 +26,19 @@ _OPERATIONS = (ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Attribute, a
 def of_code(source: Source, edits: Sequence[Rewrite]) -> str:
     """Show ``edits`` as a unified diff of the file that the function stands in."""
     first = source.code.co_firstlineno - 1
-    head, tail = source.file_lines[:first], source.file_lines[first + len(source.function_lines) :]
-    after = head + _spliced(source, edits) + tail
+    end = first + len(source.function_lines)
+    start = max(0, first - _CONTEXT)  # the rest of the file is the same, and comparing it takes long
+    head, tail = source.file_lines[start:first], source.file_lines[end : end + _CONTEXT]
+    before, after = head + source.file_lines[first:end] + tail, head + _spliced(source, edits) + tail
     path = _short(source.code.co_filename)
-    return "".join(difflib.unified_diff(source.file_lines, after, f"a/{path}", f"b/{path}"))
+    lines = difflib.unified_diff(before, after, f"a/{path}", f"b/{path}", n=_CONTEXT)
+    return "".join(_HUNK.sub(partial(_shifted, start), line) for line in lines)
+
+
+def _shifted(lines: int, hunk: re.Match[str]) -> str:
+    """Return the head of a hunk of a diff, so many lines further down."""
+    old, old_length, new, new_length = hunk.groups(default="")
+    return f"@@ -{int(old) + lines}{old_length} +{int(new) + lines}{new_length} @@"
 
 
 def of_attribute(name: str, before: Sequence[Any], after: Sequence[Any]) -> str:

@@ -236,10 +236,10 @@ def slots_of(edit: Edit, state: State = UNCHANGED) -> list[tuple[Slot, Edit]]:
     if a function of another package stands there.
     """
     if not isinstance(edit, Rewrite):
-        return [(AttributeSlot(*targets.holder_of(edit.target), edit.target), edit)]
-    function = targets.function_of(edit, state.original_attribute)
+        return [(AttributeSlot(*targets.holder_of(edit.target, state.libraries), edit.target), edit)]
+    function = targets.function_of(edit, state.original_attribute, state.libraries)
     slots: list[tuple[Slot, Edit]] = []
     if edit.names:
-        module = targets.module_of(function, edit.target)
+        module = targets.module_of(function, edit.target, state.libraries)
         slots += [(NameSlot(module, name), edit) for name in edit.names]
     return [*slots, (CodeSlot(function, edit), edit)]

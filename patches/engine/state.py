@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import ref
 
 from .edits import Edit
+from .libraries import IMPORTED, Libraries
 from .report import Status
 from .targets import raw_attribute
 
@@ -65,6 +66,8 @@ class State:
     retired: tuple[ref[CodeType], ...] = field(default=(), repr=False)
     """Code that was reverted while names that it uses are still there; held weakly, for others may have it."""
     notes: tuple[str, ...] = ()
+    libraries: Libraries = IMPORTED
+    """Where the slots are."""
 
     def original_code(self, function: FunctionType) -> CodeType:
         """Return the code that ``function`` had before us, or has now if another program has changed it since."""

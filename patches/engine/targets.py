@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
 from .edits import Rewrite
 from .function_source import Conflict, Replaced
+from .libraries import IMPORTED, Libraries
 
 
 class _Absent:
@@ -21,11 +21,11 @@ ABSENT: Any = _Absent()
 """Stands for an attribute that is not there."""
 
 
-def holder_of(target: str) -> tuple[Any, str]:
+def holder_of(target: str, libraries: Libraries = IMPORTED) -> tuple[Any, str]:
     """Return the class or module that holds the last name of ``target``, and that name."""
     module, _, path = target.partition(":")
     *parents, attribute = path.split(".")
-    holder: Any = sys.modules.get(module)
+    holder: Any = libraries.module(module)
     if holder is None:
         raise Conflict(f"{target}: {module} is not imported")
     for parent in parents:
@@ -40,20 +40,22 @@ def raw_attribute(holder: Any, attribute: str) -> Any:
     return vars(holder).get(attribute, ABSENT)
 
 
-def function_of(edit: Rewrite, raw: Callable[[Any, str], Any] = raw_attribute) -> FunctionType:
+def function_of(
+    edit: Rewrite, raw: Callable[[Any, str], Any] = raw_attribute, libraries: Libraries = IMPORTED
+) -> FunctionType:
     """Return the function that ``edit`` rewrites; ``raw`` gives the attributes of classes and modules.
 
     Raises ``Replaced`` if another package put its own function there.
     """
-    function = _found(edit, raw)
+    function = _found(edit, raw, libraries)
     if not is_of(function, edit.target):
         raise Replaced(f"{edit.target} was replaced by a function of {home(function)}")
     return function
 
 
-def _found(edit: Rewrite, raw: Callable[[Any, str], Any]) -> FunctionType:
+def _found(edit: Rewrite, raw: Callable[[Any, str], Any], libraries: Libraries = IMPORTED) -> FunctionType:
     if edit.reach is None:
-        return unwrapped(raw(*holder_of(edit.target)), edit.target)
+        return unwrapped(raw(*holder_of(edit.target, libraries)), edit.target)
     try:
         return edit.reach()
     except LookupError as error:
@@ -78,9 +80,9 @@ def unwrapped(raw: Any, target: str) -> FunctionType:
     return raw
 
 
-def module_of(function: FunctionType, target: str) -> ModuleType:
+def module_of(function: FunctionType, target: str, libraries: Libraries = IMPORTED) -> ModuleType:
     """Return the module whose globals ``function`` uses."""
-    module = sys.modules.get(home(function))
+    module = libraries.module(home(function))
     if not isinstance(module, ModuleType) or vars(module) is not function.__globals__:
         raise Conflict(f"{target}: the module that defined it is no longer in sys.modules")
     return module

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from packaging.version import Version
 
 from ..engine import gate, requirement
+from ..engine.libraries import IMPORTED, Libraries
 
 Stacks = Mapping[str, Mapping[str, list[str]]]
 """The releases of each package, by the name of the stack; more than one of torch where it was run with more."""
@@ -57,9 +58,9 @@ def oldest_releases() -> Mapping[str, str]:
     return cast(Mapping[str, str], _table()["oldest"])
 
 
-def nearest_stack() -> Nearest | None:
+def nearest_stack(libraries: Libraries = IMPORTED) -> Nearest | None:
     """Find the stack that shares most releases with the installed one; None without torch or with an odd version."""
-    here = {name: version for name in WEIGHTS if (version := gate.installed_version(name))}
+    here = {name: version for name in WEIGHTS if (version := gate.installed_version(name, libraries))}
     if "torch" not in here or not all(requirement.parse_version(version) for version in here.values()):
         return None
     name, stack = min(known_stacks().items(), key=lambda each: _distance(here, each[1]))
@@ -71,11 +72,11 @@ def nearest_stack() -> Nearest | None:
     return Nearest(name, {package: pair for package, pair in pairs.items() if Version(pair[0]) != Version(pair[1])})
 
 
-def report_notes() -> tuple[str, ...]:
+def report_notes(libraries: Libraries = IMPORTED) -> tuple[str, ...]:
     """Say in the report which stack is nearest, or which packages are too old."""
-    if old := gate.too_old(oldest_releases()):
+    if old := gate.too_old(oldest_releases(), libraries):
         return (f"{old}; nothing is changed",)
-    found = nearest_stack()
+    found = nearest_stack(libraries)
     return () if found is None else (str(found),)
 
 

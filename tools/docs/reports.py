@@ -20,7 +20,7 @@ from . import BUILD, ROOT
 
 KEPT = BUILD / "reports"
 Report = Mapping[str, Any]
-"""What ``python -m patches report --json`` says."""
+"""What ``python -m patches report --live --json`` says."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ def _kept(python: str, release: Path) -> Report:
 def _made(python: str, release: Path | None) -> Report:
     path = os.pathsep.join(str(entry) for entry in (release, ROOT) if entry)
     env = {**os.environ, "PYTHONPATH": path, "PATCHES_AUTOLOAD": "1"}  # without it a report has no changes
-    command = [python, "-m", "patches", "report", "--json"]
+    command = [python, "-m", "patches", "report", "--live", "--json"]  # with the values that an import makes
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
     if done.returncode not in (0, 1):  # 1: a patch does not fit, which is for the tests to say
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")

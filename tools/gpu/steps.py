@@ -51,7 +51,7 @@ def steps(jobs: int) -> tuple[Step, ...]:
         Step("smoke", "a 4-bit and an INT8 layer, forward and backward; the device, versions", 40, "smoke.json",
              smoke, (*smoke, "--device", "cpu")),
         Step("report", "what the plugin has changed here", 30, "report.txt",
-             ("-m", "patches", "report", "--all"), printed=True),
+             ("-m", "patches", "report", "--live", "--all"), printed=True),
         Step("does_not_fit", "a model that does not fit: training, memory, bytes moved", 150, "does_not_fit.json",
              fit, (*fit, "--layers", "4", "--hidden", "128", "--rounds", "1"), simulated=True),
         Step("training", "a step, unpatched and patched, eager and compiled", 190, "training.json",

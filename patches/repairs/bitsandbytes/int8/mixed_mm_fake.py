@@ -61,6 +61,7 @@ def shape_function() -> FunctionType:
 
 
 TARGET = "bitsandbytes._ops:int8_mixed_scaled_mm.fake"
+DECORATOR = 'register_fake("bitsandbytes::int8_mixed_scaled_mm")'
 
 PATCH = Patch(
     id="bitsandbytes-int8-mixed-mm-fake",
@@ -82,13 +83,19 @@ PATCH = Patch(
     requires=("bitsandbytes>=0.46.1", "torch>=2.6"),
     tested_up_to="0.50.2",
     edits=(
-        Rewrite(TARGET, "outlier_cols = torch.library.get_ctx().new_dynamic_size()", reach=shape_function),
+        Rewrite(
+            TARGET,
+            find="outlier_cols = torch.library.get_ctx().new_dynamic_size()",
+            reach=shape_function,
+            decorator=DECORATOR,
+        ),
         Rewrite(
             TARGET,
             find="A.new_empty(outlier_cols, dtype=torch.int64)",
             replace="_patches_outliers(A, outlier_cols, CB, SCB)",
             names={"_patches_outliers": outliers},
             reach=shape_function,
+            decorator=DECORATOR,
         ),
     ),
     defect=defect,
