@@ -13,7 +13,7 @@ import patches
 from patches import REGISTRY, Status
 from patches.engine.targets import holder_of
 from tests import releases
-from tests.engine.test_wrapt import Counter
+from tests.engine.wrappers import Counter
 from tests.snapshot import SNAPSHOT
 
 wrapt = pytest.importorskip("wrapt", reason="the wrappers are wrapt's")
