@@ -61,8 +61,9 @@ verify: .venv/.dev  ## each patch: is the defect there without it, gone with it,
 torture: .venv/.dev  ## an error at every step of apply and revert, over the whole registry; takes hours, EVERY=10 one step in ten, VERB=revert
 	PATCHES_AUTOLOAD=0 PATCHES_TEST_PROCESSOR=plain $(PY) -m tests.engine.torture --every $(or $(EVERY),1) $(if $(VERB),--verb $(VERB))
 
-bench: .venv/.bench  ## step times, first calls and memory, side by side; arguments in BENCH="..."
+bench: .venv/.bench  ## step times, first calls and memory, side by side, and the pictures of all results; arguments in BENCH="..."
 	$(PY) -m benchmarks $(BENCH)
+	$(PY) -m benchmarks.plots
 
 upstream: .venv/.dev  ## bitsandbytes' or peft's own CPU tests without the plugin and with it; TESTS=<the folder tests of a checkout>
 	$(PY) -m tools.upstream $(TESTS)

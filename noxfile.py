@@ -165,7 +165,7 @@ def oldest(session: nox.Session) -> None:
 @nox.session(python=PYTHONS)
 def pythons(session: nox.Session) -> None:
     """Test the engine on other Pythons without torch, and make every rewrite from the files of the stack."""
-    session.install("--constraint", "constraints.txt", "packaging", "pytest", "pytest-timeout")
+    session.install("--constraint", "constraints.txt", "packaging", "pytest", "pytest-timeout", "wrapt")
     session.install("--constraint", "constraints.txt", "--no-deps", *STACK)
     pytest = ("python", "-m", "pytest", "-q")
     session.run(*pytest, *WITHOUT_TORCH, env=environment(ROOT))

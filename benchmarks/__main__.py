@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -28,17 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for data in _measure(options, chosen, device, size):
             # after each round, so that an interrupted run has what it did
             present.write(options.output / name, data, "" if options.data_only else present.table(data))
-        if not options.data_only:
-            _plot(data, options.output / name)
         print(present.table(data))
     return 0
-
-
-def _plot(data: dict[str, Any], stem: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plot: pip install 'bnb-patches[bench]'", file=sys.stderr)
-    elif data["cases"]:
-        present.plot(data, stem.with_suffix(".png"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
                         "sooner done, on a machine of many cores, but first calls are no figures then")  # fmt: skip
     parser.add_argument("--no-cost", action="store_true", help="leave out what the patches themselves cost")
     parser.add_argument("--name", help="of the files that are written; default that of the device, and the size")
-    parser.add_argument("--data-only", action="store_true", help="write no table and no plot")
+    parser.add_argument("--data-only", action="store_true", help="write no table")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     return parser
 

@@ -1,4 +1,4 @@
-"""What was measured, as a table and as a plot."""
+"""What was measured, as a table."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ TARGETS = {
     "int8-checkpoint": 0.65,
 }
 """Step time, patched compiled over patched eager, that the project set itself for the size "small"."""
-
-_COLORS = {
-    "unpatched eager": "#b8b8b8",
-    "unpatched compiled": "#e08a3c",
-    "patched eager": "#8fb8de",
-    "patched compiled": "#2f6db3",
-}
 
 
 def write(stem: Path, data: dict[str, Any], table: str = "") -> None:
@@ -132,40 +125,3 @@ def markdown(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def plot(data: dict[str, Any], file: Path) -> None:
-    """Step time over that of unpatched eager, and seconds of the first call. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    cases = data["cases"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.9 + 1.05 * len(cases)), layout="constrained")
-    names = list(dict.fromkeys(name for case in cases.values() for name in case["results"]))
-    height = 0.8 / len(names)
-    for axis, value, label in (
-        (left, lambda results, name: ratio(results, name, "unpatched eager"), "step time, unpatched eager = 1"),
-        (right, lambda results, name: results[name].get("first_s"), "first call, seconds"),
-    ):
-        for i, name in enumerate(names):
-            for row, case in enumerate(cases.values()):
-                width = value(case["results"], name) if name in case["results"] else None
-                if width is None:
-                    continue
-                y = row + (i - (len(names) - 1) / 2) * height
-                color = _COLORS.get(name) or ("#d9d9d9" if "eager" in name else "#f2c49b")
-                axis.barh(y, width, height * 0.92, color=color, label=name if row == 0 else None)
-                axis.text(width, y, f" {width:.2f}" if axis is left else f" {width:.0f}", va="center", fontsize=7)
-        axis.set_yticks(range(len(cases)), [case["text"] for case in cases.values()] if axis is left else [])
-        axis.invert_yaxis()
-        axis.set_xlabel(label)
-        axis.margins(x=0.1)
-        axis.spines[["top", "right"]].set_visible(False)
-    left.axvline(1, color="black", linewidth=0.6)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(names), frameon=False, fontsize=8)
-    figure.supxlabel(_heading(data), fontsize=7)
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)

@@ -214,7 +214,7 @@ def _require_inductor_backend(original: Any) -> Any:
                 f"{entered[-1].options!r} has no effect, because accelerate does not compile with Inductor (its dynamo "
                 f"backend is {backend!r}): set TrainingArguments(torch_compile=True) or Accelerator(dynamo_backend='inductor')"
             )
-        return original(self, model, *args, **kwargs)
+        return original.__get__(self)(model, *args, **kwargs)
 
     return prepare_model
 

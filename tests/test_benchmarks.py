@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from benchmarks import merges, present  # noqa: E402
+from benchmarks import merges, plots, present  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.run import ratio  # noqa: E402
 
@@ -18,6 +19,7 @@ EAGER = {
     "seconds": [1.0, 3.0, 2.0], "cpu_s": [1.0, 1.0, 1.0], "first_s": 4.0, "first_cpu_s": 3.0,
     "graphs": 0, "breaks": 0, "eager_frames": 0, "peak_mib": 5,
 }  # fmt: skip
+WHOLE = dict.fromkeys(("unpatched eager", "unpatched compiled", "patched eager"), EAGER)
 HALF = {**EAGER, "seconds": [0.5, 1.5, 1.0], "cpu_s": [0.1, 0.1, 0.1], "graphs": 3}
 
 
@@ -56,7 +58,7 @@ def test_merges_that_end_differently_are_not_compared():
     assert refused == ["refused", "100.0", "200.0", "", "merged", "NotImplementedError"]
 
 
-def test_what_failed_is_in_the_table_and_not_in_the_plot(tmp_path: Path):
+def test_what_failed_is_in_the_table_and_not_in_the_picture():
     results = {"unpatched eager": EAGER, "unpatched compiled": {"error": "a reason"}, "patched compiled": HALF}
     data = {
         "host": {"device": "a chip", "threads": 2, "load": 0.1},
@@ -65,12 +67,51 @@ def test_what_failed_is_in_the_table_and_not_in_the_plot(tmp_path: Path):
         "dtype": "float32",
         "backend": "inductor",
         "rounds": 3,
-        "cases": {"int8": {"text": "INT8", "results": results}},
+        "cases": {
+            "int8": {"text": "INT8", "results": results},
+            "nf4": {"text": "4-bit", "results": {**WHOLE, "patched compiled": HALF}},
+        },
     }
     assert "failed: a reason" in present.table(data)
-    pytest.importorskip("matplotlib")
-    present.plot(data, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    (panel,) = plots.steps(data, "a file").panels
+    assert [row.label for row in panel.rows] == ["4-bit"]
+    assert [bar.text for bar in panel.rows[0].bars] == ["1.00", "0.50"]
+
+
+def test_the_pictures_in_the_repository_are_those_of_the_results():
+    """To draw them again: ``python -m benchmarks.plots``."""
+    drawn = plots.drawn()
+    kept = {path.name: path.read_text("utf-8") for path in plots.RESULTS.glob("*.svg")}
+    assert kept.keys() == drawn.keys() and [name for name in kept if kept[name] != drawn[name]] == []
+
+
+def test_a_result_that_changes_is_seen_in_its_picture_and_in_no_other(tmp_path: Path):
+    for file in {file for _, files in plots.PICTURES.values() for file in files}:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text((plots.RESULTS / file).read_text("utf-8"), "utf-8")
+    before = plots.drawn(tmp_path)
+    data = json.loads((tmp_path / "gpu/does_not_fit.json").read_text("utf-8"))
+    data["ways"]["4 bits, CPU"]["to_device"] *= 2
+    (tmp_path / "gpu/does_not_fit.json").write_text(json.dumps(data))
+    (tmp_path / "experts.json").unlink()
+    after = plots.drawn(tmp_path)
+    assert before.keys() - after.keys() == {"experts.svg"}, "nothing is drawn without its results"
+    assert [name for name in after if after[name] != before[name]] == ["offload.svg"]
+    assert ">1.48<" in after["offload.svg"] and "0.49 of the bytes" in after["offload.svg"]
+
+
+@pytest.mark.parametrize("name", plots.PICTURES)
+def test_a_picture_stays_within_its_edges_and_says_what_it_shows(name: str):
+    """In DejaVu Sans, which is wider than Helvetica and Arial, these letters take 0.5 of its size each, bold ones 0.56."""
+    picture = ElementTree.fromstring(plots.drawn()[f"{name}.svg"])
+    width, height = float(picture.get("width")), float(picture.get("height"))
+    texts = [each for each in picture if each.tag.endswith("}text")]
+    for each in texts:
+        long = len(each.text) * float(each.get("font-size")) * (0.6 if each.get("font-weight") == "700" else 0.52)
+        left = float(each.get("x")) - long * {"start": 0, "middle": 0.5, "end": 1}[each.get("text-anchor")]
+        assert 0 <= left and left + long <= width and float(each.get("y")) < height, each.text
+    assert texts[0].text == picture[0].text, "the title of the file is that of the picture"
+    assert all(file in texts[-1].text or any(file in each.text for each in texts) for file in plots.PICTURES[name][1])
 
 
 @pytest.mark.release("another entry point of the harness that the tiny case runs")

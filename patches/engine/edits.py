@@ -67,7 +67,8 @@ class SetAttribute(NamedTuple):
     Give ``value``, or ``make``: called with the raw original (``None`` where there was none; a
     ``staticmethod`` comes as the ``staticmethod`` object) when the edit is planned, it returns the
     replacement and changes nothing. The replacement must be a plain Python object that Dynamo can
-    follow, never a proxy.
+    follow, never a proxy. It calls a method as ``original.__get__(self)(...)``: another program may
+    have put a wrapper there, which learns its instance only so.
 
     Parameters
     ----------

@@ -5,9 +5,9 @@ of peft. A module counts as imported when its own import and its top-level packa
 
 The finder here does what wrapt's does, but for one thing: Python calls a finder under the global import
 lock, and wrapt's then imports the parent of a submodule. If another thread is just importing that parent, both
-wait for ever (two threads that import bitsandbytes first, with a hook on one of its submodules). This one asks
-the other finders with the path that it was given, waits for no thread, and holds no lock of its own: a callback may
-run in a signal handler, in any thread, or in a forked child.
+wait for ever (two threads that first import bitsandbytes and bitsandbytes.nn.modules, with hooks on its submodules;
+``tests/programs/wrapt_imports.py``). This one asks the other finders with the path that it was given, waits for no
+thread, and holds no lock of its own: a callback may run in a signal handler, in any thread, or in a forked child.
 
 The shim runs this file alone, before the rest of the package, and so as a second module: it imports nothing of
 ours, and what one has put on a spec the other knows.

@@ -15,6 +15,7 @@ from .slots import NameSlot, Slot, slots_of
 from .state import Installed, State
 
 _AGAIN = "was reloaded after the patch was applied; call apply() again"
+_KEPT = "was not reverted with the rest, because another program had changed it; call revert() or apply() again"
 
 
 _PRECEDENCE = (
@@ -70,6 +71,8 @@ def part_result(state: State, patch: Patch, part: Part, verdict: gate.Verdict, *
     if active:
         status, reason = _of_active(state, needs.edits(part, state.libraries), active)
         if outcome is not None:
+            if status is Status.AVAILABLE and outcome.status is Status.SHADOWED:  # a revert, and not a reload
+                reason = f"{_names(active)} {_KEPT}"
             reason, notes = reason or outcome.reason, outcome.notes
         if status is Status.APPLIED and verdict.status is Status.AVAILABLE:
             reason = reason or verdict.reason
@@ -125,6 +128,10 @@ def _of_active(state: State, edits: Iterable[Edit], active: Sequence[Installed])
         if others and not lost:
             return Status.AVAILABLE, f"{others[0]} {_AGAIN}"
     return (Status.SHADOWED, "; ".join(lost)) if lost else (Status.APPLIED, "")
+
+
+def _names(active: Iterable[Installed]) -> str:
+    return ", ".join(known.slot.name for known in active if not isinstance(known.slot, NameSlot))
 
 
 def _changes(active: Iterable[Installed], owner: str) -> tuple[Change, ...]:

@@ -209,6 +209,8 @@ def _check_original(value: Any, edit: SetAttribute | DeleteAttribute, compiler: 
         if not compiler.holds(function, state.original_code(function), edit.original_contains):
             raise Conflict(f"{edit.target}: {match.brief(edit.original_contains)} does not occur in it")
     elif value is not ABSENT and not edit.keep:
+        if wrapper := targets.wrapper_of_others(value, edit.target):  # around an inherited function, say
+            raise Replaced(f"another program has put a {wrapper} at {edit.target}")
         raise Conflict(f"{edit.target} already exists in the package")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from .edits import Rewrite
 from .function_source import Conflict, Replaced
@@ -19,6 +19,7 @@ class _Absent:
 
 ABSENT: Any = _Absent()
 """Stands for an attribute that is not there."""
+_MAX_WRAPPERS = 100
 
 
 def holder_of(target: str, libraries: Libraries = IMPORTED) -> tuple[Any, str]:
@@ -29,10 +30,20 @@ def holder_of(target: str, libraries: Libraries = IMPORTED) -> tuple[Any, str]:
     if holder is None:
         raise Conflict(f"{target}: {module} is not imported")
     for parent in parents:
-        holder = vars(holder).get(parent, ABSENT)
-        if not isinstance(holder, type):
+        holder = _class_under(vars(holder).get(parent, ABSENT))
+        if holder is None:
             raise Conflict(f"{target}: {module} has no class {parent}")
     return holder, attribute
+
+
+def _class_under(raw: Any) -> type | None:
+    """Return ``raw`` if it is a class, or the class under a wrapper or proxy of another program; None if there is none."""
+    with contextlib.suppress(Exception):  # a proxy may raise any error
+        for _ in range(_MAX_WRAPPERS):
+            if issubclass(type(raw), type):  # ``isinstance`` would take a proxy for the class
+                return cast(type, raw)
+            raw = raw.__wrapped__
+    return None
 
 
 def raw_attribute(holder: Any, attribute: str) -> Any:
@@ -63,9 +74,19 @@ def _found(edit: Rewrite, raw: Callable[[Any, str], Any], libraries: Libraries =
 
 
 def unwrapped(raw: Any, target: str) -> FunctionType:
-    """Return the function under static and class methods, properties and ``functools.wraps``."""
+    """Return the function under static and class methods, properties, ``functools.wraps`` and the wrappers of wrapt."""
     if raw is ABSENT:
         raise Conflict(f"{target}: there is no such function")
+    try:
+        found = _innermost(raw)
+    except Exception as error:  # a proxy may raise any error
+        raise Conflict(f"{target}: {type(raw).__name__} hides its function: {type(error).__name__}: {error}") from error
+    if type(found) is not FunctionType:  # ``isinstance`` would take a proxy or a mock for the function
+        raise Conflict(f"{target}: {type(found).__name__} is not a Python function")
+    return found
+
+
+def _innermost(raw: Any) -> Any:
     seen: set[int] = set()
     while id(raw) not in seen:
         seen.add(id(raw))
@@ -75,9 +96,18 @@ def unwrapped(raw: Any, target: str) -> FunctionType:
             raw = raw.fget
         elif isinstance(wrapped := getattr(raw, "__wrapped__", None), Callable):  # type: ignore[arg-type]
             raw = wrapped
-    if not isinstance(raw, FunctionType):
-        raise Conflict(f"{target}: {type(raw).__name__} is not a Python function")
     return raw
+
+
+def wrapper_of_others(raw: Any, target: str) -> str:
+    """Name what another package has put around the function under ``raw``; empty if ``raw`` is what its package made."""
+    if type(raw) in (staticmethod, classmethod):
+        raw = raw.__func__
+    elif type(raw) is property:
+        raw = raw.fget
+    if type(raw) is FunctionType:
+        return "" if is_of(raw, target) else f"function of {home(raw)}"
+    return "" if _package(type(raw).__module__) == _package(target) else type(raw).__name__
 
 
 def module_of(function: FunctionType, target: str, libraries: Libraries = IMPORTED) -> ModuleType:
@@ -95,7 +125,11 @@ def home(function: FunctionType) -> str:
 
 def is_of(function: FunctionType, target: str) -> bool:
     """Tell whether ``function`` was written in the package that ``target`` is in."""
-    return home(function).partition(".")[0] == target.partition(":")[0].partition(".")[0]
+    return _package(home(function)) == _package(target)
+
+
+def _package(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
 
 
 def displaced(edit: Rewrite, function: FunctionType) -> str:

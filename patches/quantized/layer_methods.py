@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from ..engine import SetAttribute
@@ -24,7 +23,7 @@ def wrap_method(owner: str, name: str, run: Method, original_contains: str = "",
         cls = getattr(nn, owner)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            inherited = getattr(super(cls, self), name) if original is None else partial(original, self)
+            inherited = getattr(super(cls, self), name) if original is None else original.__get__(self)
             return run(self, inherited, *args, **kwargs)
 
         method.__name__ = name

@@ -50,9 +50,9 @@ def defect_modules_to_save() -> Finding:
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not offloaded_modules.is_offloaded(self):
-            return original(self, *args, **kwargs)
+            return original.__get__(self)(*args, **kwargs)
         with offloaded_modules.onload_to_change(self):
-            result = original(self, *args, **kwargs)
+            result = original.__get__(self)(*args, **kwargs)
         hold_base_weights.hold_base_weights(self)
         return result
 

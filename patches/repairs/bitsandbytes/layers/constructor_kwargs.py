@@ -10,7 +10,7 @@ from ....engine import Finding, Message, Patch, SetAttribute
 
 def make_new(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
     """Return a ``__new__`` that leaves out keyword arguments which the one of this release does not know."""
-    construct = original.__func__
+    construct = original.__get__(None, object)  # through a wrapper that another program has put there
     known = frozenset(inspect.signature(construct).parameters)
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
