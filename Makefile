@@ -19,7 +19,7 @@ demo-compile: .venv/.demo .bnb/0.49.2  ## 4-bit QLoRA, compiled cold, on the las
 lint: .venv/.dev  ## the rules of style and the types that pyproject.toml states
 	$(PY) -m nox --session lint
 
-test: .venv/.dev  ## the contract of each patch, the engine, a user's program for each group, each program of harm; minutes
+test: .venv/.test  ## the contract of each patch, the engine, a user's program for each group, each program of harm; minutes
 	$(PY) -m nox --session tests
 
 check: .venv/.dev  ## rules of style, the rest of the suite, and what three older bitsandbytes and two older stacks can change

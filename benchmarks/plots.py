@@ -1,25 +1,40 @@
 """``python -m benchmarks.plots``: the pictures of the documentation, drawn from the files in ``benchmarks/results``.
 
-Nothing is measured, and every figure in a picture comes from a file. The same files give the same bytes on each machine.
+Nothing is measured, and every figure in a picture comes from a file. README has the same bars as text, because an index
+of packages shows no picture that lies beside it. ``pip install 'bnb-patches[bench]'`` brings matplotlib.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .run import ratio
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
 WITHOUT, WITH, BESIDE = "#d55e00", "#0072b2", "#8a8f98"
 """Vermilion, blue and gray: people who cannot tell red from green can tell these apart."""
-INK, GRAY, PAPER = "#24292f", "#57606a", "#ffffff"
-WIDTH, MARGIN, LABELS = 800, 24, 270
-BAR, GAP = 20, 18
+INK, GRAY = "#24292f", "#57606a"
+WIDTH, BAR = 8.0, 0.24
+"""Inches: of a picture, and of a bar and the room above it."""
+GAP = 0.8
+"""Bars, between two rows."""
+COLUMNS = 44
+"""Letters: of the longest bar in README."""
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "bnb-patches",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
+    "font.size": 9.5,
+}
+"""Text stays text, and names that matplotlib makes up are the same each time."""
 
 
 class Bar(NamedTuple):
@@ -129,64 +144,49 @@ def experts(stepped: dict[str, Any], loaded: dict[str, Any], files: str) -> Pict
 
 def draw(picture: Picture) -> str:
     """Return the picture as SVG, on white, so that it can be read on a dark page too."""
-    parts: list[str] = []
-    top = MARGIN + 12
-    parts.append(_text(MARGIN, top, picture.title, 16, weight=700))
-    for at, (color, meaning) in enumerate(picture.legend):
-        left = MARGIN + 200 * at
-        parts += [_rect(left, top + 16, 14, 14, color), _text(left + 22, top + 28, meaning, 14)]
-    top += 40 if picture.legend else 12
-    width = (WIDTH - MARGIN - LABELS) / len(picture.panels)
-    for at, panel in enumerate(picture.panels):
-        bottom = _panel(parts, panel, LABELS + at * width, top, width, labelled=at == 0)
-    for line in picture.notes:
-        bottom += 17
-        parts.append(_text(MARGIN, bottom, line, 11, color=GRAY))
-    height = bottom + 14
-    body = "\n".join([_rect(0, 0, WIDTH, height, PAPER), *parts])
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}" '
-        f'font-family="Helvetica, Arial, sans-serif" role="img">\n<title>{escape(picture.title)}</title>\n{body}\n</svg>\n'
-    )
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    lines = max(sum(len(row.bars) + GAP for row in panel.rows) for panel in picture.panels)
+    above, below = 0.75 + 0.3 * bool(picture.legend), 0.35 + 0.2 * len(picture.notes)
+    height = above + BAR * lines + below
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(1, len(picture.panels), figsize=(WIDTH, height), sharey=True, squeeze=False)
+        figure.subplots_adjust(left=0.33, right=0.97, top=1 - above / height, bottom=below / height, wspace=0.08)
+        figure.text(0.03, 1 - 0.28 / height, picture.title, size=12, weight="bold")
+        for axis, panel in zip(axes[0], picture.panels):
+            _panel(axis, panel)
+        if picture.legend:
+            handles = [matplotlib.patches.Patch(color=color, label=meaning) for color, meaning in picture.legend]
+            figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.015, 1 - 0.36 / height), ncols=2, frameon=False)
+        figure.text(0.03, 0.1 / height, "\n".join(picture.notes), size=7.5, color=GRAY)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": picture.title})
+        pyplot.close(figure)
+    return text.getvalue()
 
 
-def _panel(parts: list[str], panel: Panel, left: float, top: float, width: float, labelled: bool) -> float:
-    """Draw the bars of ``panel``, with the labels of the rows at the left edge of the picture; return where they end."""
-    values = [bar.value for row in panel.rows for bar in row.bars]
-    ends = values + ([panel.mark[0]] if panel.mark else [])
-    scale = (width - 70) / max(ends)  # 70: the figure at the end of a bar
-    parts.append(_text(left, top + 16, panel.title, 13, color=GRAY))
-    y = first = top + 30
-    figures = []
+def _panel(axis: Any, panel: Panel) -> None:
+    """Draw the bars of ``panel`` from top to bottom, each with its figure at its end."""
+    y, places = 0.0, []
     for row in panel.rows:
-        if labelled:
-            parts.append(_text(LABELS - 12, y + len(row.bars) * BAR / 2 + 5, row.label, 14, anchor="end"))
+        places.append(y + (len(row.bars) - 1) / 2)
         for bar in row.bars:
-            parts.append(_rect(left, y + 1, max(bar.value * scale, 1), BAR - 2, bar.color))
-            figures.append(_text(left + bar.value * scale + 6, y + BAR - 5, bar.text, 14))
-            y += BAR
+            axis.barh(y, bar.value, 0.9, color=bar.color)
+            axis.annotate(bar.text, (bar.value, y), (4, 0), textcoords="offset points", va="center")
+            y += 1
         y += GAP
+    axis.set_yticks(places, [row.label for row in panel.rows])
+    axis.set_title(panel.title, loc="left", size=9, color=GRAY)
+    axis.set_ylim(y - GAP - 0.5, -0.5)
+    axis.set_xlim(0, 1.15 * max([bar.value for row in panel.rows for bar in row.bars] + [panel.mark[0] if panel.mark else 0]))
+    axis.set_xticks(*([[panel.mark[0]], [panel.mark[1]]] if panel.mark else [[]]))
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
     if panel.mark:
-        x = left + panel.mark[0] * scale
-        parts.append(f'<path d="M{x:.1f} {first - 4:g}V{y - GAP + 4:g}" stroke="{INK}" stroke-dasharray="4 3"/>')
-        parts.append(_text(x, y - GAP + 19, panel.mark[1], 13, anchor="middle"))
-        y += 8
-    parts += figures  # over the line
-    return y
-
-
-def _rect(x: float, y: float, width: float, height: float, color: str) -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" fill="{color}"/>'
-
-
-def _text(
-    x: float, y: float, text: str, size: int, *, anchor: str = "start", weight: int = 400, color: str = ""
-) -> str:
-    """A line of text, with an edge of white that keeps it apart from a line behind it."""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
-        f'fill="{color or INK}" stroke="{PAPER}" stroke-width="4" paint-order="stroke">{escape(text)}</text>'
-    )
+        axis.axvline(panel.mark[0], color=INK, linewidth=0.8, linestyle="--", zorder=3)
 
 
 PICTURES: dict[str, tuple[Callable[..., Picture], tuple[str, ...]]] = {
@@ -198,20 +198,48 @@ PICTURES: dict[str, tuple[Callable[..., Picture], tuple[str, ...]]] = {
 """Each picture, and the results that it is drawn from."""
 
 
-def drawn(results: Path = RESULTS) -> dict[str, str]:
-    """Return each picture whose results are there, by the name of its file."""
+def made(results: Path = RESULTS) -> dict[str, Picture]:
+    """Return each picture whose results are there, by its name."""
     pictures = {}
     for name, (make, files) in PICTURES.items():
         if all((results / file).exists() for file in files):
             data = [json.loads((results / file).read_text("utf-8")) for file in files]
             named = " and ".join(f"benchmarks/results/{file}" for file in files)
-            pictures[f"{name}.svg"] = draw(make(*data, named))
+            pictures[name] = make(*data, named)
     return pictures
 
 
+def as_text(picture: Picture) -> str:
+    """Return the bars of ``picture`` as lines of text."""
+    meanings = {color: meaning for color, meaning in picture.legend}
+    labels = max(len(row.label) for panel in picture.panels for row in panel.rows)
+    names = max(map(len, meanings.values()), default=0)
+    lines = []
+    for panel in picture.panels:
+        lines.append(panel.title)
+        longest = max(bar.value for row in panel.rows for bar in row.bars)
+        for row in panel.rows:
+            for number, bar in enumerate(row.bars):
+                head = f"  {'' if number else row.label:{labels}}  {meanings.get(bar.color, ''):{names}}".rstrip()
+                drawn = "\N{FULL BLOCK}" * round(COLUMNS * bar.value / longest)
+                lines.append(f"{head:{labels + names + 4}}  {drawn} {bar.text}")
+    return "\n".join(lines)
+
+
+def with_bars(readme: str, pictures: Mapping[str, Picture]) -> str:
+    """Return ``readme`` with the bars of ``pictures`` between the comments that ask for them."""
+
+    def bars(found: re.Match[str]) -> str:
+        return f"{found[1]}\n```\n{as_text(pictures[found[2]])}\n```\n{found[3]}"
+
+    return re.sub(r"(<!-- bars: (\w+)[^>]*-->)\n.*?(<!-- end -->)", bars, readme, flags=re.DOTALL)
+
+
 def main(results: Path = RESULTS) -> int:
-    for name, text in drawn(results).items():
-        (results / name).write_text(text, "utf-8")
+    pictures = made(results)
+    for name, picture in pictures.items():
+        (results / f"{name}.svg").write_text(draw(picture), "utf-8")
+    README.write_text(with_bars(README.read_text("utf-8"), pictures), "utf-8")
     return 0
 
 
