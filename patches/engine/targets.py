@@ -20,6 +20,7 @@ class _Absent:
 ABSENT: Any = _Absent()
 """Stands for an attribute that is not there."""
 _MAX_WRAPPERS = 100
+_OF_PYTHON = (FunctionType, staticmethod, classmethod, property)
 
 
 def holder_of(target: str, libraries: Libraries = IMPORTED) -> tuple[Any, str]:
@@ -38,11 +39,13 @@ def holder_of(target: str, libraries: Libraries = IMPORTED) -> tuple[Any, str]:
 
 def _class_under(raw: Any) -> type | None:
     """Return ``raw`` if it is a class, or the class under a wrapper or proxy of another program; None if there is none."""
-    with contextlib.suppress(Exception):  # a proxy may raise any error
-        for _ in range(_MAX_WRAPPERS):
-            if issubclass(type(raw), type):  # ``isinstance`` would take a proxy for the class
-                return cast(type, raw)
+    for _ in range(_MAX_WRAPPERS):
+        if issubclass(type(raw), type):  # ``isinstance`` would take a proxy for the class
+            return cast(type, raw)
+        try:
             raw = raw.__wrapped__
+        except Exception:  # a proxy may raise any error
+            break
     return None
 
 
@@ -77,26 +80,31 @@ def unwrapped(raw: Any, target: str) -> FunctionType:
     """Return the function under static and class methods, properties, ``functools.wraps`` and the wrappers of wrapt."""
     if raw is ABSENT:
         raise Conflict(f"{target}: there is no such function")
-    try:
-        found = _innermost(raw)
-    except Exception as error:  # a proxy may raise any error
-        raise Conflict(f"{target}: {type(raw).__name__} hides its function: {type(error).__name__}: {error}") from error
-    if type(found) is not FunctionType:  # ``isinstance`` would take a proxy or a mock for the function
-        raise Conflict(f"{target}: {type(found).__name__} is not a Python function")
-    return found
-
-
-def _innermost(raw: Any) -> Any:
     seen: set[int] = set()
     while id(raw) not in seen:
         seen.add(id(raw))
-        if isinstance(raw, (staticmethod, classmethod)):
-            raw = raw.__func__
-        elif isinstance(raw, property):
-            raw = raw.fget
-        elif isinstance(wrapped := getattr(raw, "__wrapped__", None), Callable):  # type: ignore[arg-type]
-            raw = wrapped
+        if type(raw) in _OF_PYTHON:
+            raw = _inside(raw)
+            continue
+        try:
+            raw = _inside(raw)
+        except Exception as error:  # a proxy may raise any error
+            raise Conflict(
+                f"{target}: {type(raw).__name__} hides its function: {type(error).__name__}: {error}"
+            ) from error
+    if type(raw) is not FunctionType:  # ``isinstance`` would take a proxy or a mock for the function
+        raise Conflict(f"{target}: {type(raw).__name__} is not a Python function")
     return raw
+
+
+def _inside(raw: Any) -> Any:
+    """Return what ``raw`` is around; ``raw`` itself if there is nothing."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return raw.__func__
+    if isinstance(raw, property):
+        return raw.fget
+    wrapped = getattr(raw, "__wrapped__", None)
+    return wrapped if isinstance(wrapped, Callable) else raw  # type: ignore[arg-type]
 
 
 def wrapper_of_others(raw: Any, target: str) -> str:
