@@ -163,12 +163,13 @@ def _list(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _report(options: argparse.Namespace) -> tuple[str, int]:
-    if options.live:
-        report, options.held_back = reports.imported(options.ids, automatic=True)
-    else:
-        report = reports.of_files(options.ids)
-    whole = options.all or options.ids
-    text = report.to_json() if options.json else str(report) if whole else glance.report(report)
+    with notice.after_a_while("reading the installed packages", wanted=not options.live):
+        if options.live:
+            report, options.held_back = reports.imported(options.ids, automatic=True)
+        else:
+            report = reports.of_files(options.ids)
+        whole = options.all or options.ids
+        text = report.to_json() if options.json else str(report) if whole else glance.report(report)
     return text, 1 if report.with_status(Status.CONFLICT, Status.FAILED) else 0
 
 

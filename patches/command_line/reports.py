@@ -22,7 +22,7 @@ _OFF = "PATCHES_AUTOLOAD is off: a program here gets no patch unless it calls pa
 def of_files(ids: Sequence[str]) -> Report:
     """Say what a fresh program here gets by itself, from the files of the packages; import none of them."""
     registry = registry_of_files()
-    with _our_messages(None), notice.after_a_while("reading the installed packages"):
+    with _our_messages(None):
         settings = autoload.read_settings(registry)
         registry.disabled = settings.disabled
         return _said(registry.apply(*ids, untested=settings.untested), settings, [], automatic=True)

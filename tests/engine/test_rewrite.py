@@ -179,6 +179,18 @@ def test_an_edit_that_makes_no_sense_is_named_by_check(edit):
         check(edit)
 
 
+def test_diff_shows_one_line_where_a_file_has_many_functions_that_are_alike(write_module, registry):
+    """Compared as a whole file, difflib finds other lines that are equal."""
+    body = "".join(f"    x = g{i}(x)\n" for i in range(20))
+    importlib.import_module(
+        write_module("alike", "\n\n".join(f"def f{i}(x):\n{body}    return x\n" for i in range(12)))
+    )
+    r = registry((Rewrite("alike:f11", "g4(x)", "other(x)"),))
+    r.apply(strict=True)
+    changed = [line for line in r.report().diff().splitlines()[2:] if not line.startswith(" ")]
+    assert changed == ["@@ -267,7 +267,7 @@", "-    x = g4(x)", "+    x = other(x)"]
+
+
 def test_diff_shows_the_lines_of_the_file(toy, registry):
     r = registry((Rewrite("toy:plain", "y > 3", "y > 3 and k"),))
     r.apply(strict=True)

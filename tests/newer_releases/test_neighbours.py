@@ -47,7 +47,7 @@ def test_the_line_of_the_log_names_the_release_that_is_newer(reason, named):
 @pytest.fixture
 def part(monkeypatch):
     installed = {"made-up": "1.0", "beside": "9.0"}
-    monkeypatch.setattr(gate, "installed_version", installed.get)
+    monkeypatch.setattr(gate, "installed_version", lambda package, *_: installed.get(package))
     edits = (SetAttribute("made_up.layer:Layer.size", 1), DeleteAttribute("beside.hooks:Hook.old"))
     return patch("made-up-a", *edits, requires=("made-up>=1",), tested_up_to="1.0").parts[0]
 
@@ -65,7 +65,8 @@ def test_the_gate_asks_about_a_neighbour_that_is_newer_than_any_that_was_tested(
 ):
     asked = []
     if answer is None:  # a version that cannot be read
-        monkeypatch.setattr(gate, "installed_version", {"made-up": "1.0", "beside": "odd"}.get)
+        odd = {"made-up": "1.0", "beside": "odd"}
+        monkeypatch.setattr(gate, "installed_version", lambda package, *_: odd.get(package))
     limits = gate.Limits(newest_tested=tested, on_newer=lambda *of: asked.append(of) or answer)
     verdict = gate.check(part, limits)
     assert (verdict.status, verdict.reason) == (status, reason)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def installed(monkeypatch):
     def install(**versions: str) -> None:
-        monkeypatch.setattr(gate, "installed_version", versions.get)
+        monkeypatch.setattr(gate, "installed_version", lambda package, *_: versions.get(package))
 
     return install
 
