@@ -160,7 +160,9 @@ def draw(picture: Picture) -> str:
             _panel(axis, panel)
         if picture.legend:
             handles = [matplotlib.patches.Patch(color=color, label=meaning) for color, meaning in picture.legend]
-            figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.015, 1 - 0.36 / height), ncols=2, frameon=False)
+            figure.legend(
+                handles=handles, loc="upper left", bbox_to_anchor=(0.015, 1 - 0.36 / height), ncols=2, frameon=False
+            )
         figure.text(0.03, 0.1 / height, "\n".join(picture.notes), size=7.5, color=GRAY)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": picture.title})
@@ -181,7 +183,9 @@ def _panel(axis: Any, panel: Panel) -> None:
     axis.set_yticks(places, [row.label for row in panel.rows])
     axis.set_title(panel.title, loc="left", size=9, color=GRAY)
     axis.set_ylim(y - GAP - 0.5, -0.5)
-    axis.set_xlim(0, 1.15 * max([bar.value for row in panel.rows for bar in row.bars] + [panel.mark[0] if panel.mark else 0]))
+    axis.set_xlim(
+        0, 1.15 * max([bar.value for row in panel.rows for bar in row.bars] + [panel.mark[0] if panel.mark else 0])
+    )
     axis.set_xticks(*([[panel.mark[0]], [panel.mark[1]]] if panel.mark else [[]]))
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
@@ -211,7 +215,7 @@ def made(results: Path = RESULTS) -> dict[str, Picture]:
 
 def as_text(picture: Picture) -> str:
     """Return the bars of ``picture`` as lines of text."""
-    meanings = {color: meaning for color, meaning in picture.legend}
+    meanings = dict(picture.legend)
     labels = max(len(row.label) for panel in picture.panels for row in panel.rows)
     names = max(map(len, meanings.values()), default=0)
     lines = []

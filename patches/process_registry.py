@@ -39,7 +39,6 @@ REGISTRY = _PluginRegistry(
 )
 
 
-def registry_of_files() -> Registry:
-    """Make a registry that applies to stand-ins of the installed packages, made from their files; nothing is imported."""
-    files = LibraryFiles()
+def registry_of_files(files: LibraryFiles) -> Registry:
+    """Make a registry that applies to stand-ins of the installed packages, made from ``files``; nothing is imported."""
     return _PluginRegistry(map(files.readable, _PATCHES), builder=Builder(_COMPILER), limits=_LIMITS, libraries=files)

@@ -80,7 +80,10 @@ def test_what_failed_is_in_the_table_and_not_in_the_picture():
 
 def words(svg: str) -> list[str]:
     """What the picture says, from top to bottom; lines and colors are another matter in each release of matplotlib."""
-    return ["".join(each.itertext()).strip() for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return [
+        "".join(each.itertext()).strip()
+        for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    ]
 
 
 def bars(svg: str) -> int:

@@ -93,6 +93,18 @@ def test_it_says_what_live_says_of_a_doctored_stack(tmp_path):
     assert len(known) > 10 and all("the source is that of" in r["reason"] for r in known)
 
 
+@copies.NEEDS_NEWEST
+def test_a_file_that_is_no_python_is_a_note_from_files_and_live(tmp_path):
+    broken = {"nn/modules.py": lambda text: f"{text}\ndef (\n", "__init__.py": lambda text: f"{text}\n"}
+    copies.copy(tmp_path, "bitsandbytes", importlib.metadata.version("bitsandbytes"), broken)
+    code, here = from_files(tmp_path)
+    ((_, there),) = live({}, path=tmp_path)
+    why = "cannot be imported: SyntaxError: invalid syntax (modules.py, line "
+    assert [note for note in here["notes"] if why in note and note.startswith("bitsandbytes.nn.modules ")]
+    assert [note for note in there["notes"] if why in note]
+    assert code == 0 and states((code, here))["pending"] > 20
+
+
 def test_packages_that_are_too_old_and_a_former_id(tmp_path):
     info = tmp_path / "torch-2.5.1.dist-info"
     info.mkdir()

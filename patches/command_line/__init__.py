@@ -22,7 +22,7 @@ from . import colour, explain, glance, notice, reports, streams
 
 _LIVE = (
     "import the packages and apply the patches in this process; without it the answer is read from the files of the "
-    "packages. Only --live shows packages that cannot be imported, and functions that another program replaces"
+    "packages. Only --live shows packages whose import raises an error, and functions that another program replaces"
 )
 
 

@@ -12,6 +12,7 @@ from typing import TextIO
 from .. import autoload, second_name
 from ..autoload import Settings
 from ..engine import needs
+from ..engine.library_files import LibraryFiles
 from ..engine.report import Report, Result, Status
 from ..process_registry import REGISTRY, registry_of_files
 from . import notice, streams
@@ -21,11 +22,13 @@ _OFF = "PATCHES_AUTOLOAD is off: a program here gets no patch unless it calls pa
 
 def of_files(ids: Sequence[str]) -> Report:
     """Say what a fresh program here gets by itself, from the files of the packages; import none of them."""
-    registry = registry_of_files()
+    files = LibraryFiles()
+    registry = registry_of_files(files)
     with _our_messages(None):
         settings = autoload.read_settings(registry)
         registry.disabled = settings.disabled
-        return _said(registry.apply(*ids, untested=settings.untested), settings, [], automatic=True)
+        report = registry.apply(*ids, untested=settings.untested)
+        return _said(report, settings, files.errors, automatic=True)
 
 
 def imported(ids: Sequence[str], automatic: bool = False) -> tuple[Report, str]:

@@ -2,7 +2,7 @@
 
 For each module there is a stand-in with the functions and classes that the module defines: made of the same code objects
 that an import would take from its bytecode or source. Patches are gated, matched and applied to the stand-ins by the same
-code as in a program. What only an import can show is not known here: a package that cannot be imported, or another program
+code as in a program. What only an import can show is not known here: a package whose import raises an error, or another program
 that has replaced a function.
 """
 
@@ -57,6 +57,8 @@ class LibraryFiles(Libraries):
         self._modules: dict[str, ModuleType] = {}
         self._versions: dict[str, str | None] = {}
         self._reached: dict[tuple[str, str], FunctionType] = {}
+        self.errors: list[str] = []
+        """A sentence for each module whose file cannot be read as Python."""
 
     def module(self, name: str) -> ModuleType | None:
         """Return the stand-in of a module; None if there is no such file, or this Python cannot read it."""
@@ -122,8 +124,11 @@ class LibraryFiles(Libraries):
             if spec is not None and spec.loader is not None:
                 try:
                     code = spec.loader.get_code(name)  # type: ignore[attr-defined]
-                except (AttributeError, ImportError, OSError, SyntaxError, ValueError):  # the import would fail, too
+                except AttributeError:  # a loader that has no code
                     code = None
+                except (ImportError, OSError, SyntaxError, ValueError) as error:  # the import would fail, too
+                    code = None
+                    self.errors.append(f"{name} cannot be imported: {type(error).__name__}: {error}")
                 else:
                     code = code or _EMPTY  # an extension
             self._codes[name] = code
