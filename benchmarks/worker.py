@@ -108,13 +108,27 @@ class Worker:
         return {}
 
     def count(self) -> dict[str, int]:
-        """Matrix products of a step; then, without checkpointing from now on, bytes that ``save_on_cpu`` carries."""
+        """Functions and matrix products of a step; then, without checkpointing from now on, bytes that ``save_on_cpu`` carries."""
         from . import counts
 
+        functions = counts.functions(self._step)
         products = counts.products(self._step)
         self.model.gradient_checkpointing_disable()
         carried, weights = counts.carried(self._step)
-        return {"products": products, "carried": carried, "carried_weights": weights}
+        return {**functions, "products": products, "carried": carried, "carried_weights": weights}
+
+    def turns(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of the processor of a step in this process, by state, with the patches taken out and put in again."""
+        import patches
+
+        found: dict[str, list[float]] = {"unpatched": [], "patched": []}
+        changes = [("unpatched", patches.revert), ("patched", patches.apply)]
+        for _ in range(rounds):
+            for state, change in changes:
+                change()
+                self._step()  # Python reads the changed code for the first time
+                found[state].append(min(self._step()[1] for _ in range(2)))
+        return found
 
     def calls(self) -> dict[str, dict[str, float]]:
         """Microseconds of small calls, by name and state, with the patches taken out and put in again.
