@@ -6,13 +6,14 @@ standard output when it began; all that libraries print goes to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def save_model(folder: str, size: Size) -> None:
 
 class Worker:
     """A model that is trained by LoRA, and what is asked about it."""
+
+    _function_of_cpu: Any = None
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -108,13 +111,28 @@ class Worker:
         return {}
 
     def count(self) -> dict[str, int]:
-        """Matrix products of a step; then, without checkpointing from now on, bytes that ``save_on_cpu`` carries."""
+        """Functions and matrix products of a step; then, without checkpointing from now on, bytes that ``save_on_cpu`` carries."""
         from . import counts
 
+        functions = counts.functions(self._step)
         products = counts.products(self._step)
         self.model.gradient_checkpointing_disable()
         carried, weights = counts.carried(self._step)
-        return {"products": products, "carried": carried, "carried_weights": weights}
+        return {**functions, "products": products, "carried": carried, "carried_weights": weights}
+
+    def turns(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of the processor of a step in this process, by state, with the patches taken out and put in again."""
+        import patches
+
+        found: dict[str, list[float]] = {"unpatched": [], "patched": []}
+        changes = [("unpatched", patches.revert), ("patched", patches.apply)]
+        for _ in range(rounds):
+            for state, change in changes:
+                with self._as_on_a_cpu():
+                    change()
+                self._step()  # Python reads the changed code for the first time
+                found[state].append(min(self._step()[1] for _ in range(2)))
+        return found
 
     def calls(self) -> dict[str, dict[str, float]]:
         """Microseconds of small calls, by name and state, with the patches taken out and put in again.
@@ -135,7 +153,21 @@ class Worker:
         # On a CPU bitsandbytes takes another function, which knows no outliers; measured is that of a GPU.
         from bitsandbytes.autograd import _functions
 
+        if _functions.MatMul8bitFp is not _functions.MatMul8bitLt:
+            Worker._function_of_cpu = _functions.MatMul8bitFp
         _functions.MatMul8bitFp = _functions.MatMul8bitLt
+
+    @contextlib.contextmanager
+    def _as_on_a_cpu(self) -> Iterator[None]:
+        """With the function that :meth:`_as_on_a_gpu` replaced, which patches look at."""
+        from bitsandbytes.autograd import _functions
+
+        now = _functions.MatMul8bitFp
+        _functions.MatMul8bitFp = self._function_of_cpu or now
+        try:
+            yield
+        finally:
+            _functions.MatMul8bitFp = now
 
     def _patch(self) -> tuple[list[str], dict[str, str]]:
         import patches

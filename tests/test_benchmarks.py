@@ -164,16 +164,52 @@ def test_products_and_what_is_carried_are_counted():
 def test_the_table_of_eager_costs_says_ratio_and_difference():
     from benchmarks import eager
 
-    def counts(products: int, weights: int) -> dict[str, int]:
-        return {"products": products, "carried": 2**20 + weights, "carried_weights": weights}
+    def counts(products: int, weights: int, python: int) -> dict[str, int]:
+        carried = {"carried": 2**20 + weights, "carried_weights": weights}
+        return {"products": products, **carried, "python": python, "ours": python - 1000, "c": 500}
 
-    both = {"unpatched": counts(26, 0), "patched": counts(28, 2**20)}
-    one = {"text": "a case", "cpu_s": {"unpatched": [1.0, 2.0, 4.0], "patched": [1.1, 2.0, 4.8]}, "counts": both}
+    both = {"unpatched": counts(26, 0, 1000), "patched": counts(28, 2**20, 1015)}
+    seconds = {"unpatched": [1.0, 2.0, 4.0], "patched": [1.1, 2.0, 4.8]}
+    here = {"unpatched": [1.0, 1.0], "patched": [0.9, 0.9]}
+    one = {"text": "a case", "cpu_s": seconds, "in_one_process": here, "counts": both}
     calls = {
         "a forward": [{"unpatched": 10.0, "patched": 12.5}],
         "forward and backward": [{"unpatched": 10.0, "patched": 9.0}],
     }
     text = eager.table({"cases": {"a": [one]}, "calls": calls})
     assert "1.100 (1.100 to 1.100)" in text and "+2.5 (+2.5 to +2.5)" in text and "-1.0" in text
-    row = next(line for line in text.splitlines() if line.startswith("| a case"))
-    assert [cell.strip() for cell in row.split("|")][5:11] == ["26", "28", "1.0", "2.0", "0.0", "1.0"]
+    step, functions = (line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| a case"))
+    assert [cell.strip() for cell in step[3:]] == ["0.900 (0.900 to 0.900)", "26", "28", "1.0", "2.0", "0.0", "1.0"]
+    assert [cell.strip() for cell in functions] == ["1000", "1015", "1.015", "15", "500", "500"]
+
+
+def test_functions_are_counted_by_whose_they_are():
+    from benchmarks import counts
+    from patches.engine import gate
+
+    assert counts.functions(lambda: len([])) == {"python": 1, "c": 2, "ours": 0}  # the lambda; len() and setprofile()
+    found = counts.functions(lambda: gate.satisfied("torch"))
+    assert found["ours"] >= 1 and found["python"] > found["ours"]
+
+
+def test_the_shares_of_a_step_are_named_by_what_called_an_operator():
+    from types import SimpleNamespace
+
+    from benchmarks import step_shares
+
+    def event(*names: str) -> object:
+        above = None
+        for name in names:
+            above = SimpleNamespace(name=name, cpu_parent=above)
+        return above
+
+    kinds = {
+        ("MatMul4Bit", "bitsandbytes::gemm_4bit", "aten::linear", "aten::addmm", "aten::copy_"): "products",
+        ("MatMul4Bit", "bitsandbytes::gemm_4bit", "aten::copy_"): "dequantizing",
+        ("aten::to", "aten::_to_copy", "aten::copy_"): "copies",
+        ("aten::silu",): "operators",
+    }
+    assert {names: step_shares._kind(event(*names)) for names in kinds} == kinds
+    way = {"kind": "4 bits", "place": "disk", "ms": 12.4, "shares": dict.fromkeys(step_shares.KINDS, 1 / 7)}
+    host = {"processor": "a chip", "load": 1, "torch": "2", "bitsandbytes": "0", "tokens": 3, "hidden": 4}
+    assert "| 4 bits, disk |" in (text := step_shares.table({"host": host, "ways": [way]})) and text.count("14.3%") == 7

@@ -284,9 +284,9 @@ class Draft:
 
     def _retired(self) -> tuple[ref[CodeType], ...]:
         """Return weak references to reverted code that is alive, and may use names that are not removed yet."""
+        alive = tuple(code for code in self.before.retired if code() is not None)
         if all(known.edits for known in self.slots.values()):
-            return ()
-        alive = [code for code in self.before.retired if code() is not None]
+            return alive  # patches that were applied once more may be reverted once more
         reverted = [ref(part) for code in self._reverted() for part in with_nested_code(code)]
         return (*alive, *reverted)
 

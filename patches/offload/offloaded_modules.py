@@ -105,10 +105,17 @@ def begin_visits(root: Module) -> list[Visit]:
     """Bring all that is offloaded below ``root``; the caller ends the visits by :func:`end_visits`."""
     found: list[Visit] = []
     try:
-        for module in root.modules():
+        waiting: list[Module | None] = [root]
+        seen: set[Module] = set()
+        while waiting:  # in the order of `root.modules()`, whose nested generators take longer than this
+            module = waiting.pop()
+            if module is None or module in seen:
+                continue
+            seen.add(module)
             hook = hook_of(module)
             if hook is not None:
                 found.append(Visit(module, hook))
+            waiting.extend(reversed(list(module._modules.values())))
     except BaseException:
         end_visits(found)
         raise

@@ -43,6 +43,7 @@ class Prefetcher:
         self._after: dict[Use, Use] = {}
         self._last: Use | None = None
         self._coming: deque[tuple[Use, int]] = deque()
+        self._held = 0  # bytes of what is coming
         self._files: dict[str, dict[str, Region]] = {}
 
     def ask_after(self, name: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
@@ -56,23 +57,23 @@ class Prefetcher:
         if last is not None:
             self._after[last] = now
         if self._coming and self._coming[0][0] == now:
-            self._coming.popleft()
+            self._held -= self._coming.popleft()[1]
         else:
             self._coming.clear()  # another order than the last time
+            self._held = 0
         self._extend(now, entries)
 
     def _extend(self, now: Use, entries: Mapping[str, Mapping[str, Any]]) -> None:
         """Ask for more of the tensors to come, until the window is full."""
-        held = sum(count for _, count in self._coming)
         one = self._coming[-1][0] if self._coming else now
-        while held < self._window and len(self._coming) < _MOST_NAMES:
+        while self._held < self._window and len(self._coming) < _MOST_NAMES:
             following = self._after.get(one)
             if following is None or following == now:
                 return
             file, first, count = self._region(entries.get(following[0], {}))
-            _ask(file, first, min(count, self._window - held))
+            _ask(file, first, min(count, self._window - self._held))
             self._coming.append((following, count))
-            held, one = held + count, following
+            self._held, one = self._held + count, following
 
     def _region(self, entry: Mapping[str, Any]) -> Region:
         """Return where the tensor of ``entry`` lies: of one that consists of several all of its file, of an unknown one nothing."""

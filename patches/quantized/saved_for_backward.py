@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-_onloaded: dict[int, weakref.ref[Tensor]] = {}
+onloaded: dict[int, weakref.ref[Tensor]] = {}
 """The living weights that a hook has onloaded, by ``id``. Empty where nothing is offloaded."""
 
+parameter_classes: set[type] = set()
+"""The subclasses of ``torch.nn.Parameter`` that :func:`is_resident` has seen.
 
-_parameter_classes: set[type] = set()
+What is called once a layer looks here first: if nothing is onloaded, a tensor of such a class is resident.
+"""
 
 
 def record_onloaded_weight(layer: Module) -> None:
@@ -39,20 +42,20 @@ def record_onloaded_weight(layer: Module) -> None:
         return
     weight: Any = layer.weight
     key = id(weight)
-    _onloaded[key] = weakref.ref(weight, lambda _: _onloaded.pop(key, None))
+    onloaded[key] = weakref.ref(weight, lambda _: onloaded.pop(key, None))
 
 
 def is_resident(parameter: Any) -> bool:
     """Tell whether ``parameter`` is a parameter, and not None or another tensor, that no hook has onloaded."""
     kind = type(parameter)
-    if kind not in _parameter_classes:
+    if kind not in parameter_classes:
         import torch
 
         if not issubclass(kind, torch.nn.Parameter):
             return False
-        _parameter_classes.add(kind)  # saves the next forwards the import, which takes 0.5 us
-    onloaded = _onloaded.get(id(parameter)) if _onloaded else None
-    return onloaded is None or onloaded() is not parameter
+        parameter_classes.add(kind)  # saves the next forwards the import, which takes 0.5 us
+    known = onloaded.get(id(parameter)) if onloaded else None
+    return known is None or known() is not parameter
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:

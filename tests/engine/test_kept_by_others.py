@@ -94,6 +94,23 @@ def test_a_function_inside_of_ours_with_code_that_was_replaced(registry, write_m
     assert not r.report().notes and NAME not in vars(module)
 
 
+def test_a_function_inside_of_ours_after_more_than_one_revert(registry, write_module):
+    """A hook that a patched method has registered, while the patches are taken out and put in again."""
+    write_module("hooking", "def outer(x):\n    def inner(y):\n        return x + y\n    return inner\n")
+    module = importlib.import_module("hooking")
+    r = registry((Rewrite("hooking:outer", "x + y", f"{NAME}(x + y)", names={NAME: lambda y: y * 10}),))
+    r.apply(strict=True)
+    inner = module.outer(1)
+    for _ in range(3):
+        r.revert()
+        assert inner(2) == 30 and module.outer(1)(2) == 3
+        r.apply(strict=True)
+        assert inner(2) == module.outer(1)(2) == 30
+    r.revert()
+    del inner
+    assert not r.report().notes and NAME not in vars(module)
+
+
 def test_a_tool_that_puts_back_the_code_that_it_found(toy, registry):
     """A tracer that swaps the code for a while; where it keeps ours, gc cannot see it."""
     r = registry((EDIT,))

@@ -7,12 +7,16 @@ a byte, and no dtype that a dequantized weight has is as small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit
+
+_PACKED_WEIGHTS = __name__.partition(".quantized.")[0] + ".operators.packed_copies"
 
 MARKS = frozenset({"quant_state", "bnb_quantized", "quant_storage", "blocksize"})
 """Attributes by which a plain ``Parameter`` is known as a 4-bit weight that was pickled."""
@@ -45,19 +49,48 @@ def packed_bytes(shape: Iterable[int]) -> int:
 
 
 def is_packed(weight: Any) -> bool:
-    """Tell whether ``weight`` was quantized, and still holds packed bytes."""
-    if not is_marked_quantized(weight):
+    """Tell whether ``weight`` was quantized, and still holds packed bytes.
+
+    Written out, without a call of the functions above: each forward of a DoRA layer asks twice.
+    """
+    if not getattr(weight, "bnb_quantized", False):
         return False
-    state = get_quant_state(weight)
+    state: QuantState | None = getattr(weight, "quant_state", None)
     if state is None or state.shape is None:
         return 1 in weight.shape  # packed weights lie in one column
-    return bool(weight.nbytes <= packed_bytes(state.shape))
+    return bool(weight.nbytes <= -(-prod(state.shape) // 2))
 
 
 def is_for_cpu_kernel(state: QuantState | None) -> bool:
     """Tell whether the bytes under ``state`` are in the layout of the AVX512-BF16 kernel, which nothing else reads."""
     # Not by getattr: QuantState looks up attributes that it lacks.
     return state is not None and bool(state.__dict__.get("packing_format_for_cpu", False))
+
+
+def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> QuantState | None:
+    """Return the quantization state of ``layer``; convert a repacked weight back, and free its packed copy in training.
+
+    Written out, without a call of the functions above: each forward calls it.
+    """
+    weight: Any = layer._parameters.get("weight")  # not `layer.weight`, which takes 0.6 us
+    if weight is None:
+        weight = layer.weight
+    state: QuantState | None = getattr(weight, "quant_state", None)
+    if state is None:
+        return None
+    if state.__dict__.get("packing_format_for_cpu", False):
+        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+
+        weight.data, state = _convert_weight_packed_for_cpu_inverse(weight.data, state)
+        set_quant_state(state, weight)
+        return state
+    # Layers that were pickled by an older release have no such attribute.
+    if layer.training and layer.__dict__.get("support_avx512bf16_for_cpu", False):
+        # Looked up, not imported: each training forward comes by, and most programs never pack a weight.
+        packed_weights = None if is_compiling() else sys.modules.get(_PACKED_WEIGHTS)
+        if packed_weights is not None and packed_weights.alive and state.absmax.is_cpu:
+            packed_weights.free_packed_copy(weight)
+    return state
 
 
 def places_of_tensors(state: QuantState) -> Iterator[tuple[QuantState, str]]:

@@ -6,7 +6,8 @@ A weight *settles* in its layer at the first forward: see :mod:`.scale_ownership
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...process import call_stack, live_objects
@@ -57,6 +58,10 @@ def pair_of_product(state: Any) -> tuple[Any, Any]:
     return state.CB, state.SCB
 
 
+read_pair: Callable[[Any], tuple[Any, Any]] = operator.attrgetter("CB", "SCB")
+"""Return :func:`pair_of_product` by code in C, for what each layer calls in eager; not every Dynamo can trace it."""
+
+
 def held_tensors(*owners: Any) -> list[Any]:
     """Return scales and packed weights, None where there are none, of each of ``owners``: weights and states."""
     return [getattr(owner, name, None) for owner in owners for name in ("SCB", "CB")]
@@ -88,11 +93,13 @@ def take_packed_weight_of_data(weight: Any) -> None:
     """Let ``weight.CB`` be the data of a ``weight`` that has not settled, as ``weight.to(weight.device)`` would."""
     import torch
 
-    if torch.compiler.is_compiling() or not is_int8(weight) or weight.is_meta:
+    if torch.compiler.is_compiling() or not isinstance(weight, torch.Tensor):
+        return
+    if weight.dtype != torch.int8 or weight.is_meta:  # is_int8() written out: each forward of a DoRA layer comes by
         return
     packed = vars(weight).get("CB")
     if packed is not None and packed.data_ptr() != weight.data_ptr():
-        weight.CB = weight.data
+        vars(weight)["CB"] = weight.data
 
 
 def is_lost(scale: Tensor | None) -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def holds_floats(weight: Any) -> bool:
     """Tell whether ``weight``, of a class of bitsandbytes, holds the values themselves, so that it is not dequantized."""
-    from bitsandbytes.nn import Int8Params, Params4bit
+    from bitsandbytes.nn.modules import Int8Params, Params4bit  # no package: an import from one takes 0.5 us more
 
     if isinstance(weight, Int8Params):
         return bool(weight.dtype.is_floating_point) and not _is_cast(weight)

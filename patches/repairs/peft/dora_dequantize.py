@@ -19,17 +19,13 @@ def is_torchao(weight: torch.Tensor) -> bool:
     """Tell whether torchao made ``weight``: peft's test, with an answer for parameters that Dynamo can follow."""
     import torch
 
-    if torch.compiler.is_compiling() and type(weight) is torch.nn.Parameter:
+    if type(weight) is torch.nn.Parameter and torch.compiler.is_compiling():
         return False
     return type(weight).__module__.startswith("torchao.")
 
 
-def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the weight of ``module`` while compiling, dequantized if bitsandbytes quantized it; None in eager."""
-    import torch
-
-    if not torch.compiler.is_compiling():
-        return None
+def traced(module: Any, weight: torch.nn.Parameter) -> torch.Tensor:
+    """Return the weight of ``module`` while compiling, dequantized if bitsandbytes quantized it."""
     import bitsandbytes as bnb
 
     if isinstance(weight, bnb.nn.Params4bit):
@@ -81,8 +77,8 @@ PATCH = Patch(
             TARGET,
             find="cls_name = weight.__class__.__name__",
             replace="""
-                if (traced := _patches_traced(module, weight)) is not None:
-                    return traced
+                if torch.compiler.is_compiling():
+                    return _patches_traced(module, weight)
                 cls_name = weight.__class__.__name__
             """,
             names={"_patches_traced": traced},

@@ -29,7 +29,7 @@ def _make(original: None) -> Callable[..., Any]:
     inherited = torch.nn.Module.__call__
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.gradient_checkpointing:
+        if self.gradient_checkpointing and not self.training:
             in_training(self, args, kwargs)
         return inherited(self, *args, **kwargs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,29 +17,7 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
 
 _FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
-_PACKED_WEIGHTS = __name__.partition(".repairs.")[0] + ".operators.packed_copies"
 _TILE = 32  # output rows in a tile of the packed layout
-
-
-def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> QuantState | None:
-    """Return the quantization state of ``layer``; convert a repacked weight back, and free its packed copy in training."""
-    weight = layer._parameters.get("weight")  # not `layer.weight`, which takes 0.6 us
-    if weight is None:
-        weight = layer.weight
-    state = quant_states.get_quant_state(weight)
-    if quant_states.is_for_cpu_kernel(state):
-        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
-
-        weight.data, state = _convert_weight_packed_for_cpu_inverse(weight.data, state)
-        quant_states.set_quant_state(state, weight)
-        return state
-    # Layers that were pickled by an older release have no such attribute.
-    if layer.training and layer.__dict__.get("support_avx512bf16_for_cpu", False) and state is not None:
-        # Looked up, not imported: each training forward comes by, and most programs never pack a weight.
-        packed_weights = None if is_compiling() else sys.modules.get(_PACKED_WEIGHTS)
-        if packed_weights is not None and packed_weights.alive and state.absmax.is_cpu:
-            packed_weights.free_packed_copy(weight)
-    return state
 
 
 def restore_scales(state: QuantState) -> bool:
@@ -204,7 +181,7 @@ PATCH = Patch(
             _FORWARD,
             "quant_state = self.weight.quant_state",
             "quant_state = _patches_canonical_state(self, torch.compiler.is_compiling)\n_patches_product = None",
-            names={"_patches_canonical_state": canonical_state},
+            names={"_patches_canonical_state": quant_states.canonical_state},
         ),
         Rewrite(
             _FORWARD,

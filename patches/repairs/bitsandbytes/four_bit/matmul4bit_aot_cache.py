@@ -61,7 +61,7 @@ def defect() -> Finding:
 
 _CALL = "MatMul4Bit.apply(A, B, out, bias, quant_state)"
 _REPLACEMENT = f"""(
-    _patches_linear_4bit(MatMul4Bit, A, B, out, bias, quant_state) if torch.compiler.is_compiling() else {_CALL}
+    _patches_linear_4bit(MatMul4Bit, A, B, out, bias, quant_state) if torch.compiler.is_dynamo_compiling() else {_CALL}
 )"""
 
 PATCH = Patch(

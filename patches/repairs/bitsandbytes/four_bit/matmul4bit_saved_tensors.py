@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....engine import Finding, Patch, Rewrite
 from ....quantized import saved_for_backward
+from ....quantized.saved_for_backward import onloaded, parameter_classes
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +48,14 @@ def _state(operands: tuple[torch.Tensor, ...], state: QuantState) -> QuantState:
 def keep(ctx: Any, weight: torch.Tensor, state: QuantState) -> None:
     """If ``weight`` is resident, note it, the tensors of ``state`` and how often each was written to; else save them.
 
-    Written out, like :func:`recall`: each layer calls both in each training step.
+    Written out, like :func:`recall`: each layer calls both in each training step. Dynamo calls :func:`save` instead. A trace
+    of torch.export or AOT autograd calls this, and saves, because in it no weight is a parameter by class.
     """
     owner = weight._base  # it comes as a view, or as itself from who calls the function
-    if not saved_for_backward.is_resident(weight if owner is None else owner):
-        save(ctx, weight, state)
-        return
+    if onloaded or type(owner) not in parameter_classes:
+        if not saved_for_backward.is_resident(weight if owner is None else owner):
+            save(ctx, weight, state)
+            return
     ctx.tensors = None, weight
     nested, absmax = state.state2, state.absmax
     try:
@@ -185,7 +188,7 @@ PATCH = Patch(
         Rewrite(
             f"{_FUNCTION}.forward",
             "ctx.tensors = (None, B)",
-            "(_patches_save_4bit if torch.compiler.is_compiling() else _patches_keep_4bit)(ctx, B, quant_state)",
+            "(_patches_save_4bit if torch.compiler.is_dynamo_compiling() else _patches_keep_4bit)(ctx, B, quant_state)",
             names={"_patches_keep_4bit": keep, "_patches_save_4bit": save},
         ),
         # Left of the original: ``ctx.tensors`` in the branch where backward needs neither.

@@ -8,6 +8,7 @@ from ....engine import Finding, Message, Patch, Rewrite
 from ....quantized import saved_for_backward
 from ....quantized.int8 import row_scales
 from ....quantized.int8.weight_moves import SETTLING
+from ....quantized.saved_for_backward import onloaded, parameter_classes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,12 +44,16 @@ def _keep(ctx: Any, B: Tensor, state: Any, CAt: Any, subA: Any, SCAt: Any, idx: 
     """
     needs = ctx.needs_input_grad
     # Packed weights of a floating-point weight belong to no parameter.
-    if needs[1] or state.has_fp16_weights or not saved_for_backward.is_resident(B):
+    if (
+        needs[1]
+        or state.has_fp16_weights
+        or ((onloaded or type(B) not in parameter_classes) and not saved_for_backward.is_resident(B))
+    ):
         _save(ctx, B, state, CAt, subA, SCAt, idx, A)
         return
     ctx.state, ctx.tensors, ctx.tensor_states, ctx.A = state, _UNNEEDED.tensors, _UNNEEDED.tensor_states, None
     if needs[0]:
-        CB, SCB = row_scales.pair_of_product(state)
+        CB, SCB = row_scales.read_pair(state)
         try:
             ctx._patches_noted = CB, SCB, B, CB._version, SCB._version, B._version
         except RuntimeError:  # made in inference mode: there torch does not count
@@ -101,8 +106,8 @@ def _recall(ctx: Any) -> Any:
     if version is not None and B._version != weight_version and B.data_ptr() == CB.data_ptr():
         saved_for_backward.raise_version_error((B,), (weight_version,))
     state = ctx.state
-    now = row_scales.pair_of_product(state)
-    if now[0] is CB and now[1] is SCB:
+    CB_now, SCB_now = row_scales.read_pair(state)
+    if CB_now is CB and SCB_now is SCB:
         return ctx
     return _Kept(_Weight(CB, SCB, state.threshold))
 
@@ -137,7 +142,7 @@ def defect() -> Finding:
 _LT = "bitsandbytes.autograd._functions:MatMul8bitLt"
 _FP = "bitsandbytes.autograd._functions:MatMul8bitFp"
 _SINCE_FP = "bitsandbytes>=0.47"
-_KEEP = "(_patches_save_int8 if torch.compiler.is_compiling() else _patches_keep_int8)"
+_KEEP = "(_patches_save_int8 if torch.compiler.is_dynamo_compiling() else _patches_keep_int8)"
 _NAMES = {
     "_patches_keep_int8": _keep,
     "_patches_save_int8": _save,

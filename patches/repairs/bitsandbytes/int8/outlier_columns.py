@@ -59,7 +59,7 @@ def defect() -> Finding:
 def _while_tracing(function: str, replacement: str, ours: Any, when: str) -> Rewrite:
     """Return the edit that computes a product of ``function`` by ``ours``, which ``replacement`` calls, in a trace."""
     call = f"{function}.apply(A, B, out, bias, state)"
-    replace = f"({replacement} if torch.compiler.is_compiling() else {call})"
+    replace = f"({replacement} if torch.compiler.is_dynamo_compiling() else {call})"
     names = {replacement.partition("(")[0]: ours}
     return Rewrite("bitsandbytes.autograd._functions:matmul", call, replace, names=names, when=when)
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ....engine import Finding, Message, Patch, Rewrite
-
-if TYPE_CHECKING:
-    import torch
 
 _FOUR_BIT = "bitsandbytes.nn.modules:Linear4bit.forward"
 _EIGHT_BIT = "bitsandbytes.nn.modules:Linear8bitLt.forward"
@@ -15,11 +10,6 @@ _ASSIGNMENT = """
 if self.bias is not None and self.bias.dtype != x.dtype:
     self.bias.data = self.bias.data.to(x.dtype)
 """
-
-
-def cast_bias(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return ``bias`` in ``dtype``, and leave the parameter as it is."""
-    return None if bias is None else bias.to(dtype)
 
 
 def defect() -> Finding:
@@ -80,8 +70,14 @@ PATCH = Patch(
         Rewrite(
             _EIGHT_BIT,
             "bnb.matmul(x, self.weight, bias=self.bias, state=self.state)",
-            "bnb.matmul(x, self.weight, bias=_patches_cast_bias(self.bias, x.dtype), state=self.state)",
-            names={"_patches_cast_bias": cast_bias},
+            """
+                bnb.matmul(
+                    x,
+                    self.weight,
+                    bias=None if (_patches_bias := self.bias) is None else _patches_bias.to(x.dtype),
+                    state=self.state,
+                )
+            """,
         ),
     ),
     defect=defect,

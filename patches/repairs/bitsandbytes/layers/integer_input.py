@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ....engine import Finding, Message, Patch, Rewrite
 from ....quantized.int8 import row_scales
@@ -11,21 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def is_floating(layer: Any, x: Tensor) -> bool:
-    """Return True, or raise if ``layer`` cannot compute with ``x``."""
-    if not x.dtype.is_floating_point:
-        _refuse(layer, x)
-    return True
-
-
-def checked_state(x: Tensor, state: Any) -> Any:
-    """Return ``state``, or raise if its ``Linear8bitLt`` cannot compute with ``x``. It is None if there is no layer."""
-    if state is not None and not x.dtype.is_floating_point:
-        _refuse(row_scales.layer_of(state), x)
+def refuse_of_state(x: Tensor, state: Any) -> Any:
+    """Raise for integers ``x`` if ``state`` is that of a ``Linear8bitLt``; return ``state``, which is None without a layer."""
+    if state is not None:
+        refuse(row_scales.layer_of(state), x)
     return state
 
 
-def _refuse(layer: Any, x: Tensor) -> None:
+def refuse(layer: Any, x: Tensor) -> NoReturn:
+    """Raise, because ``layer`` cannot compute with integers ``x``."""
     which = "matmul" if layer is None else f"{type(layer).__name__} {row_scales.name_of(layer)!r}"
     raise TypeError(
         f"{which} expected a floating-point input, got {x.dtype}. If the model casts activations to the dtype of this "
@@ -89,14 +83,14 @@ PATCH = Patch(
         Rewrite(
             "bitsandbytes.nn.modules:Linear4bit.forward",
             find=_ASKED,
-            replace=f"_patches_floating(self, x) and {_ASKED}",
-            names={"_patches_floating": is_floating},
+            replace=f"(x.dtype.is_floating_point or _patches_refuse_integers(self, x)) and {_ASKED}",
+            names={"_patches_refuse_integers": refuse},
         ),
         Rewrite(
             "bitsandbytes.autograd._functions:matmul",
             find="state or MatmulLtState()",
-            replace="_patches_state_of(A, state) or MatmulLtState()",
-            names={"_patches_state_of": checked_state},
+            replace="(state if A.dtype.is_floating_point else _patches_refuse_of_state(A, state)) or MatmulLtState()",
+            names={"_patches_refuse_of_state": refuse_of_state},
         ),
     ),
     defect=defect,

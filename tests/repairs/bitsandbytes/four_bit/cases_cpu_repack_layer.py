@@ -10,7 +10,7 @@ from bitsandbytes.nn import Linear4bit
 
 import patches
 from patches import REGISTRY
-from patches.repairs.bitsandbytes.four_bit.cpu_repack import canonical_state
+from patches.quantized.four_bit.quant_states import canonical_state
 
 from .cpu_layers import ID, NESTED, QUIET, holds_a_copy, infer, inputs, make, never, patched, relative, same_state
 

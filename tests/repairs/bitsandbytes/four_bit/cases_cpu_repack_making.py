@@ -7,7 +7,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 
 import patches
-from patches.repairs.bitsandbytes.four_bit.cpu_repack import canonical_state
+from patches.quantized.four_bit.quant_states import canonical_state
 from patches.operators import packed_copies
 
 from .cpu_layers import (
