@@ -31,7 +31,6 @@ def _start(stack: contextlib.ExitStack, line: bytes) -> None:
     timer = threading.Timer(SECONDS, write)
     timer.daemon = True
     timer.start()
-    stack.callback(
-        timer.join
-    )  # the last one is called first: it is cancelled, has ended, and then the stream is closed
+    # The last callback is called first: the timer is cancelled, has ended, and then the stream is closed.
+    stack.callback(timer.join)
     stack.callback(timer.cancel)
