@@ -110,9 +110,9 @@ def older(session: nox.Session) -> None:
     Each runs in one process. With two workers each, both would import the stack and collect the tests.
     """
     two_at_a_time(lambda release: bitsandbytes(session, release), SHORT)  # their sources say which release runs what
-    suites = (*SHORT[-2::-1], *OLDER)
-    if unknown := set(session.posargs) - set(suites):
-        session.error(f"{', '.join(sorted(unknown))}: there are {', '.join(suites)}")
+    there = (*SHORT[-2::-1], *OLDER)
+    if unknown := set(session.posargs) - set(there):
+        session.error(f"{', '.join(sorted(unknown))}: there are {', '.join(there)}")
 
     downloading = threading.Lock()  # the stacks share folders
     beside = preloaded()
@@ -127,7 +127,7 @@ def older(session: nox.Session) -> None:
 
     failed = []
     with ThreadPoolExecutor(2) as pool:
-        running = {pool.submit(run, name): name for name in session.posargs or suites}
+        running = {pool.submit(run, name): name for name in session.posargs or there}
         for each in as_completed(running):
             name, done = running[each], each.result()
             print(f"{name}:\n{done.stdout}{done.stderr}", flush=True)
