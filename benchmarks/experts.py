@@ -10,11 +10,7 @@ writes at the bandwidth of a copy. Five minutes.
 from __future__ import annotations
 
 import argparse
-import logging
-import platform
-import re
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -22,6 +18,7 @@ from typing import Any
 
 from .mixtures import RANK, TOP, WIDE, mixture, size_of, step, with_linears, with_lora
 from .present import markdown, write
+from .setting import begin, host
 
 TOKENS = 256
 
@@ -33,18 +30,8 @@ def main() -> None:
     parser.add_argument("--growth", type=int, nargs="*", default=[16, 64, 128], help="numbers of experts")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     options = parser.parse_args()
-    logging.disable()
-    warnings.simplefilter("ignore")
-
-    import torch
-    import transformers
-
-    import patches
-
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    patches.apply()
-    data: dict[str, Any] = {"host": _host(), "steps": [], "growth": []}
+    begin()
+    data: dict[str, Any] = {"host": host(), "steps": [], "growth": []}
     for kind in ("eager", "grouped_mm"):
         data["steps"].append(_compared(kind, options.experts, options.rounds))
         write(options.output / "experts", data, table(data))  # after each part: an interrupted run has what it did
@@ -76,17 +63,6 @@ def table(data: dict[str, Any]) -> str:
         for g in data["growth"]
     ]  # fmt: skip
     return "\n\n".join([*parts, markdown(head, rows)])
-
-
-def _host() -> dict[str, Any]:
-    import bitsandbytes
-    import torch
-
-    found = (
-        re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
-    )
-    versions = {"torch": torch.__version__, "bitsandbytes": bitsandbytes.__version__}
-    return {"processor": found[1] if found else platform.processor(), **versions}
 
 
 def _compared(implementation: str, count: int, rounds: int) -> dict[str, Any]:

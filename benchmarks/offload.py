@@ -11,12 +11,9 @@ wait only for an accelerator, so without one these rows are left out. Three minu
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import platform
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -27,6 +24,7 @@ from patches.offload.prefetch import Region, tensor_regions
 
 from .device import map_with
 from .present import markdown, write
+from .setting import begin, host
 
 LAYERS, ON_DEVICE = 8, 1
 KINDS = ("16 bits", "4 bits", "INT8")
@@ -41,23 +39,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     parser.add_argument("--folder", help="where the files of the models lie, on the disk that is measured")
     options = parser.parse_args()
-    logging.disable()
-    warnings.simplefilter("ignore")
+    begin()
 
     import torch
-    import transformers
 
-    import patches
-
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    patches.apply()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         for kind in KINDS:  # a file that another model has mapped stays in the page cache
             _save(folder / kind, options.hidden)
-        data: dict[str, Any] = {"host": {**_host(), "device": device, "hidden": options.hidden}, "rows": []}
+        data: dict[str, Any] = {"host": {**host(), "device": device, "hidden": options.hidden}, "rows": []}
         data["loading"] = _loading(folder, device, options.rounds)
         for place in ["disk, warm", "disk, cold", *(["cpu"] if device != "cpu" else [])]:
             data["rows"] += _compared(folder, device, place, options.rounds)
@@ -215,16 +206,6 @@ def _seconds(call: Callable[[], Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def _host() -> dict[str, Any]:
-    from importlib.metadata import version
-
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
-    load = round(os.getloadavg()[0], 1)
-    return {"processor": name, "load": load, **{each: version(each) for each in ("torch", "bitsandbytes")}}
 
 
 if __name__ == "__main__":

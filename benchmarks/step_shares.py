@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import logging
 import pstats
 import re
 import tempfile
 import time
-import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 from . import offload
 from .present import markdown, write
+from .setting import begin, host
 
 WAYS = (("16 bits", "disk"), ("4 bits", "disk"), ("INT8", "disk"), ("4 bits", ""))
 KINDS = {
@@ -51,19 +50,9 @@ def main() -> None:
     parser.add_argument("--folder", help="where the files of the models lie")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     options = parser.parse_args()
-    logging.disable()
-    warnings.simplefilter("ignore")
-
-    import torch
-    import transformers
-
-    import patches
-
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    patches.apply()
-    host = {**offload._host(), "hidden": options.hidden, "tokens": options.tokens}
-    data: dict[str, Any] = {"host": host, "ways": []}
+    begin()
+    about = {**host(), "hidden": options.hidden, "tokens": options.tokens}
+    data: dict[str, Any] = {"host": about, "ways": []}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         for kind, place in WAYS:
             step = _prepared(Path(name), kind, place, options.hidden, options.tokens)

@@ -20,7 +20,7 @@ from .known import FOUND, KNOWN, fault_of, marks
 from .layers import KINDS
 from .sequences import OPERATIONS
 from .share import runs_daily
-from .verdicts import Verdicts
+from .verdicts import Verdicts, selected_cases
 
 PACKED = bool(getattr(functional, "has_avx512bf16", lambda: False)())
 CASES = cases(_devices(), PACKED)
@@ -29,9 +29,7 @@ CASES = cases(_devices(), PACKED)
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> Verdicts:
     """Of the cases that this run selects; with every pair of a case and a patch before a release."""
-    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    cases = (case for call in calls if isinstance(case := call.params.get("case"), Case))
-    return Verdicts(cases, daily=is_daily(request.config))
+    return Verdicts(selected_cases(request), daily=is_daily(request.config))
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:

@@ -10,7 +10,7 @@ from tests.conftest import _devices
 
 from .catalogue import PROGRAMS, Case, cases
 from .known import marks
-from .verdicts import Verdicts
+from .verdicts import Verdicts, selected_cases
 
 
 def chosen() -> list[Case]:
@@ -28,9 +28,7 @@ CASES = chosen()
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest) -> Verdicts:
     """The verdicts on the cases that this run selects."""
-    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    found = (case for call in calls if isinstance(case := call.params.get("case"), Case))
-    return Verdicts(found, alone=False)
+    return Verdicts(selected_cases(request), alone=False)
 
 
 @pytest.mark.parametrize(

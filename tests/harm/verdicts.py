@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from .catalogue import Case
 from .reach import Entered, here, patches_reached
 from .rule import Trace, fault
@@ -53,6 +55,12 @@ class Verdicts:
             with _silent():
                 self._judged |= _judge(self._groups[case.group], self._daily, self._alone)
         return self._judged[case.id]
+
+
+def selected_cases(request: pytest.FixtureRequest) -> Iterator[Case]:
+    """Give the cases that this run selects, in the tests that have a parameter ``case``."""
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    return (case for call in calls if isinstance(case := call.params.get("case"), Case))
 
 
 @contextlib.contextmanager
