@@ -24,7 +24,7 @@ from patches.offload.prefetch import Region, tensor_regions
 
 from .device import map_with
 from .present import markdown, write
-from .setting import begin, host
+from .setting import begin, host, sentence
 
 LAYERS, ON_DEVICE = 8, 1
 KINDS = ("16 bits", "4 bits", "INT8")
@@ -59,7 +59,7 @@ def main() -> None:
 def table(data: dict[str, Any]) -> str:
     host = data["host"]
     about = (
-        f"{host['processor']}, one thread, load {host['load']}, torch {host['torch']}, bitsandbytes {host['bitsandbytes']}; "
+        f"{sentence(host)}; "
         f"{LAYERS - ON_DEVICE} of {LAYERS} layers of width {host['hidden']} offloaded, forward of {TOKENS} tokens on {host['device']}."
     )
     head = ("where", "model", "MB brought", "ms", "of 16 bits", "limit ms", "ahead")

@@ -239,10 +239,10 @@ def with_bars(readme: str, pictures: Mapping[str, Picture]) -> str:
     return re.sub(r"(<!-- bars: (\w+)[^>]*-->)\n.*?(<!-- end -->)", bars, readme, flags=re.DOTALL)
 
 
-def main(results: Path = RESULTS) -> int:
-    pictures = made(results)
+def main() -> int:
+    pictures = made()
     for name, picture in pictures.items():
-        (results / f"{name}.svg").write_text(draw(picture), "utf-8")
+        (RESULTS / f"{name}.svg").write_text(draw(picture), "utf-8")
     README.write_text(with_bars(README.read_text("utf-8"), pictures), "utf-8")
     return 0
 

@@ -20,6 +20,11 @@ def host() -> dict[str, Any]:
     return {"processor": name, "load": load, **{each: version(each) for each in ("torch", "bitsandbytes")}}
 
 
+def sentence(host: dict[str, Any]) -> str:
+    """Return what :func:`host` gave, in words."""
+    return f"{host['processor']}, one thread, load {host['load']}, torch {host['torch']}, bitsandbytes {host['bitsandbytes']}"
+
+
 def begin() -> None:
     """Silence the libraries, compute on one thread, and apply the patches."""
     logging.disable()

@@ -23,7 +23,7 @@ from typing import Any
 
 from . import offload
 from .present import markdown, write
-from .setting import begin, host
+from .setting import begin, host, sentence
 
 WAYS = (("16 bits", "disk"), ("4 bits", "disk"), ("INT8", "disk"), ("4 bits", ""))
 KINDS = {
@@ -64,7 +64,7 @@ def main() -> None:
 def table(data: dict[str, Any]) -> str:
     host = data["host"]
     about = (
-        f"{host['processor']}, one thread, load {host['load']}, torch {host['torch']}, bitsandbytes {host['bitsandbytes']}; "
+        f"{sentence(host)}; "
         f"a step of {host['tokens']} tokens, {offload.LAYERS} layers of width {host['hidden']}, "
         f"{offload.LAYERS - offload.ON_DEVICE} of them on the disk where it says so."
     )
