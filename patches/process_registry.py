@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from . import tested_stacks
 from .engine import catalog, compiler, gate
 from .engine.build import Builder
-from .engine.library_files import LibraryFiles
 from .engine.registry import Registry
 from .engine.report import Report
 from .experts import dense_operations
 from .loading import placement_summary
 from .newer_releases import NewerReleases
 from .process import compiled_code, live_objects
+
+if TYPE_CHECKING:
+    from .engine.library_files import LibraryFiles  # for a command alone: no program that imports us needs it
 
 
 class _PluginRegistry(Registry):

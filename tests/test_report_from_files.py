@@ -64,6 +64,13 @@ def test_it_imports_none_of_them(arguments):
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "[]"), done.stderr
 
 
+def test_a_program_that_imports_the_plugin_loads_no_code_of_the_command():
+    program = "import sys, patches; print(*(name for name in sys.modules if name.startswith('bnb_patches.')))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "bnb_patches.engine.registry" in loaded
+    assert not [name for name in loaded if "library_files" in name or "command_line" in name]
+
+
 def test_it_says_what_live_says_of_the_installed_packages():
     """With some disabled, with all, and where no import applies any: the last says the least of what the process has."""
     asked = [DISABLED, {"PATCHES_DISABLE": ""}, {"PATCHES_DISABLE": "", **OFF}]
