@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit
 
-_PACKED_WEIGHTS = __name__.partition(".quantized.")[0] + ".operators.packed_copies"
-
 MARKS = frozenset({"quant_state", "bnb_quantized", "quant_storage", "blocksize"})
 """Attributes by which a plain ``Parameter`` is known as a 4-bit weight that was pickled."""
 
@@ -67,10 +65,11 @@ def is_for_cpu_kernel(state: QuantState | None) -> bool:
     return state is not None and bool(state.__dict__.get("packing_format_for_cpu", False))
 
 
-def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> QuantState | None:
+def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool], packed_copies: str) -> QuantState | None:
     """Return the quantization state of ``layer``; convert a repacked weight back, and free its packed copy in training.
 
-    Written out, without a call of the functions above: each forward calls it.
+    ``packed_copies``: the name of the module that holds the copies. Written out, without a call of the functions above:
+    each forward calls it.
     """
     weight: Any = layer._parameters.get("weight")  # not `layer.weight`, which takes 0.6 us
     if weight is None:
@@ -87,9 +86,9 @@ def canonical_state(layer: Linear4bit, is_compiling: Callable[[], bool]) -> Quan
     # Layers that were pickled by an older release have no such attribute.
     if layer.training and layer.__dict__.get("support_avx512bf16_for_cpu", False):
         # Looked up, not imported: each training forward comes by, and most programs never pack a weight.
-        packed_weights = None if is_compiling() else sys.modules.get(_PACKED_WEIGHTS)
-        if packed_weights is not None and packed_weights.alive and state.absmax.is_cpu:
-            packed_weights.free_packed_copy(weight)
+        copies = None if is_compiling() else sys.modules.get(packed_copies)
+        if copies is not None and copies.alive and state.absmax.is_cpu:
+            copies.free_packed_copy(weight)
     return state
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
 
 _FORWARD = "bitsandbytes.nn.modules:Linear4bit.forward"
+PACKED_COPIES = __name__.partition(".repairs.")[0] + ".operators.packed_copies"
 _TILE = 32  # output rows in a tile of the packed layout
 
 
@@ -180,7 +181,10 @@ PATCH = Patch(
         Rewrite(
             _FORWARD,
             "quant_state = self.weight.quant_state",
-            "quant_state = _patches_canonical_state(self, torch.compiler.is_compiling)\n_patches_product = None",
+            f"""
+                quant_state = _patches_canonical_state(self, torch.compiler.is_compiling, {PACKED_COPIES!r})
+                _patches_product = None
+            """,
             names={"_patches_canonical_state": quant_states.canonical_state},
         ),
         Rewrite(

@@ -11,6 +11,7 @@ from bitsandbytes.nn import Linear4bit
 import patches
 from patches import REGISTRY
 from patches.quantized.four_bit.quant_states import canonical_state
+from patches.repairs.bitsandbytes.four_bit.cpu_repack import PACKED_COPIES
 
 from .cpu_layers import ID, NESTED, QUIET, holds_a_copy, infer, inputs, make, never, patched, relative, same_state
 
@@ -138,7 +139,7 @@ def test_a_layer_from_an_older_release():
     """It never asked the processor; on other devices nothing does."""
     layer = make().train()
     del layer.support_avx512bf16_for_cpu
-    assert canonical_state(layer, torch.compiler.is_compiling) is layer.weight.quant_state
+    assert canonical_state(layer, torch.compiler.is_compiling, PACKED_COPIES) is layer.weight.quant_state
 
 
 def test_a_bias_that_learns_in_eval_mode():

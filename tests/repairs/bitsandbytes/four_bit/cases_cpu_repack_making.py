@@ -8,6 +8,7 @@ from bitsandbytes.nn import Linear4bit
 
 import patches
 from patches.quantized.four_bit.quant_states import canonical_state
+from patches.repairs.bitsandbytes.four_bit.cpu_repack import PACKED_COPIES
 from patches.operators import packed_copies
 
 from .cpu_layers import (
@@ -78,10 +79,10 @@ def test_a_run_that_trains_in_between(shape, made):
 def test_training_asks_nothing_of_weights_on_other_devices(monkeypatch):
     layer, asked = make().train(), []
     monkeypatch.setattr(packed_copies, "free_packed_copy", asked.append)
-    canonical_state(layer, torch.compiler.is_compiling)
+    canonical_state(layer, torch.compiler.is_compiling, PACKED_COPIES)
     assert len(asked) == 1
     layer.weight.quant_state.to("meta")
-    canonical_state(layer, torch.compiler.is_compiling)
+    canonical_state(layer, torch.compiler.is_compiling, PACKED_COPIES)
     assert len(asked) == 1
 
 
