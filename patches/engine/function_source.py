@@ -9,7 +9,6 @@ import __future__
 
 import ast
 import builtins
-import contextlib
 import functools
 import inspect
 import linecache
@@ -50,13 +49,13 @@ class Source(NamedTuple):
     """The function's own lines, decorators included; the first is line ``code.co_firstlineno``."""
     file_lines: list[str]
     """All lines of its file."""
-    spare_trees: list[tuple[ast.Module, FunctionNode]]
-    """The tree that the source was checked with, until a caller takes it: parsing takes as long as compiling."""
+    spare_tree: dict[str, tuple[ast.Module, FunctionNode]]
+    """Under "tree" the one that the source was checked with, until a caller takes it: parsing takes as long as compiling."""
 
     def parse(self) -> tuple[ast.Module, FunctionNode]:
         """Return a syntax tree that no other caller has, and the function in it."""
-        with contextlib.suppress(IndexError):
-            return self.spare_trees.pop()
+        if spare := self.spare_tree.pop("tree", None):
+            return spare
         tree = ast.parse(self.text, self.code.co_filename)
         node: ast.AST = tree
         for _ in range(self.scopes + 1):
@@ -103,10 +102,10 @@ def _find_source(function: FunctionType, code: CodeType) -> Source:
         try:
             for block, imports in find_lines(function, code, lines):
                 text, scopes = _in_scopes(block, code, function.__qualname__)
-                found = Source(code, text, scopes, imports, block, lines, [])
+                found = Source(code, text, scopes, imports, block, lines, {})
                 parsed = found.parse()
                 if compile_like(parsed[0], code) == code:
-                    found.spare_trees.append(parsed)
+                    found.spare_tree["tree"] = parsed
                     return found
             problem = None
         except (SyntaxError, IndexError, LookupError) as error:
