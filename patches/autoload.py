@@ -174,7 +174,7 @@ def _tell_what_is_left_out() -> None:
     counts = ", ".join(
         [f"{_patches(first[1])} of {first[0]}", *(f"{number} of {package}" for package, number in others)]
     )
-    what = "left out, because nobody has tested them on this release, and its source is not known"
+    what = "not applied, because the source that they rest on has changed in this release"
     _log(logging.WARNING, "%s: %s. To verify them on this machine: python -m patches adopt", what, counts)
     if NEWER_RELEASES.problem and NEWER_RELEASES.problem not in _problems:
         _problems.append(NEWER_RELEASES.problem)

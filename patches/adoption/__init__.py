@@ -88,7 +88,7 @@ class Adoption:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "nothing to adopt: no patch is left out here because a release is newer than any it was tested on"
+            return "nothing to adopt: no patch is held back by a release that is newer than the tested ones"
         ordered = sorted(self.rows, key=lambda row: VERDICTS.index(row.verdict))
         lines = [table.Row((row.verdict, row.name), [row.reason] if row.reason else [], row.loud) for row in ordered]
         text = table.text(lines, table.total([row.verdict for row in self.rows], VERDICTS))

@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         (
             "adopt",
             _adopt,
-            "verify here the patches that are left out on a newer release; those that hold are applied from then on",
+            "verify here the patches that are not applied on a newer release; those that hold are applied from then on",
         ),
         ("explain", _explain, "one patch, or the patches for an error message in quotes"),
     ):
@@ -190,7 +190,7 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
 def _adopt(options: argparse.Namespace) -> tuple[str, int]:
     if options.forget:
         return _forget(options)
-    return _run_in_processes(adoption.adopt, options, "verifying the patches that are left out, in fresh processes")
+    return _run_in_processes(adoption.adopt, options, "verifying in fresh processes the patches that are not applied")
 
 
 def _run_in_processes(verb: Callable[..., Any], options: argparse.Namespace, doing: str) -> tuple[str, int]:

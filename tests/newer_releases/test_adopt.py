@@ -68,7 +68,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-WAITING = "patches: verifying the patches that are left out, in fresh processes ...\n"
+WAITING = "patches: verifying in fresh processes the patches that are not applied ...\n"
 """What a command says that takes longer than two seconds."""
 
 
@@ -165,7 +165,7 @@ def test_it_can_be_forgotten(adopted, folder, file):
 
 def test_there_is_nothing_to_adopt_on_tested_releases(tmp_path):
     done = patches("adopt", folder=tmp_path, file=tmp_path / "own.json")
-    said = "nothing to adopt: no patch is left out here because a release is newer than any it was tested on\n"
+    said = "nothing to adopt: no patch is held back by a release that is newer than the tested ones\n"
     assert (done.returncode, done.stdout, done.stderr.replace(WAITING, "")) == (0, said, "")
     assert not (tmp_path / "own.json").exists()
 

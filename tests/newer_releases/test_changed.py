@@ -82,7 +82,7 @@ def test_a_program_gets_one_line_and_the_others_are_applied(changed, known, fork
     assert found.ids("untested") == left_out
     assert len(found.ids("applied")) > 40
     assert found.warnings == [
-        "left out, because nobody has tested them on this release, and its source is not known: "
+        "not applied, because the source that they rest on has changed in this release: "
         f"{len(left_out)} patches of bitsandbytes {NUMBER}. To verify them on this machine: python -m patches adopt"
     ]
     assert all(f"untested       {name}\n    bitsandbytes {NUMBER} is newer than" in found.said for name in left_out)
