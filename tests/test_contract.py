@@ -115,6 +115,8 @@ def test_present_absent_present(forked, daily, ids, phases):
     undecided = [row for row in rows if row["verdict"] == "skipped" and row["findings"]]
     unrepaired = [f"{row['id']}: {row['reason']}{advice.forgotten(row)}" for row in undecided]
     assert not unrepaired, "on this stack no patch is left undecided:\n" + "\n".join(unrepaired)
+    if len(ALL) < len(REGISTRY.patches) and len(hidden) == len(rows):
+        pytest.skip(f"on this pretended processor PATCH names only what cannot show its defect: {hidden}")
     assert [row for row in rows if row["verdict"] == "ok"], "at least one defect can be shown everywhere"
 
 
