@@ -200,8 +200,8 @@ PATCH = Patch(
         for a group of several dtypes.
     """,
     cost="""
-        Nothing in a step, but for the last: a look at each frozen parameter of a group when it is gathered, less
-        than a microsecond each.
+        A look at each frozen parameter of a group when the group is gathered, less than a microsecond each. Otherwise
+        nothing in a step.
     """,
     former_ids=("torch-fsdp-casts-codes", "torch-fsdp-integer-weights", "torch-fsdp-nan-codes"),
     parts=(

@@ -130,10 +130,10 @@ PATCH = Patch(
         copy has copies of accelerate's hooks and of the tensors that they keep in memory, and reads the others from
         the same files.
 
-        The repair adds the class to these attributes; the rest of the pickle is as torch makes it. The pickle names
-        nothing of bnb-patches and loads in a process without the plugin. If a pickle holds no ``QuantState`` and no
-        layer (a weight alone that is not quantized yet), ``torch.load`` reads it with ``weights_only=True``, its
-        default, which refuses the name of a class. Such a pickle stays as it was.
+        The repair adds the class to the attributes that torch pickles; the rest of the pickle is as torch makes it. The
+        pickle names nothing of bnb-patches and loads in a process without the plugin. If a pickle holds no
+        ``QuantState`` and no layer (a weight alone that is not quantized yet), ``torch.load`` reads it with
+        ``weights_only=True``, its default, which refuses the name of a class. Such a pickle stays as it was.
 
         When a layer is loaded whose pickle names no class (written without the patch), it gives its weights their
         class.

@@ -197,7 +197,7 @@ PATCH = Patch(
         like its original.
 
         ``torch.utils.swap_tensors`` refuses tensors that are referred to weakly. It swaps registered parameters as
-        before: what is noted stays with the object.
+        before: the override stays with the object.
 
         The repair stores one dict for each parameter. If the caller passed a dict, later overrides go into a
         separate layer above it, so that changes of the caller's dict count as before.
