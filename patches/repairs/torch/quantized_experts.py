@@ -128,23 +128,23 @@ PATCH = Patch(
         weights.
     """,
     repair="""
-        With the patch a rank holds the packed weights and scales of its experts, FSDP2 gathers these, and a layer
-        computes with a quantized parameter. Outputs and gradients equal the ones of one process. If the number of
-        experts is not a multiple of the number of ranks, they are sharded in floating point as before, and the log
+        With the patch, under FSDP2, a rank holds the packed weights and scales of its experts, FSDP2 gathers these, and
+        a layer computes with a quantized parameter. Outputs and gradients equal the ones of one process. If the number
+        of experts is not a multiple of the number of ranks, they are sharded in floating point as before, and the log
         says so. Parameters that are not quantized take the old path.
 
-        With the patch the packed weights and scales are broadcast, like the ones of ``Linear4bit``, and all ranks
-        have the experts of rank 0. Other parameters are broadcast as before.
+        With the patch, DistributedDataParallel broadcasts the packed weights and scales, like the ones of
+        ``Linear4bit``, so all ranks have the experts of rank 0. Other parameters are broadcast as before.
 
-        With the patch this sum is never computed (``experts/adapted_experts.py``). Only experts that tokens chose
-        are dequantized, one at a time, and their slices of ``lora_A`` and ``lora_B`` are applied to these tokens,
-        for each active adapter. Gradients equal the dequantized model's up to rounding (1e-6). Merging dequantizes,
-        adds and quantizes one expert at a time. Unmerging restores the packed weights from before, as
+        With the patch, the sum of weights and LoRA is never computed (``experts/adapted_experts.py``). Only experts
+        that tokens chose are dequantized, one at a time, and their slices of ``lora_A`` and ``lora_B`` are applied to
+        these tokens, for each active adapter. Gradients equal the dequantized model's up to rounding (1e-6). Merging
+        dequantizes, adds and quantizes one expert at a time. Unmerging restores the packed weights from before, as
         ``peft-unmerge`` does for ``Linear4bit``. Parameters in floating point take the old path.
 
         In each forward peft registers a parametrization, for which torch exchanges a parameter of such a class with
-        itself. That raises an error if anything holds a weak reference to it, as ``torch.compile`` does. A
-        parameter is no longer exchanged with itself.
+        itself. That raises an error if anything holds a weak reference to it, as ``torch.compile`` does. With the
+        patch, torch does not exchange a parameter with itself.
     """,
     cost="""
         Nothing in a step.

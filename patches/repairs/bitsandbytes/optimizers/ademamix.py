@@ -125,13 +125,13 @@ PATCH = Patch(
         equal that optimizer bit for bit. A state of the old size, from an optimizer or a file made before, lacks
         the slow average: a step with it raises an error that says so.
 
-        The repair allocates the state like that of ``AdEMAMix``, and the steps equal the steps of ``AdEMAMix`` bit
-        for bit.
+        For paged AdEMAMix on a CPU, the repair allocates the state as ``AdEMAMix`` does, and the steps equal the steps
+        of ``AdEMAMix`` bit for bit.
     """,
     cost="""
-        A comparison for each parameter and step.
+        For the 32-bit classes a comparison for each parameter and step.
 
-        On other devices a look at the device when a paged state is made.
+        For paged AdEMAMix on other devices a look at the device when a paged state is made.
     """,
     former_ids=("bitsandbytes-ademamix-32bit", "bitsandbytes-paged-ademamix-cpu"),
     parts=(
