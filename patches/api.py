@@ -67,17 +67,17 @@ def _is_applied(patch_id: str) -> bool:
 def apply(*ids: str, strict: bool | None = None, untested: bool | None = None) -> Report:
     """Apply the named patches, or all. Patches of packages that are imported later are applied then.
 
-    Calling it again changes nothing. Each patch is applied whole or not at all, and an interrupted call has changed
-    nothing or all. Patches in ``PATCHES_DISABLE`` are not applied.
+    Calling it again changes nothing. Each patch is applied whole or not at all. A call that is interrupted makes all its
+    changes or none. Patches in ``PATCHES_DISABLE`` are not applied.
 
     Parameters
     ----------
     ids:
         Ids of patches, such as ``"peft-dora-cache"``; all if there is none.
     strict:
-        Raise if a patch does not fit, after all were tried; by default what ``PATCHES_STRICT`` says.
+        Try all patches, then raise if one does not fit; by default as ``PATCHES_STRICT`` says.
     untested:
-        Also try releases newer than any that a patch was tested on; by default what ``PATCHES_UNTESTED`` says.
+        Also try releases newer than any that a patch was tested on; by default as ``PATCHES_UNTESTED`` says.
 
     Raises
     ------
@@ -131,13 +131,13 @@ def quantize_experts(model: Model) -> Model: ...
 
 
 def quantize_experts(model: Any = None) -> Any:
-    """Quantize the experts of a mixture to 4 bits or INT8, as its ``BitsAndBytesConfig`` says.
+    """Quantize the experts of a mixture of experts to 4 bits or INT8, as its ``BitsAndBytesConfig`` says.
 
-    ``load_in_4bit`` and ``load_in_8bit`` quantize linear layers. transformers 5 keeps the experts of a layer in parameters
-    of three dimensions (experts, rows, columns), which stay in floating point: most of the model. This replaces each by
-    an ``Experts4bit`` or ``Experts8bit``: a parameter of the same shape and dtype that holds packed weights, quantized
-    matrix by matrix as ``Linear4bit`` and ``Linear8bitLt`` do. Products take one expert at a time, in the forward pass and
-    again in the backward pass.
+    ``load_in_4bit`` and ``load_in_8bit`` quantize linear layers. transformers 5 keeps the experts of a layer in
+    parameters of three dimensions (experts, rows, columns), which stay in floating point: most of the model. This
+    function replaces each by an ``Experts4bit`` or ``Experts8bit``: a parameter of the same shape and dtype that holds
+    packed weights, quantized matrix by matrix as ``Linear4bit`` and ``Linear8bitLt`` do. Products take one expert at a
+    time, in the forward pass and again in the backward pass.
 
     Three ways to ask for it::
 
@@ -148,8 +148,8 @@ def quantize_experts(model: Any = None) -> Any:
 
         PATCHES_QUANTIZE_EXPERTS=1 python train.py      # of every model that the program loads quantized
 
-    NF4 or FP4, double quantization, the storage dtype and ``llm_int8_skip_modules`` are the configuration's.
-    Of a loaded model all experts are quantized, or none; experts that are quantized already stay as they are.
+    NF4 or FP4, double quantization, the storage dtype and ``llm_int8_skip_modules`` are taken from the configuration.
+    In a loaded model all experts are quantized, or none; experts that are already quantized stay as they are.
 
     Parameters
     ----------
@@ -191,9 +191,10 @@ def compile_options(
 
         Accelerator(dynamo_plugin=patches.compile_options({"max_autotune_gemm": True}).plugin())
 
-    The `with` covers the ``torch.compile`` calls made in it by the thread that entered it; what they return
-    keeps the options, also for functions that are compiled later and in another thread. At its end ``torch.compile`` is
-    as before. Meanwhile ``patches.report().features`` shows it, and ``patches.revert()`` ends it.
+    The ``with`` block covers the calls of ``torch.compile`` that are made inside of it by the thread that entered it.
+    What these calls return keeps the options, also for functions that are compiled later and in another thread. At the
+    end of the block ``torch.compile`` is as before. Inside of the block ``patches.report().features`` has an entry for
+    it, and ``patches.revert()`` ends its effect.
 
     Parameters
     ----------

@@ -21,8 +21,8 @@ from ..verification.processes import NoInterpreter
 from . import colour, explain, glance, notice, reports, streams
 
 _LIVE = (
-    "import the packages and apply the patches in this process; without it the answer is read from the files of the "
-    "packages. Only --live shows packages whose import raises an error, and functions that another program replaces"
+    "import the packages and apply the patches in this process; without --live, the files of the packages are read. "
+    "Only --live shows packages whose import raises an error, and functions that another program replaces"
 )
 
 
@@ -108,15 +108,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for name, run, text in (
         ("list", _list, "every patch: what it repairs, and for which releases"),
-        ("report", _report, "what is applied here and what is not, with the reason"),
-        ("diff", _diff, "what is changed, as a unified diff"),
-        ("verify", _verify, "run the reproducers in fresh processes: unpatched, patched, reverted"),
+        ("report", _report, "which patches are applied here, which are not, and why"),
+        ("diff", _diff, "the changed code, as a unified diff"),
+        (
+            "verify",
+            _verify,
+            "run each reproducer in fresh processes: without the patch, with it, with all patches, after revert",
+        ),
         (
             "adopt",
             _adopt,
-            "verify here the patches that are not applied on a newer release; those that hold are applied from then on",
+            "verify on this machine the patches that are not applied on a newer release, and apply those that hold",
         ),
-        ("explain", _explain, "one patch, or the patches for an error message in quotes"),
+        ("explain", _explain, "explain one patch, or find the patches for an error message in quotes"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         if name == "explain":
@@ -124,16 +128,24 @@ def _parser() -> argparse.ArgumentParser:
                 "text", nargs="+", metavar="ID or message", help="the id of a patch, or an error message"
             )
         else:
-            command.add_argument("ids", nargs="*", metavar="ID", help="patches; all if none is named")
-        command.add_argument("--json", action="store_true", help="for machines")
+            command.add_argument("ids", nargs="*", metavar="ID", help="ids of patches; all patches if none is named")
+        command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run, held_back="")
         if name == "report":
-            command.add_argument("--all", action="store_true", help="a line for each patch")
+            command.add_argument("--all", action="store_true", help="one line for each patch")
             command.add_argument("--live", action="store_true", help=_LIVE)
         if name == "adopt":
-            command.add_argument("--forget", action="store_true", help="take back what was adopted")
+            command.add_argument(
+                "--forget",
+                action="store_true",
+                help="forget the results of earlier runs, of all patches or of the named ones",
+            )
         if name in ("verify", "adopt"):
-            command.add_argument("--jobs", type=_count, help="processes at a time")
+            command.add_argument(
+                "--jobs",
+                type=_count,
+                help="how many processes at a time; by default one for each processor, at most four",
+            )
     return parser
 
 
@@ -234,4 +246,4 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
     if len(found) == 1:
         return explain.page(REGISTRY.patches[found[0]], report[found[0]]), 0
     chosen = [REGISTRY.patches[i] for i in found]
-    return f"{glance.patches(chosen, headed=False)}; about one: python -m patches explain ID", 0
+    return f"{glance.patches(chosen, headed=False)}; about one patch: python -m patches explain ID", 0

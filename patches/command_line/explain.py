@@ -28,7 +28,7 @@ EFFECTS = {
     "warns": Effect("only warns", "The patch only warns, or raises an error that says what to do."),
     "feature": Effect(
         "a part of quantize_experts",
-        "It repairs no defect of a library, but what patches.quantize_experts brings about.",
+        "The patch repairs no defect of a library: it is for models whose experts quantize_experts has quantized.",
     ),
 }
 

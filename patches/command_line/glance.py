@@ -25,7 +25,7 @@ _NOT_APPLIED = (
 )
 """The other states of a patch that is not applied, what one may act on first."""
 _OUTSIDE = re.compile(r"(\S+ \S+ is outside) (\S+)")
-_MORE = "a line for each patch: --all; with the packages imported: --live; about one: python -m patches explain ID"
+_MORE = "one line a patch: --all; with the packages imported: --live; about one patch: python -m patches explain ID"
 _ORDER = sorted(Status, key=lambda status: status is not Status.APPLIED)
 
 

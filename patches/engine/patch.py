@@ -122,14 +122,14 @@ class Patch:
         The changes, see :mod:`patches.engine.edits`. An edit with ``when`` is for the releases
         that it names.
     defect:
-        Runs the smallest organic case, offline, on a CPU, in about a second, and says whether
+        Runs the smallest program of a user that may go wrong, offline, on a CPU, in about a second, and says whether
         the defect is there. Raises :class:`CannotShow` where the host cannot run it.
     parts:
-        Where one cause shows in several places, in other libraries or in modules that are imported on their own: a
-        :class:`Part` for each, in the place of the four fields before.
+        If one cause has several places, in other libraries or in modules that are imported on their own: a
+        :class:`Part` for each place, instead of the fields ``requires``, ``tested_up_to``, ``edits`` and ``defect``.
     why:
-        What is wrong in the source: who meets it, on which releases, the report upstream. Paragraphs; ``cleandoc``
-        gives them without their indentation, as of the next two.
+        What is wrong in the source, which users have the defect, on which releases, and the report upstream. Paragraphs
+        whose indentation is removed, as in the next two fields.
     repair:
         What the patch does, why that is right, and what stays as it was.
     cost:
@@ -143,13 +143,13 @@ class Patch:
     words:
         Entries of :data:`patches.symptoms.WORDS` by which it is found.
     effect:
-        "repairs"; "warns" where the patch only warns or refuses; "feature" where it repairs only what a function of
-        ours brings about.
+        "repairs"; "warns" if the patch only warns or raises an error; "feature" if it is only for what a function of
+        the plugin makes, such as quantized experts.
     former_ids:
-        Ids that earlier releases had for this patch, or for patches that are one now. Each is accepted where an id is.
+        Ids that earlier releases had for this patch, or for patches that were merged into it. Each is still accepted.
     damage:
-        Names, in words, objects alive in this process that the defect had already damaged when
-        the patch was applied. Runs once, right after it is applied; changes nothing.
+        Returns sentences that name objects of this process which the defect had already damaged when the patch was
+        applied. Runs once, right after the patch is applied; changes nothing.
     """
 
     id: str

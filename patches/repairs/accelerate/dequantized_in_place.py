@@ -79,14 +79,14 @@ PATCH = Patch(
         weights as if they were values. accelerate up to 1.15.
     """,
     repair="""
-        The repair moves the values of such a weight as they are. It looks for the module only if a floating-point
-        weight still has packed weights or scales of an earlier quantization. A weight in a ``Linear8bitLt`` is
-        quantized as before, also if it was given other values.
+        If a module is moved with ``.to()``, the repair moves the values of a weight that was dequantized in place as
+        they are. It looks for the module only if a floating-point weight still has packed weights or scales of an
+        earlier quantization. A weight in a ``Linear8bitLt`` is quantized as before, also if it was given other values.
 
-        The repair puts a plain ``Parameter`` in the place of such a weight when accelerate moves it. A 4-bit weight
-        counts as dequantized if it is larger than its packed weights would be. An INT8 weight counts if its module
-        is no longer a ``Linear8bitLt``, or has a forward of its own. A ``Linear8bitLt`` with new floating-point
-        weights is quantized as before. If packed weights were cast to floating point, an error names the layer.
+        If accelerate moves such a weight, the repair puts a plain ``Parameter`` in its place. A 4-bit weight counts as
+        dequantized if it is larger than its packed weights would be. An INT8 weight counts if its module is no longer a
+        ``Linear8bitLt``, or has a forward of its own. A ``Linear8bitLt`` with new floating-point weights is quantized
+        as before. If packed weights were cast to floating point, an error names the layer.
     """,
     former_ids=("bitsandbytes-int8-dequantized-in-place",),
     parts=(

@@ -80,11 +80,12 @@ PATCH = Patch(
         also moves models with a device map. The Accelerator, which the Trainer calls next, has the same defect.
     """,
     repair="""
-        With the repair, an offloaded model stays where its hooks have it if no offloaded parameter is trained and
-        there is one process. In a distributed run the error stays. It also stays if offloaded parameters are
-        trained, because accelerate would drop their gradients.
+        With the repair, ``accelerator.prepare`` leaves an offloaded model where its hooks have it if no offloaded
+        parameter is trained and there is one process. In a distributed run the error stays. It also stays if offloaded
+        parameters are trained, because accelerate would drop their gradients.
 
-        With the repair an offloaded model stays where its hooks have it, if no offloaded parameter is trained.
+        With the repair, the Trainer leaves an offloaded model where its hooks have it if no offloaded parameter is
+        trained.
     """,
     former_ids=("transformers-trainer-moves-offloaded",),
     parts=(

@@ -73,14 +73,14 @@ PATCH = Patch(
     ),
     links=("https://github.com/huggingface/transformers/issues/34847",),
     why="""
-        ``dequantize()`` replaces the layers and leaves the marks of a quantized model: ``quantization_config`` in
-        its configuration, ``quantization_method``, ``is_loaded_in_4bit``. Who merges an adapter, dequantizes and
-        saves gets a folder that says that its weights are packed. ``from_pretrained`` raises ``Missing quantization
-        component `SCB``` (INT8) or ``Supplied state dict … does not contain `bitsandbytes__*``` (4-bit).
+        ``dequantize()`` replaces the layers and leaves the marks of a quantized model: ``quantization_config`` in its
+        configuration, ``quantization_method``, ``is_loaded_in_4bit``. If a program then saves the model, the
+        ``config.json`` in the folder says that the weights are packed. ``from_pretrained`` raises ``Missing
+        quantization component `SCB``` (INT8) or ``Supplied state dict … does not contain `bitsandbytes__*``` (4-bit).
         ``pipe.to(torch.float16)`` silently leaves such a model in its dtype, with a log message about 4 bits. Up to
-        diffusers 0.38 ``model.to(dtype)``, ``half()`` and ``float()`` raise an error, and with bitsandbytes before
-        0.48 an INT8 model that was dequantized cannot be moved to another device. transformers had the same defect
-        (#34847). All releases.
+        diffusers 0.38 ``model.to(dtype)``, ``half()`` and ``float()`` raise an error, and with bitsandbytes before 0.48
+        an INT8 model that was dequantized cannot be moved to another device. transformers had the same defect (#34847).
+        All releases.
     """,
     repair="""
         The repair removes these marks when the model is dequantized, and nothing else. A model that was saved

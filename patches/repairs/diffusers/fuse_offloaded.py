@@ -37,13 +37,12 @@ PATCH = Patch(
     messages=(Message("Cannot copy out of meta tensor; no data!", "torch/lib/libtorch_cpu.so"),),
     links=("https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/loaders/peft.py#L670",),
     why="""
-        ``fuse_lora`` calls ``merge`` of each layer with an adapter, and ``unfuse_lora`` calls ``unmerge``, for a
-        model, a pipeline and a text encoder alike. The weight
-        of an offloaded layer is on meta then: accelerate's hook brings it for a forward only. On a plain layer the
-        result is written to the tensor on meta and silently lost, so the fused model computes without the adapter. On
-        a quantized layer an error is raised: ``Tensor on device cpu is not on the expected device meta!`` in 4 bits,
-        ``'NoneType' object has no attribute 'to'`` in INT8. All models of diffusers with a device map over the CPU or
-        the disk, 0.33 to 0.42.
+        ``fuse_lora`` calls ``merge`` of each layer with an adapter, and ``unfuse_lora`` calls ``unmerge``, for a model,
+        a pipeline and a text encoder alike. The weight of an offloaded layer is on meta then: accelerate's hook brings
+        it for a forward only. On a plain layer the result is written to the tensor on meta and silently lost, so the
+        fused model computes without the adapter. On a quantized layer an error is raised: ``Tensor on device cpu is not
+        on the expected device meta!`` in 4 bits, ``'NoneType' object has no attribute 'to'`` in INT8. All models of
+        diffusers with a device map over the CPU or the disk, 0.33 to 0.42.
     """,
     repair="""
         The repair brings the weight of each such layer to its device before it is merged, and writes what has

@@ -34,11 +34,11 @@ PATCH = Patch(
     links=("https://github.com/huggingface/diffusers/pull/11682",),
     why="""
         With ``offload_to_disk_path`` each group of layers is written to a file that is named after the module:
-        ``proj_out``, ``norm``, ``""``. If there is a file with this name, diffusers takes it, whatever is in it.
-        ``pipe.enable_group_offload`` gives all components the same folder. Modules of two components with one name then
-        compute with the weights of the first, and there is no message. The same happens in the folder of an earlier
-        run, with another model or another quantization. If LoRA is loaded into a model that is offloaded block by
-        block, the next call raises ``KeyError: 'tensor_16'``. This is so for all models, quantized or not, with
+        ``proj_out``, ``norm``, ``""``. If there is a file with this name, diffusers uses it, whatever it contains.
+        ``pipe.enable_group_offload`` gives all components the same folder. If two components have modules of one name,
+        the second one then silently computes with the weights of the first. The same happens in the folder of an
+        earlier run, with another model or another quantization. If LoRA is loaded into a model that is offloaded block
+        by block, the next call raises ``KeyError: 'tensor_16'``. This affects all models, quantized or not, with
         diffusers 0.35 to 0.42; 0.34 names the file after the address of an object.
     """,
     repair="""
@@ -47,7 +47,8 @@ PATCH = Patch(
         an earlier group, as when LoRA is loaded, their values are read from there first.
     """,
     cost="""
-        A file that is there already is read once and compared, where diffusers does not read it. Nothing else takes longer.
+        A file that is there already is read once and compared, where diffusers does not read it. Nothing else takes
+        longer.
     """,
     requires=("diffusers>=0.35",),
     tested_up_to="0.42.1",

@@ -72,15 +72,15 @@ PATCH = Patch(
     silent=True,
     links=("https://github.com/huggingface/diffusers/pull/11682",),
     why="""
-        peft merges an adapter into a quantized layer by giving it a new weight. diffusers knows the weights of a group
-        by the objects that they were, and ``fuse_lora()`` and ``unfuse_lora()`` do not tell it. With a stream the next
-        call raises ``KeyError: Parameter containing: ...``. With ``offload_to_disk_path`` the adapter is merged into
-        the uninitialized memory that takes the place of the weights, and the output is noise or NaN; plain models lose
-        the adapter as well. This is so with diffusers 0.35 to 0.42.
+        peft merges an adapter into a quantized layer by giving it a new weight. diffusers keeps references to the
+        weights of a group, and ``fuse_lora()`` and ``unfuse_lora()`` do not update these references. With a stream the
+        next call raises ``KeyError: Parameter containing: ...``. With ``offload_to_disk_path`` the adapter is merged
+        into the uninitialized memory that takes the place of the weights, and the output is noise or NaN; plain models
+        lose the adapter as well. This affects diffusers 0.35 to 0.42.
     """,
     repair="""
-        With the repair weights that are on the disk are read before they are fused, and the groups are made anew after
-        it, as ``load_lora_weights`` does.
+        With the repair weights that are on the disk are read before they are fused, and the groups are made again
+        afterwards, as ``load_lora_weights`` does.
     """,
     cost="""
         While LoRA is fused into a model on the disk, the whole model is in CPU memory.

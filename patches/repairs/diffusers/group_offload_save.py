@@ -34,8 +34,8 @@ PATCH = Patch(
     why="""
         ``enable_group_offload(..., offload_to_disk_path=...)`` puts uninitialized memory in the place of weights that
         are on the disk. ``state_dict()`` returns that memory, and ``save_pretrained`` of a model or a pipeline saves
-        it. There is no message. The model that is loaded from it gives noise or NaN. This is so for all models,
-        quantized or not, with diffusers 0.35 to 0.42.
+        it. There is no message. The model that is loaded from it gives noise or NaN. This affects all models, quantized
+        or not, with diffusers 0.35 to 0.42.
     """,
     repair="""
         With the repair ``state_dict()`` of such a model reads these tensors from their files. All others are returned as

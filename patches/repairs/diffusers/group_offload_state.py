@@ -36,14 +36,14 @@ PATCH = Patch(
     words=("OOM (out of memory)",),
     links=("https://github.com/huggingface/diffusers/issues/10797",),
     why="""
-        diffusers offloads the layers of a group by ``parameter.data = ...``. What lies beside the packed weights stays
-        where it is: ``absmax`` and the other tensors of a 4-bit weight, the row scales and the packed weights in the
-        state of an INT8 layer. Without a stream the scales are on the CPU when the layer runs on the device, so
-        ``pipe(...)`` fails: the kernels of bitsandbytes for GPUs read the address of CPU memory. With a stream or a
-        folder, and a model that was loaded on the device, the result is right, but the scales stay there, and so do
-        all packed weights of an INT8 model: it is copied for nothing, and no memory is saved. This is so for
-        ``enable_group_offload`` of a pipeline or a model and ``apply_group_offloading``, block by block or layer by
-        layer, with diffusers 0.33 to 0.42.
+        diffusers offloads the layers of a group by ``parameter.data = ...``. Tensors that are stored beside the packed
+        weights stay where they are: ``absmax`` and the other tensors of a 4-bit weight, the row scales and the packed
+        weights in the state of an INT8 layer. Without a stream the scales are on the CPU when the layer runs on the
+        device, so ``pipe(...)`` fails: the kernels of bitsandbytes for GPUs read the address of CPU memory. With a
+        stream or a folder, and a model that was loaded on the device, the result is right, but the scales stay there,
+        and so do all packed weights of an INT8 model: the model is copied for nothing, and no memory is saved. This
+        affects ``enable_group_offload`` of a pipeline or a model and ``apply_group_offloading``, block by block or
+        layer by layer, with diffusers 0.33 to 0.42.
     """,
     repair="""
         With the repair the scales go with the packed weights, to the device and back. The state of an INT8 layer is

@@ -106,10 +106,10 @@ PATCH = Patch(
         GPU. All releases.
     """,
     repair="""
-        On a machine without any accelerator, a model is quantized on the CPU: without ``device_map`` it is loaded
-        as with ``device_map="cpu"``, with a warning once a process. A map that asks for another device gives the same error as before. On a machine
-        with an accelerator nothing changes. INT8 stays refused with bitsandbytes before 0.48, which quantizes packed
-        weights again when they are moved: the outputs would be wrong.
+        On a machine without any accelerator, a model is quantized on the CPU: without ``device_map`` it is loaded as
+        with ``device_map="cpu"``, with one warning in each process. A map that asks for another device gives the same
+        error as before. On a machine with an accelerator nothing changes. INT8 stays refused with bitsandbytes before
+        0.48, which quantizes packed weights again when they are moved: the outputs would be wrong.
     """,
     requires=("diffusers>=0.33", "bitsandbytes>=0.46.1"),
     tested_up_to="0.42.1",

@@ -82,10 +82,10 @@ PATCH = Patch(
     links=("https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/loaders/single_file_model.py",),
     why="""
         ``FluxTransformer2DModel.from_single_file(path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))``
-        raises ``Supplied state dict … does not contain `bitsandbytes__*``, and in INT8 ``Missing quantization
-        component `SCB```. ``from_single_file`` creates the quantizer without saying what the file holds, and its
-        default is that of GGUF: packed weights. So fine-tunes that are published as one file of 16-bit weights
-        cannot be quantized. All releases.
+        raises ``Supplied state dict … does not contain `bitsandbytes__*``, and in INT8 ``Missing quantization component
+        `SCB```. ``from_single_file`` creates the quantizer without saying what the file holds, and by default the
+        quantizer expects packed weights, as in a GGUF file. So fine-tunes that are published as one file of 16-bit
+        weights cannot be quantized. All releases.
     """,
     repair="""
         If the file holds no tensor whose values take one byte, the weights are quantized while they are loaded, to

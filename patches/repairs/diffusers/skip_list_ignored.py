@@ -75,9 +75,9 @@ PATCH = Patch(
     links=("https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/quantizers/bitsandbytes/utils.py",),
     why="""
         diffusers looks for a name followed by a dot anywhere in the text of a path. So
-        ``llm_int8_skip_modules=["transformer_blocks"]`` for FLUX also skips all ``single_transformer_blocks``:
-        nothing but the embeddings is quantized, and the model takes three times the memory. ``["attn.to_q"]``, which
-        is neither a whole path nor followed by a dot, is ignored. There is no message in both cases.
+        ``llm_int8_skip_modules=["transformer_blocks"]`` for FLUX also skips all ``single_transformer_blocks``: nothing
+        but the embeddings is quantized, and the model takes three times the memory. ``["attn.to_q"]``, which is neither
+        a whole path nor followed by a dot, is ignored. Neither case gives a message.
 
         Loading also extends the list that the user passed, by the modules that the class of the model keeps in
         float32 and by those that the device map has on the CPU. If another model is loaded with the same
@@ -86,11 +86,12 @@ PATCH = Patch(
     """,
     repair="""
         A name skips every layer whose path contains it, compared by components, as with transformers
-        (``transformers-skip-list-ignored``). A name that is no module's but a piece of a path skips what it did
-        before. The model gets a configuration of its own: in it are the paths that diffusers alone would not find,
-        so that the saved model loads without the plugin, and what diffusers adds. The configuration object that was
-        passed is not changed. A name that matches no module gives a warning with the nearest names, and an empty
-        name raises an error. A checkpoint that is already quantized is loaded by its own list.
+        (``transformers-skip-list-ignored``). A name that is a part of a path but not the name of a module skips the
+        same layers as before. The model gets its own copy of the configuration. It contains the paths that diffusers
+        alone would not skip, so that the saved model loads without the plugin, and the modules that diffusers adds. The
+        configuration object that was passed is not changed. A name that matches no module gives a warning with the
+        nearest names, and an empty name raises an error. A checkpoint that is already quantized is loaded by its own
+        list.
     """,
     cost="""
         One pass over the names of the modules while loading.

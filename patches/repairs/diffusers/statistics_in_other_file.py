@@ -62,16 +62,17 @@ PATCH = Patch(
     ),
     links=("https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/models/model_loading_utils.py",),
     why="""
-        ``save_pretrained`` begins a new file where the next tensor would make one larger than ``max_shard_size``, 10
-        GB by default. A 4-bit weight, its absmax and its quantization state are tensors of their own, so the limit
-        may fall between them. ``from_pretrained`` looks for the statistics of a weight in the file of the weight
-        only: ``Supplied state dict for … does not contain `bitsandbytes__*```. Models of more than 20 billion
-        parameters need several files, smaller ones if ``max_shard_size`` is given. A checkpoint that cannot be
+        ``save_pretrained`` begins a new file where the next tensor would make one larger than ``max_shard_size``, 10 GB
+        by default. A 4-bit weight, its absmax and its quantization state are tensors of their own, so the limit may
+        fall between them. ``from_pretrained`` looks for the quantization state or the row scales of a weight only in
+        the file of the weight: ``Supplied state dict for … does not contain `bitsandbytes__*```. Models of more than 20
+        billion parameters need several files, smaller ones if ``max_shard_size`` is given. A checkpoint that cannot be
         loaded was saved without an error. 4-bit on all releases, INT8 before diffusers 0.39.
     """,
     repair="""
-        The statistics of a weight are read from the file that holds them, when the weight is loaded. Checkpoints
-        that were saved before load as well. Files in which weights and statistics are together are loaded as before.
+        The quantization state or the row scales of a weight are read from the file that holds them, when the weight is
+        loaded. Checkpoints that were saved before load as well. Files in which they are together with their weights are
+        loaded as before.
     """,
     cost="""
         The headers of the files are read once.

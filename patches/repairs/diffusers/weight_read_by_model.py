@@ -128,18 +128,18 @@ PATCH = Patch(
 
         - ``ImageProjection`` casts image embeddings to its dtype, which is ``torch.uint8`` in 4 bits and ``torch.int8``
           in INT8. UNets that take an image (Kandinsky 2.2) raise an error about dtypes in the norm that follows.
-        - AnyFlow casts steps of time to the dtype of the first weight of ``delta_embedder``. In 4 bits forward raises
+        - AnyFlow casts timesteps to the dtype of the first weight of ``delta_embedder``. In 4 bits forward raises
           ``"silu_cpu" not implemented for 'Byte'``. In INT8 its gate becomes zero, silently.
         - HunyuanDiT gives the weights of its attention pool to ``multi_head_attention_forward``, which raises an error
           about shapes in 4 bits and about dtypes in INT8.
-        - FIBO 2 leaves steps of time in float32 in INT8, which in bfloat16 makes all activations float32, until
+        - FIBO 2 in INT8 leaves timesteps in float32. In a bfloat16 model this makes all activations float32, until
           attention raises ``Expected query, key, and value to have the same dtype``.
     """,
     repair="""
         With the repair such a layer stays in floating point when a model is quantized, as with
         ``llm_int8_skip_modules``, and is added to that list in the configuration, so that a saved model loads without
-        the plugin. It affects only the layers in ``READ``, and only if the installed source still reads their weight.
-        A checkpoint that is already quantized is loaded as its file says.
+        the plugin. It affects only the layers in a list in the file of the patch (``READ``), and only if the installed
+        source still reads their weight. A checkpoint that is already quantized is loaded as its file says.
     """,
     requires=("diffusers>=0.33", "bitsandbytes>=0.46.1"),
     tested_up_to="0.42.1",

@@ -135,8 +135,9 @@ PATCH = Patch(
         HRA and others) need it there too: their layer brings it for the whole of its forward. A layer without an
         offload hook takes the old path.
 
-        With the repair the encoder goes to the execution device of the offloaded module. For any other model the
-        device is read as before and used as it is; models outside of transformers may return ``"cpu"`` or None.
+        With the repair, the encoder of prompt and prefix tuning goes to the execution device of the offloaded module.
+        For any other model the device is read as before and used as it is; models outside of transformers may return
+        ``"cpu"`` or None.
     """,
     cost="""
         One look at each target, and bringing each offloaded weight once.

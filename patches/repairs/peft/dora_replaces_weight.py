@@ -41,9 +41,9 @@ PATCH = Patch(
     """,
     repair="""
         The repair does not replace a weight that is already on its device. The parameter of a 4-bit layer stays the
-        same object too. Before its first forward an INT8 weight lists its packed weights twice, as data and as
-        ``CB``. If a program has replaced the data alone, the new parameter had both from there, so the weight that
-        stays gets them from there, too.
+        same object too. Before its first forward an INT8 weight refers to its packed weights twice, as data and as
+        ``CB``. If a program has replaced only the data, the new parameter of peft used the new data for both. The
+        weight that stays does the same.
     """,
     requires=("peft>=0.15", "bitsandbytes>=0.46.1,!=0.47.0,!=0.48.0"),
     tested_up_to="0.21.2",

@@ -94,9 +94,9 @@ PATCH = Patch(
         adapter adds. Upstream: peft #3165. All releases from 0.19 on.
 
         ``model.load_adapter`` loads adapters of experts that peft 0.17 or 0.18 saved wrongly. transformers loads
-        adapters without peft's own loading code, so the repair above does not run. If the matrices of the experts
-        are square, the adapter loads silently and adds another update. If not, loading raises ``MISMATCH ... Reinit
-        due to size mismatch``. transformers 5.
+        adapters without peft's own loading code, so a repair of peft's code alone does not run. If the matrices of the
+        experts are square, the adapter loads silently and adds another update. If not, loading raises ``MISMATCH ...
+        Reinit due to size mismatch``. transformers 5.
     """,
     repair="""
         The file holds the trained values in another order, so the repair permutes them on reading. The shapes of
@@ -104,8 +104,8 @@ PATCH = Patch(
         wrote it decides (``peft_version`` in ``adapter_config.json``, which 0.17 does not write), and a warning
         says so. An adapter with both layouts raises an error. Files in the layout of 0.19 are read as before.
 
-        The repair reads such a file, and only such a file, before transformers does, and passes its contents in the
-        layout of the installed peft.
+        For ``model.load_adapter`` of transformers, the repair reads such a file, and only such a file, before
+        transformers does, and passes its contents in the layout of the installed peft.
     """,
     former_ids=("transformers-expert-adapters-before-019",),
     parts=(

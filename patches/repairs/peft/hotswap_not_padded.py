@@ -45,9 +45,9 @@ PATCH = Patch(
     why="""
         ``prepare_model_for_compiled_hotswap(model, target_rank=...)``, which ``enable_lora_hotswap`` of diffusers and
         transformers calls, pads each adapter with zeros, so that adapters of all ranks fit into one compiled graph. It
-        looks for peft's ``Linear`` and ``Conv2d``, and passes over LoRA on layers of bitsandbytes without a message.
-        The next adapter of a higher rank is then refused once the model is compiled: ``Incompatible shapes found for
-        LoRA weights``. peft 0.16 to 0.21.
+        looks for peft's ``Linear`` and ``Conv2d``, and silently skips LoRA on layers of bitsandbytes. The next adapter
+        of a higher rank is then refused once the model is compiled: ``Incompatible shapes found for LoRA weights``.
+        peft 0.16 to 0.21.
     """,
     repair="""
         With the repair LoRA on 4-bit and INT8 layers is padded as on plain layers: its two factors are plain linear

@@ -85,16 +85,16 @@ PATCH = Patch(
     messages=(Message("No bnb LoRA module found on the model", "peft/utils/loftq_utils.py"),),
     links=("https://github.com/huggingface/peft/blob/main/src/peft/utils/loftq_utils.py",),
     why="""
-        It moves the original weight to ``"cuda"``, wherever the quantized layer is. On a CPU this raises ``Torch
-        not compiled with CUDA enabled``. For a layer on a second GPU, or on the CPU of a machine with a GPU, it
-        raises an error about two devices. For an INT8 model it raises ``No bnb LoRA module found on the model``.
-        All releases of peft that have it.
+        ``replace_lora_weights_loftq`` moves the original weight to ``"cuda"``, wherever the quantized layer is. On a
+        CPU this raises ``Torch not compiled with CUDA enabled``. For a layer on a second GPU, or on the CPU of a
+        machine with a GPU, it raises an error about two devices. For an INT8 model it raises ``No bnb LoRA module found
+        on the model``. All releases of peft that have it.
 
         ``init_lora_weights="loftq"`` moves the weight of an unquantized layer to ``"cuda"`` in the same way, and
         fails where there is none.
 
-        In peft 0.14 every merge into a quantized layer on a CPU, and OLoRA there, moves the weight to ``"cuda"``,
-        too. Since 0.15 they ask whether there is one.
+        In peft 0.14 every merge into a quantized layer on a CPU, and OLoRA on a CPU, moves the weight to ``"cuda"``,
+        too. Since 0.15 both check whether CUDA is available.
     """,
     repair="""
         The repair computes on the device of the quantized weight, and for ``init_lora_weights="loftq"`` on the

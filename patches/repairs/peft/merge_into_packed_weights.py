@@ -75,12 +75,13 @@ PATCH = Patch(
         Bone: up to 0.18. In 4 bits all three raise errors about shapes. FourierFT and WaveFT do so in 4 bits and
         INT8.
 
-        LoRA and DoRA have layers of their own for models with ``is_loaded_in_8bit``. A model without this flag,
-        whose user put in the bitsandbytes layers, gets the plain layer: ``merge(safe_merge=True)`` loses LoRA
-        silently, DoRA adds to packed weights, and without ``safe_merge`` LoRA raises ``result type Float can't be
-        cast``. So do IA3, which loses all that it multiplies by, RandLoRA, whose merged INT8 layer computes wrong
-        outputs (130 % off), OFT before 0.21, and AdaLoRA, VeRA, PVeRA and RoAd, which raise errors about a shape or
-        dtype. GraLoRA, UniLoRA, VB-LoRA, AdaMSS and Super-Tuning raise such errors in any quantized model.
+        LoRA and DoRA have layers of their own for models with ``is_loaded_in_8bit``. A model without this flag, whose
+        user put in the bitsandbytes layers, gets the plain layer: ``merge(safe_merge=True)`` loses LoRA silently, DoRA
+        adds to packed weights, and without ``safe_merge`` LoRA raises ``result type Float can't be cast``. Other tuners
+        also get the plain layer in such a model: IA3 loses all that it multiplies by, RandLoRA computes wrong outputs
+        once it is merged into an INT8 layer (130 % off), OFT before 0.21 merges into packed weights, and AdaLoRA, VeRA,
+        PVeRA and RoAd raise errors about a shape or dtype. GraLoRA, UniLoRA, VB-LoRA, AdaMSS and Super-Tuning raise
+        such errors in any quantized model.
 
         IA3 and AdaLoRA have no merge into quantized layers, and raise a ``NotImplementedError`` without a message.
     """,

@@ -48,9 +48,9 @@ PATCH = Patch(
         Other layers get the wrong shape. ``unmerge`` of 4-bit layers has the same mistake. peft 0.16 to 0.20; from
         0.21 on OFT merges through a backend that is right.
 
-        peft 0.20 cannot add OFT to a model that says that it is quantized, as ``from_pretrained`` makes it:
-        ``Linear4bit.__init__() missing 1 required positional argument: 'config'``. What makes the layer passes the
-        configuration as ``oft_config``.
+        peft 0.20 cannot add OFT to a model that is marked as quantized, as every quantized model of ``from_pretrained``
+        is: ``Linear4bit.__init__() missing 1 required positional argument: 'config'``. The function that creates the
+        layer passes the configuration as ``oft_config``.
     """,
     repair="""
         The repair quantizes the product, so the merge is as exact as quantizing the merged weight. Unquantized

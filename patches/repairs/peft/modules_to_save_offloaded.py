@@ -113,11 +113,11 @@ PATCH = Patch(
         which this patch repairs. peft >= 0.15, which added it.
     """,
     repair="""
-        The repair copies the values while the module has them, and keeps the copy on the execution device with a
-        hook that moves its inputs there. The original stays offloaded.
+        For ``modules_to_save``, the repair copies the values while the module has them, and keeps the copy on the
+        execution device with a hook that moves its inputs there. The original stays offloaded.
 
-        The repair makes the layer while the base weight is on the execution device, and brings the weight for the
-        whole of each forward.
+        For ``trainable_token_indices``, the repair makes the layer while the base weight is on the execution device,
+        and brings the weight for the whole of each forward.
     """,
     former_ids=(
         "peft-trained-copies-offloaded",

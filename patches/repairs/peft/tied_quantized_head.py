@@ -98,20 +98,21 @@ PATCH = Patch(
     ),
     why="""
         A head whose weight is tied to the embedding is a ``Linear4bit`` or ``Linear8bitLt`` by its class alone: its
-        weight is the floating-point ``Parameter`` of the embedding. Loading with a list of modules to skip makes
-        one (``transformers-tied-head-quantized``), accelerate's ``load_and_quantize_model`` with ``skip_modules``
-        does, and so does a model of one's own with ``self.head.weight = self.embedding.weight``. Such a layer
-        computes (``bitsandbytes-int8-plain-weight``, ``bitsandbytes-linear4bit-plain-weight``), but peft goes by
-        the class: LoRA, DoRA, IA3, AdaLoRA, RandLoRA, PVeRA, RoAd, HiRA, and VeRA and OFT of older peft, ask a
-        4-bit weight for ``compress_statistics``, and HiRA an INT8 weight for ``SCB``. All releases of peft.
+        weight is the floating-point ``Parameter`` of the embedding. Loading with a list of modules to skip makes one
+        (``transformers-tied-head-quantized``), accelerate's ``load_and_quantize_model`` with ``skip_modules`` does, and
+        so does a user's own model with ``self.head.weight = self.embedding.weight``. Such a layer computes
+        (``bitsandbytes-int8-plain-weight``, ``bitsandbytes-linear4bit-plain-weight``), but peft goes by the class:
+        LoRA, DoRA, IA3, AdaLoRA, RandLoRA, PVeRA, RoAd, HiRA, and VeRA and OFT of older peft, ask a 4-bit weight for
+        ``compress_statistics``, and HiRA an INT8 weight for ``SCB``. All releases of peft.
     """,
     repair="""
-        The repair lets these tuners adapt such a layer as the ``nn.Linear`` that it is. Each tuner of peft asks in
-        one place, in a module that ``import peft`` imports, whether the model is loaded in 4 bits or INT8; the
-        answer is no for this layer. Layers that are quantized, or not quantized yet, get what they got.
+        The repair lets these tuners adapt such a layer as the ``nn.Linear`` that it is. Each tuner of peft asks in one
+        place, in a module that ``import peft`` imports, whether the model is loaded in 4 bits or INT8. For such a layer
+        the answer is now no. All other layers get the same adapter as before.
 
-        A merge into such a layer stays an error, with its name and what to do: it would write into the embedding
-        too. It was an ``AttributeError``, for IA3 and AdaLoRA a ``NotImplementedError`` without a word.
+        A merge into such a layer still raises an error, because it would write into the embedding too. The error now
+        names the layer and the remedy. It was an ``AttributeError``, and for IA3 and AdaLoRA a ``NotImplementedError``
+        without a message.
     """,
     requires=("peft>=0.14", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

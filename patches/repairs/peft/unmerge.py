@@ -67,7 +67,7 @@ def _layers_for_packed_weights(
 
 PATCH = Patch(
     id="peft-unmerge",
-    summary="merging an adapter and unmerging it silently changes quantized layers for good",
+    summary="merging an adapter and unmerging it silently changes quantized layers permanently",
     groups=("merge",),
     silent=True,
     links=("https://github.com/huggingface/trl/issues/3466", "https://github.com/huggingface/trl/issues/6688"),

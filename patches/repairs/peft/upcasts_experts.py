@@ -68,24 +68,20 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
     ),
     why="""
-        It casts every half-precision parameter that is not quantized to float32, which is meant for norms and the
-        head. transformers 5 keeps all experts of a layer in one parameter of three dimensions, which bitsandbytes
-        does not quantize. So nearly the whole model doubles: from 276 kB to 540 kB for a tiny Qwen3-MoE, from 58 GB
-        to 116 GB for the experts of Qwen3-30B-A3B.
+        ``prepare_model_for_kbit_training`` casts every half-precision parameter that is not quantized to float32. This
+        is meant for norms and the head. transformers 5 keeps all experts of a layer in one parameter of three
+        dimensions, which bitsandbytes does not quantize. So nearly the whole model doubles: from 276 kB to 540 kB for a
+        tiny Qwen3-MoE, from 58 GB to 116 GB for the experts of Qwen3-30B-A3B.
     """,
     repair="""
-        The patch does not leave the experts in half precision, because that would change results. The norms are
-        float32 afterwards, and so are hidden states in a step without autocast. Measured on transformers 5.23,
-        4-bit, experts cast back to bfloat16:
+        The patch warns when this happens: how much memory is added, and how to avoid it. It does not leave the
+        experts in half precision, because that would change results: norms are float32 afterwards, and so are hidden
+        states in a step without autocast. Measured on transformers 5.23 in 4 bits, with experts cast back to bfloat16:
 
-        ======================  ========================================  ================================
-        experts_implementation  without autocast                         under autocast (``bf16=True``)
-        ======================  ========================================  ================================
-        grouped_mm (default)    runs, in bfloat16: other numbers         runs, other numbers
-        eager, batched_mm       RuntimeError: products of two dtypes     the same loss to the last digit
-        ======================  ========================================  ================================
-
-        Instead it warns when this happens: how much memory is added, and how to avoid it.
+        - ``experts_implementation="grouped_mm"`` (the default) without autocast: runs in bfloat16, with other numbers;
+        - ``"grouped_mm"`` under autocast (``bf16=True``): runs, with other numbers;
+        - ``"eager"`` and ``"batched_mm"`` without autocast: ``RuntimeError``, products of two dtypes;
+        - ``"eager"`` and ``"batched_mm"`` under autocast: the same loss to the last digit.
     """,
     requires=("peft>=0.14", "transformers>=5", "bitsandbytes>=0.46.1"),
     tested_up_to="0.21.2",

@@ -70,7 +70,8 @@ PATCH = Patch(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1405",
     ),
     why="""
-        It compares names and sizes, but the form of what bitsandbytes saves depends on the program that saves:
+        DCP compares only names and sizes, but bitsandbytes saves the same state in different forms, depending on the
+        program:
 
         - An optimizer state has 8 or 32 bits, depending on the optimizer (``AdamW8bit``, ``AdamW``), on
           ``min_8bit_size`` and, under FSDP2, on the number of ranks. If it is saved in 8 bits and loaded into 32,
@@ -86,7 +87,7 @@ PATCH = Patch(
         torch 2.6 to 2.15, bitsandbytes 0.46.1 to 0.50.2.
     """,
     repair="""
-        The repair reads these into tensors of the saved form and converts them when all are read: 8 bits to 32
+        The repair reads such entries into tensors of the saved form and converts them when all are read: 8 bits to 32
         exactly, 32 bits to 8 as a step of the optimizer rounds, text of any length. Packed weights without a
         quantization state must equal the model's bit for bit. Otherwise every rank raises an error that names the
         layer, and the packed weights of the model stay as they were.

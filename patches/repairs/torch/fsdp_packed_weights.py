@@ -186,22 +186,22 @@ PATCH = Patch(
         2.11 and later gather nothing; the report is from one rank, too. On a CPU the copy keeps every bit.
     """,
     repair="""
-        The repair leaves packed weights in their dtype, as torch does for integers, so the layer computes the same
-        as without a policy. Its bias and everything else is cast as requested. FSDP2 decides once for each
-        parameter, before the first forward. A model that has had its first forward keeps what was decided.
+        Under mixed precision the repair leaves packed weights in their dtype, as torch does for integers, so the layer
+        computes the same as without a policy. Its bias and everything else is cast as requested. FSDP2 decides once for
+        each parameter, before the first forward. A model that has had its first forward keeps what was decided.
 
-        The repair creates such a parameter without gradients. Floating-point parameters are created as before.
-        torch 2.6 is not repaired: there all parameters that are sharded together must have one dtype, so a
-        quantized layer cannot be sharded together with its adapter. On a CPU, FSDP2 of torch before 2.9 adds up the
-        gradients of the ranks instead of averaging them, for every model (ratio 2.0 for one ``nn.Linear`` on two
-        ranks; 1.0 on 2.9). There the error stays, and says why.
+        For integers the repair creates the parameter of a rank's part without gradients. Floating-point parameters are
+        created as before. torch 2.6 is not repaired: there all parameters that are sharded together must have one
+        dtype, so a quantized layer cannot be sharded together with its adapter. On a CPU, FSDP2 of torch before 2.9
+        adds up the gradients of the ranks instead of averaging them, for every model (ratio 2.0 for one ``nn.Linear``
+        on two ranks; 1.0 on 2.9). There the error stays, and says why.
 
-        The repair gathers the parameters of a group as bytes if one of them is such a weight, as torch itself does
-        for a group of several dtypes.
+        On a GPU the repair gathers the parameters of a group as bytes if one of them is a packed 4-bit weight, as torch
+        itself does for a group of several dtypes.
     """,
     cost="""
-        Nothing in a step, but for the last: a look at each frozen parameter of a group when it is gathered, less
-        than a microsecond each.
+        A look at each frozen parameter of a group when the group is gathered, less than a microsecond each. Otherwise
+        nothing in a step.
     """,
     former_ids=("torch-fsdp-casts-codes", "torch-fsdp-integer-weights", "torch-fsdp-nan-codes"),
     parts=(

@@ -106,9 +106,9 @@ PATCH = Patch(
     why="""
         FSDP2 shards quantized experts in floating point: in bf16 3.5 times the memory on each rank. ``fully_shard``
         makes a padded copy of a rank's part of each parameter, and also keeps it flat. For experts that
-        ``patches.quantize_experts`` has quantized, both are ordinary floating-point tensors: the plugin's tensor
-        computes them and logs that. Qwen3-30B-A3B then needs 58 GB over all ranks, and each layer 1.2 GB while it
-        is gathered.
+        ``patches.quantize_experts`` has quantized, both are ordinary floating-point tensors: the class of the quantized
+        experts dequantizes for both and logs that. Qwen3-30B-A3B then needs 58 GB over all ranks, and each layer 1.2 GB
+        while it is gathered.
 
         DistributedDataParallel raises an error for a model with quantized experts. When it is created,
         ``DistributedDataParallel`` broadcasts all parameters of rank 0, joined by dtype. Experts that
@@ -120,31 +120,31 @@ PATCH = Patch(
         does not quantize)
 
         LoRA on quantized experts dequantizes all experts of a layer in each step, and cannot be merged. To train a
-        parameter (``LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])``), peft adds the adapter to the
-        weights during a forward: ``W + scaling * B @ A``, for all experts of a layer at once. If
-        ``patches.quantize_experts`` has quantized the experts, that sum is a floating-point tensor of full size,
-        which autograd keeps for backward: for Qwen3-30B-A3B 1.2 GB a layer, 58 GB without checkpointing. The
-        plugin's tensor computes it and logs that. Merging raises an error, because ``param.data += delta`` would
-        write into packed weights.
+        parameter (``LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])``), peft adds the adapter to the weights
+        during a forward: ``W + scaling * B @ A``, for all experts of a layer at once. If ``patches.quantize_experts``
+        has quantized the experts, that sum is a floating-point tensor of full size, which autograd keeps for backward:
+        for Qwen3-30B-A3B 1.2 GB a layer, 58 GB without checkpointing. The class of the quantized experts dequantizes
+        for this sum and logs that. Merging raises an error, because ``param.data += delta`` would write into packed
+        weights.
     """,
     repair="""
-        With the patch a rank holds the packed weights and scales of its experts, FSDP2 gathers these, and a layer
-        computes with a quantized parameter. Outputs and gradients equal the ones of one process. If the number of
-        experts is not a multiple of the number of ranks, they are sharded in floating point as before, and the log
+        With the patch, under FSDP2, a rank holds the packed weights and scales of its experts, FSDP2 gathers these, and
+        a layer computes with a quantized parameter. Outputs and gradients equal the ones of one process. If the number
+        of experts is not a multiple of the number of ranks, they are sharded in floating point as before, and the log
         says so. Parameters that are not quantized take the old path.
 
-        With the patch the packed weights and scales are broadcast, like the ones of ``Linear4bit``, and all ranks
-        have the experts of rank 0. Other parameters are broadcast as before.
+        With the patch, DistributedDataParallel broadcasts the packed weights and scales, like the ones of
+        ``Linear4bit``, so all ranks have the experts of rank 0. Other parameters are broadcast as before.
 
-        With the patch this sum is never computed (``experts/adapted_experts.py``). Only experts that tokens chose
-        are dequantized, one at a time, and their slices of ``lora_A`` and ``lora_B`` are applied to these tokens,
-        for each active adapter. Gradients equal the dequantized model's up to rounding (1e-6). Merging dequantizes,
-        adds and quantizes one expert at a time. Unmerging restores the packed weights from before, as
+        With the patch, the sum of weights and LoRA is never computed (``experts/adapted_experts.py``). Only experts
+        that tokens chose are dequantized, one at a time, and their slices of ``lora_A`` and ``lora_B`` are applied to
+        these tokens, for each active adapter. Gradients equal the dequantized model's up to rounding (1e-6). Merging
+        dequantizes, adds and quantizes one expert at a time. Unmerging restores the packed weights from before, as
         ``peft-unmerge`` does for ``Linear4bit``. Parameters in floating point take the old path.
 
         In each forward peft registers a parametrization, for which torch exchanges a parameter of such a class with
-        itself. That raises an error if anything holds a weak reference to it, as ``torch.compile`` does. A
-        parameter is no longer exchanged with itself.
+        itself. That raises an error if anything holds a weak reference to it, as ``torch.compile`` does. With the
+        patch, torch does not exchange a parameter with itself.
     """,
     cost="""
         Nothing in a step.

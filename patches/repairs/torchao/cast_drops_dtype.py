@@ -84,12 +84,12 @@ PATCH = Patch(
     """,
     repair="""
         The repair intervenes where torchao looks up an operator. It calls the shared implementation (a class that
-        registered its own is not changed), and then gives the result the requested dtype.
-        ``IntxUnpackedToInt8Tensor``, whose scales are in its own dtype, does this in its ``to``, so ``.float()``
-        equals ``.to(torch.float32)`` bit for bit. Other classes have an attribute ``dtype``, the one that they
-        dequantize to; packed weights and scales stay as they are. (An ``Int8Tensor`` with groups is no longer
-        rounded to bfloat16 on its way to float32, a relative error of 1e-3; other forwards that worked are
-        bit-identical.) Classes that override ``to`` in another way, or have no such attribute, do what they did.
+        registered its own is not changed), and then gives the result the requested dtype. ``IntxUnpackedToInt8Tensor``,
+        whose scales are in its own dtype, does this in its ``to``, so ``.float()`` equals ``.to(torch.float32)`` bit
+        for bit. Other classes have an attribute ``dtype``, the one that they dequantize to; packed weights and scales
+        stay as they are. (An ``Int8Tensor`` with groups is no longer rounded to bfloat16 on its way to float32, a
+        relative error of 1e-3; other forwards that worked are bit-identical.) Classes that override ``to`` in another
+        way, or have no such attribute, stay as they were.
     """,
     requires=("torchao>=0.14.1",),
     tested_up_to="0.18.0",

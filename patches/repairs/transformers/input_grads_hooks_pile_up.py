@@ -64,7 +64,7 @@ PATCH = Patch(
         until Dynamo gives up.
     """,
     repair="""
-        With the repair an embedding with two of these hooks gets no third. Two, because
+        With the repair an embedding with two of these hooks gets no third. It keeps two, because
         ``disable_input_require_grads`` removes the last one, and a program that enabled it twice must keep one, as
         before. Ten of these hooks do the same as one.
     """,

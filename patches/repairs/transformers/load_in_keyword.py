@@ -77,8 +77,8 @@ PATCH = Patch(
         happens with ``load_in_4bit=False``, from scripts with a switch. All releases of transformers 5.
     """,
     repair="""
-        The repair makes the ``BitsAndBytesConfig``, with its defaults, and says once a process what to write
-        instead. As on transformers 4, giving both this and a ``quantization_config`` is an error.
+        The repair makes the ``BitsAndBytesConfig``, with its defaults, and a warning says once in each process what to
+        write instead. As on transformers 4, giving both this and a ``quantization_config`` is an error.
     """,
     cost="""
         A look at the names of the arguments, once for each model that is loaded.

@@ -69,14 +69,14 @@ PATCH = Patch(
         "https://github.com/huggingface/trl/blob/main/trl/scripts/sft.py",
     ),
     why="""
-        Training scripts write ``quantization_config=bnb_config if use_4bit else None``, and load checkpoints that
-        are already quantized with None. The ``AutoModel`` classes write this None into the configuration, over the
+        Training scripts write ``quantization_config=bnb_config if use_4bit else None``, and load checkpoints that are
+        already quantized with None. The ``AutoModel`` classes write this None into the configuration, over the
         quantization configuration of the checkpoint, and build the model from plain layers. An INT8 checkpoint is
         silently loaded into them, and every output is wrong. A 4-bit checkpoint raises an error about shapes.
         ``LlamaForCausalLM`` and other classes of models are right, as are the ``AutoModel`` classes without the
         argument. TRL's own scripts leave it out for this reason ("Passing None would not be treated the same as
-        omitting the argument"). So on 5.12 and 5.23; on older releases (seen on 4.57 to 5.10) both kinds raise
-        ``'NoneType' object has no attribute 'get'``, or ``'to_dict'``. The same error comes from
+        omitting the argument"). This happens on 5.12 and 5.23; on older releases (seen on 4.57 to 5.10) checkpoints of
+        both kinds raise ``'NoneType' object has no attribute 'get'``, or ``'to_dict'``. The same error comes from
         ``pipeline(model_kwargs={"quantization_config": None})`` there, and from classes that come with a checkpoint
         (``trust_remote_code=True``).
     """,

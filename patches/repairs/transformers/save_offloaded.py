@@ -118,10 +118,10 @@ PATCH = Patch(
         offloaded and copies it to CPU memory, which must hold all of them. Models that could be saved before are
         saved as before, one shard at a time.
 
-        transformers 4 also looks up a tensor that is the model's own, which no module has: ``KeyError:
-        'final_logits_bias'`` (BART, Pegasus, Marian), and statistics whose weight is in another shard. Both are
-        saved as they are. transformers 4.53 takes tensors of one size on meta for one, and leaves out weights such
-        as an ``lm_head`` that is not tied.
+        transformers 4 also looks up tensors that belong to the model itself and to no module (``KeyError:
+        'final_logits_bias'`` in BART, Pegasus and Marian), and quantization states whose weight is in another shard.
+        The repair saves both as they are. transformers 4.53 takes all meta tensors of one size for one tensor, and
+        leaves out weights such as an ``lm_head`` that is not tied. The repair saves these weights, too.
     """,
     requires=("transformers>=4.53", "accelerate>=0.26.1"),
     tested_up_to="5.24.0",

@@ -68,11 +68,11 @@ PATCH = Patch(
     """,
     repair="""
         With the repair a name skips every layer whose path contains it, compared by components: "layers.1" is not
-        "layers.10". Whatever the installed transformers skips, by a regular expression or the end of a path, is
-        skipped as before. Paths that transformers alone would not find are added to the configuration of the model,
-        so that a saved model loads without the plugin. If a name matches no module, a warning names the nearest
-        ones. A list that is not a list, and an empty name, raise an error. For a checkpoint that is already
-        quantized, its file decides (``transformers-skip-list-of-checkpoint``).
+        "layers.10". Whatever the installed transformers skips, by a regular expression or the end of a path, is skipped
+        as before. Paths that transformers alone would not find are added to the configuration of the model, so that a
+        saved model loads without the plugin. If a name matches no module, a warning names the nearest ones. A value
+        that is not a list, and an empty name, raise an error. For a checkpoint that is already quantized, its file
+        decides (``transformers-skip-list-of-checkpoint``).
     """,
     cost="""
         One pass over the names of the modules while loading.

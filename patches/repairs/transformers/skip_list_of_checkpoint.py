@@ -155,12 +155,12 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/quantizers/base.py#L190",),
     why="""
         Which layers of a quantized checkpoint are quantized is read from ``llm_int8_skip_modules`` in its
-        configuration, not from its tensors. The "dynamic" 4-bit vision models of the Hub list names of transformers
-        4 (``language_model.model.layers.0.mlp``, today ``model.language_model.layers.0.mlp``). Layers that the
-        checkpoint has in 16 bits become ``Linear4bit`` without a quantization state, and their forward raises an
-        ``AssertionError``. With ``bitsandbytes-linear4bit-plain-weight`` it computes, but peft raises ``'Parameter'
-        object has no attribute 'compress_statistics'``. The opposite happens too: if the checkpoint was saved by a
-        release that ignored the list, another release takes its quantized layers for plain ones. Seen on
+        configuration, not from its tensors. The "dynamic" 4-bit vision models of the Hub list names of transformers 4
+        (``language_model.model.layers.0.mlp``, today ``model.language_model.layers.0.mlp``). Layers that the checkpoint
+        has in 16 bits become ``Linear4bit`` without a quantization state, and their forward raises an
+        ``AssertionError``. With ``bitsandbytes-linear4bit-plain-weight`` the layer computes, but peft raises
+        ``'Parameter' object has no attribute 'compress_statistics'``. The opposite happens too: if the checkpoint was
+        saved by a release that ignored the list, another release takes its quantized layers for plain ones. Seen on
         transformers 4.53 to 5.23.
     """,
     repair="""

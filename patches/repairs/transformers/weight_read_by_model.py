@@ -122,10 +122,10 @@ PATCH = Patch(
     """,
     repair="""
         With the repair such a layer stays in floating point when a model is quantized, as with
-        ``llm_int8_skip_modules``, and is added to that list in the configuration, so that a saved model loads
-        without the plugin. It affects only the layers in ``READ``, and only if the installed source still reads
-        their weight. If only 4 bits lose by the cast, INT8 stays as it was. A checkpoint that is already quantized
-        is loaded as its file says; there ``bitsandbytes-integer-input`` raises an error.
+        ``llm_int8_skip_modules``, and is added to that list in the configuration, so that a saved model loads without
+        the plugin. It affects only the layers in a list in the file of the patch (``READ``), and only if the installed
+        source still reads their weight. If the cast does harm only in 4 bits, INT8 stays as it was. A checkpoint that
+        is already quantized is loaded as its file says; there ``bitsandbytes-integer-input`` raises an error.
     """,
     requires=("transformers>=4.53", "bitsandbytes>=0.46.1"),
     tested_up_to="5.24.0",

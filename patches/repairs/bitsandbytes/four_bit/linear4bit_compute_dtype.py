@@ -112,10 +112,11 @@ PATCH = Patch(
         computes float32 inputs in float32, bfloat16 inputs in bfloat16, and others in the ``compute_dtype``. The
         first eager forward stores the dtype of its input on the layer for this.
 
-        No release has a kernel for float64. 0.50 computes garbage, silently, and the others raise an error: 0.49 on
-        a CPU, all for one row without a gradient. A float64 input that follows a float32 one was computed in
-        float32. So where a kernel would get float64, it gets float32: on 0.50 the input of a layer without
-        ``compute_dtype``; before it the one row, and on 0.49 the weight that is dequantized.
+        No release has a kernel for float64. With a float64 input, 0.50 silently computes garbage. Releases before 0.50
+        raise an error if the input is one row and needs no gradient, and 0.49 does on a CPU for every input. Unpatched,
+        a float64 input that follows a float32 one is computed in float32, because the layer has stored that dtype. So
+        with the repair the kernel gets float32 instead of float64: on 0.50 as the input of a layer without
+        ``compute_dtype``, before 0.50 as the one row, and on 0.49 as the dequantized weight.
 
         A layer that stored a dtype before ``apply()`` keeps it, because nothing shows whether the user set it.
     """,

@@ -181,20 +181,20 @@ PATCH = Patch(
     """,
     repair="""
         The repair loads these keys as one group. A complete group that fits becomes the new packed weight and
-        ``QuantState``, as copies, or with ``assign=True`` as the given tensors themselves. The parameter stays the
-        same object. Block size, quant type, storage dtype and double quantization become the saved ones, as with
+        ``QuantState``, as copies, or with ``assign=True`` as the given tensors themselves. The parameter stays the same
+        object. Block size, quant type, storage dtype and double quantization become the saved ones, as with
         ``Params4bit.from_prequantized``. If a key is unknown or of another shape, an error names it, also with
-        ``strict=False``, because packed weights are meaningless with another quantization state. So it does if a
-        key is missing and ``strict=True``. The layer and its bias are then left as they were. With ``strict=False``
-        a missing key may be in another file, as where transformers' ``load_sharded_checkpoint`` loads one after the
-        other: the layer has no quantization state until all keys have come, and its forward raises an error that
-        names it.
+        ``strict=False``, because packed weights are meaningless with another quantization state. If a key is missing
+        and ``strict=True``, an error names it, too. In both cases the layer and its bias are left as they were. With
+        ``strict=False`` a missing key may be in another file, for example if transformers' ``load_sharded_checkpoint``
+        loads one file after the other: the layer has no quantization state until all keys have come, and its forward
+        raises an error that names it.
 
         If scales were cast after they were saved (to make a file smaller), they become float32 again, because the
         kernels read them as float32. What the cast rounded away stays lost.
 
-        A weight that a program has dequantized in place is saved without the quantization state of the packed one,
-        which stood beside it: neither bitsandbytes nor transformers could load that.
+        If a program has dequantized a weight in place, the weight is saved without the quantization state of the packed
+        weight that it replaced: neither bitsandbytes nor transformers could load both together.
 
         Packed weights alone, as in ``dict(model.named_parameters())``, are a whole group if their quantization
         state is known: they equal the layer's own bit for bit, or are a ``Params4bit`` that has one.

@@ -70,9 +70,9 @@ PATCH = Patch(
         weight, and a ``Params4bit`` that was not quantized, is refused as before.
 
         If a program replaces the weight of a layer by the packed weight of another one as a plain tensor, the layer
-        computes with its own statistics, and the output is silently wrong. The repair compares both when the weight
-        is replaced, and the next forward raises an error that names the layer. The layer's own packed weights as a
-        plain tensor compute as before.
+        computes with its own quantization state, and the output is silently wrong. The repair compares both packed
+        weights when the weight is replaced, and the next forward raises an error that names the layer. The layer's own
+        packed weights as a plain tensor compute as before.
     """,
     cost="""
         0.1 us a call, for a layer with a quantization state; 0.4 us for each attribute that is set on a layer.

@@ -78,14 +78,14 @@ PATCH = Patch(
         every floating-point parameter, these too. After ``PeftModel.half()`` or ``.to(torch.float16)`` the packed
         weights are destroyed (logits are off by 0.84 of their norm), and after ``.float()`` the forward raises an
         error. transformers refuses such casts for its own models, but not for a ``PeftModel`` or a plain module.
-        0.46.1 to 0.50.2.
-
-        With uint8 storage these calls do not change the weight, because it is not a floating-point tensor. With the
-        repair the same is true for any storage and in any module: if a module casts and moves its parameters,
-        packed bits are moved and not cast. A parameter that is not quantized yet is cast as before. So is a
-        parameter that the user casts by hand, as in ``weight.to(torch.int32)``.
+        0.46.1 to 0.50.2. With uint8 storage these calls do not change the weight, because it is not a floating-point
+        tensor.
     """,
     repair="""
+        With the repair a module that casts and moves its parameters moves packed bits and does not cast them, with any
+        storage and in any module. A parameter that is not quantized yet is cast as before. So
+        is a parameter that the user casts by hand, as in ``weight.to(torch.int32)``.
+
         The repair is in ``torch.nn.Module._apply``, the only place where a cast of a module differs from a cast of
         a tensor.
     """,

@@ -123,17 +123,17 @@ PATCH = Patch(
         it, and its quantization state does not move with it. All releases.
     """,
     repair="""
-        The repair passes ``memo`` on, as ``__deepcopy__`` should. The copied weight belongs to the copied layer and
-        shares one quantization state with it. A weight that is copied alone belongs to no layer.
+        For copies, the repair passes ``memo`` on, as ``__deepcopy__`` should. The copied weight belongs to the copied
+        layer and shares one quantization state with it. A weight that is copied alone belongs to no layer.
 
-        The repair makes the empty weight on meta if the original is there, and only then. As for a plain model, the
-        copy has copies of accelerate's hooks and of the tensors that they keep in memory, and reads the others from
-        the same files.
+        For an offloaded model, the repair makes the empty weight on meta if the original is on meta, and only then. As
+        for a plain model, the copy has copies of accelerate's hooks and of the tensors that they keep in memory, and
+        reads the others from the same files.
 
-        The repair adds the class to these attributes; the rest of the pickle is as torch makes it. The pickle names
-        nothing of bnb-patches and loads in a process without the plugin. If a pickle holds no ``QuantState`` and no
-        layer (a weight alone that is not quantized yet), ``torch.load`` reads it with ``weights_only=True``, its
-        default, which refuses the name of a class. Such a pickle stays as it was.
+        For pickles, the repair adds the class to the attributes that torch pickles; the rest of the pickle is as torch
+        makes it. The pickle names nothing of bnb-patches and loads in a process without the plugin. If a pickle holds
+        no ``QuantState`` and no layer (a weight alone that is not quantized yet), ``torch.load`` reads it with
+        ``weights_only=True``, its default, which refuses the name of a class. Such a pickle stays as it was.
 
         When a layer is loaded whose pickle names no class (written without the patch), it gives its weights their
         class.

@@ -94,8 +94,9 @@ PATCH = Patch(
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1927",),
     why="""
         ``copy.copy``, ``pickle`` and ``torch.save`` give a plain ``Parameter``. Packed weights and scales are
-        attributes of it, but the next ``.to()`` drops them. ``weight.chunk`` and ``weight.split`` give plain
-        tensors without scales. This affects programs that save a whole model or split a fused weight. All releases.
+        attributes of this parameter, but the next ``.to()`` drops them. ``weight.chunk`` and ``weight.split`` give
+        plain tensors without scales. This affects programs that save a whole model or split a fused weight. All
+        releases.
     """,
     repair="""
         The repair adds the class to the attributes that torch copies and pickles. The pickle names ``Int8Params``

@@ -151,13 +151,13 @@ PATCH = Patch(
         is not quantized yet takes the packed weights as values. All releases.
     """,
     repair="""
-        With the repair, packed weights without scales raise an error that names the layer, and the layer is left as
-        it was. Two cases are accepted: they equal the packed weights that the layer has, so its scales fit, or they
-        are assigned as an ``Int8Params`` that carries its scales. A program that loads the files of a checkpoint
-        one by one with ``strict=False`` may find weight and scales in two of them: the layer then has no scales
-        until they are loaded, and raises an error that names it if it computes before that. transformers'
-        ``load_sharded_checkpoint`` is such a program. Floating-point weights for a quantized layer raise an error
-        too, because torch would truncate them to integers.
+        With the repair, packed weights without scales raise an error that names the layer, and the layer is left as it
+        was. Packed weights alone are accepted in two cases: they equal the packed weights that the layer has, so its
+        scales fit, or they are assigned as an ``Int8Params`` that carries its scales. A program that loads the files of
+        a checkpoint one by one with ``strict=False`` may find weight and scales in two of them: the layer then has no
+        scales until they are loaded, and raises an error that names it if it computes before that. transformers'
+        ``load_sharded_checkpoint`` is such a program. Floating-point weights for a quantized layer raise an error too,
+        because torch would truncate them to integers.
     """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",

@@ -105,32 +105,33 @@ PATCH = Patch(
     ),
     why="""
         ``AdEMAMix32bit`` and ``PagedAdEMAMix32bit`` allocate memory for one of the two averages that they update.
-        AdEMAMix keeps a fast and a slow average of the gradient, one after the other in its first state.
-        ``AdEMAMix`` makes that state twice as large as the parameter. These two classes do not inherit from it but
-        from its base, which does not. On a CPU (from 0.50 on) the first ``step()`` raises ``output with shape [64]
-        doesn't match the broadcast shape [64, 64]``. On a GPU, according to the source, the kernel reads and writes
-        the slow average beyond the end of the state, in the memory of other tensors. ``t_alpha`` and ``t_beta3``
-        have no effect. All releases. ``AdEMAMix(optim_bits=32)`` is the same optimizer and is right.
+        AdEMAMix keeps a fast and a slow average of the gradient, one after the other in its first state. ``AdEMAMix``
+        makes that state twice as large as the parameter. These two classes do not inherit from ``AdEMAMix`` but from
+        its base class, which makes the state as large as the parameter. On a CPU (from 0.50 on) the first ``step()``
+        raises ``output with shape [64] doesn't match the broadcast shape [64, 64]``. On a GPU, according to the source,
+        the kernel reads and writes the slow average beyond the end of the state, in the memory of other tensors.
+        ``t_alpha`` and ``t_beta3`` have no effect. All releases. ``AdEMAMix(optim_bits=32)`` is the same optimizer and
+        is right.
 
         Paged AdEMAMix raises an error on a CPU for every parameter that is large enough to be paged. Since 0.50 the
-        optimizers run on a CPU, where paged ones allocate their states like others, with a warning. AdEMAMix
-        allocates the state of its two averages itself and lacks this: from 100,000 values on it asks the library
-        for managed memory, which a CPU does not have. ``PagedAdEMAMix`` and ``PagedAdEMAMix8bit``
-        (``paged_ademamix_32bit`` and ``paged_ademamix_8bit`` of ``Trainer``) raise ``Method 'cget_managed_ptr' not
-        available in CPU-only version of bitsandbytes``. Before 0.50 no optimizer runs on a CPU.
+        optimizers run on a CPU, where paged ones allocate their states like others, with a warning. AdEMAMix allocates
+        the state of its two averages itself and lacks this fallback: from 100,000 values on it asks the library for
+        managed memory, which a CPU does not have. ``PagedAdEMAMix`` and ``PagedAdEMAMix8bit`` (``paged_ademamix_32bit``
+        and ``paged_ademamix_8bit`` of ``Trainer``) raise ``Method 'cget_managed_ptr' not available in CPU-only version
+        of bitsandbytes``. Before 0.50 no optimizer runs on a CPU.
     """,
     repair="""
         The repair gives both classes the states of ``AdEMAMix``, and its step if there is a schedule. They then
         equal that optimizer bit for bit. A state of the old size, from an optimizer or a file made before, lacks
         the slow average: a step with it raises an error that says so.
 
-        The repair allocates the state like that of ``AdEMAMix``, and the steps equal the steps of ``AdEMAMix`` bit
-        for bit.
+        For paged AdEMAMix on a CPU, the repair allocates the state as ``AdEMAMix`` does, and the steps equal the steps
+        of ``AdEMAMix`` bit for bit.
     """,
     cost="""
-        A comparison for each parameter and step.
+        For the 32-bit classes a comparison for each parameter and step.
 
-        On other devices a look at the device when a paged state is made.
+        For paged AdEMAMix on other devices a look at the device when a paged state is made.
     """,
     former_ids=("bitsandbytes-ademamix-32bit", "bitsandbytes-paged-ademamix-cpu"),
     parts=(

@@ -197,15 +197,16 @@ PATCH = Patch(
         like its original.
 
         ``torch.utils.swap_tensors`` refuses tensors that are referred to weakly. It swaps registered parameters as
-        before: what is noted stays with the object.
+        before: the override stays with the object.
 
-        The repair stores one dict for each parameter. If the caller passed a dict, later overrides go into a
-        separate layer above it, so that changes of the caller's dict count as before.
+        For ``override_config``, the repair stores one dict for each parameter. If the caller passed a dict, later
+        overrides go into a separate layer above it, so that changes of the caller's dict count as before.
     """,
     cost="""
-        Nothing in a step; before 0.50 one dict lookup for each parameter, as in later releases.
+        Overrides by parameter: nothing in a step from 0.50 on; before 0.50 one dict lookup for each parameter, as in
+        later releases.
 
-        Nothing in a step of a parameter without override.
+        One dict for each parameter: nothing in a step of a parameter without override.
     """,
     former_ids=("bitsandbytes-override-outlives-model", "bitsandbytes-override-shared-dict"),
     parts=(
