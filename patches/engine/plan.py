@@ -82,19 +82,19 @@ class Draft:
 
     # -- putting in ----------------------------------------------------------------------------
 
-    def put_in(self, edits: Mapping[str, Sequence[Edit]]) -> tuple[list[str], dict[str, Exception]]:
+    def put_in(self, edits: Mapping[str, Sequence[Edit]]) -> tuple[list[str], dict[str, Outcome]]:
         """Make the edits of each owner.
 
         Returns the owners whose edits were made (without those who had them all in), and the owners whose edits cannot
-        be made, each with the error.
+        be made, each with the outcome: an error would keep alive what its frames name.
         """
-        failed: dict[str, Exception] = {}
+        failed: dict[str, Outcome] = {}
         wanted: dict[str, list[tuple[Slot, Edit]]] = {}
         for owner, own in edits.items():
             try:
                 wanted[owner] = self._edits_to_add(owner, own)
             except (Conflict, Refused) as error:
-                failed[owner] = error
+                failed[owner] = outcome_of(error)
         while True:
             built, errors = self._build_all(wanted)
             if not errors:
@@ -122,7 +122,7 @@ class Draft:
 
     def _build_all(
         self, wanted: Mapping[str, Sequence[tuple[Slot, Edit]]]
-    ) -> tuple[dict[Hashable, Installed], dict[str, Exception]]:
+    ) -> tuple[dict[Hashable, Installed], dict[str, Outcome]]:
         """Build each slot of ``wanted`` with the edits of all its owners; return also the owners that do not fit."""
         slots: dict[Hashable, Slot] = {}
         added: dict[Hashable, list[tuple[str, Edit]]] = {}
@@ -131,7 +131,7 @@ class Draft:
                 slots.setdefault(slot.key, slot)
                 added.setdefault(slot.key, []).append((owner, edit))
         built: dict[Hashable, Installed] = {}
-        errors: dict[str, Exception] = {}
+        errors: dict[str, Outcome] = {}
         for key, slot in slots.items():
             if self._read() is not self.before:  # a change by another thread would look like a conflict
                 raise Stale
@@ -145,14 +145,14 @@ class Draft:
                     built[key] = self._build(known, added[key])
         return built, errors
 
-    def _unfit_owners(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> dict[str, Exception]:
+    def _unfit_owners(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> dict[str, Outcome]:
         """Add the edits of one owner after the other; return the owners whose edits do not fit, with the error."""
-        errors: dict[str, Exception] = {}
+        errors: dict[str, Outcome] = {}
         for owner in dict.fromkeys(name for name, _ in added):
             try:
                 known = self._build(known, [(name, edit) for name, edit in added if name == owner])
             except Exception as error:
-                errors[owner] = error
+                errors[owner] = outcome_of(error)
         return errors
 
     def _build(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> Installed:
@@ -285,15 +285,12 @@ class Draft:
     def _retired(self) -> tuple[ref[CodeType], ...]:
         """Return weak references to reverted code that is alive, and may use names that are not removed yet."""
         alive = tuple(code for code in self.before.retired if code() is not None)
-        if all(known.edits for known in self.slots.values()):
-            return alive  # patches that were applied once more may be reverted once more
         reverted = [ref(part) for code in self._reverted() for part in with_nested_code(code)]
         return (*alive, *reverted)
 
     def _reverted(self) -> Iterator[CodeType]:
-        """Give the code that this change takes out of the places where we had put it."""
-        for key, known in self.before.slots.items():
-            if isinstance(known.value, CodeType) and (
-                key not in self.slots or self.slots[key].value is not known.value
-            ):
+        """Give the code that this change takes out of the places where we had put it, to restore or to replace it."""
+        stays = {id(known.value) for known in self.slots.values()}  # a module that is imported anew gets the same code
+        for known in self.before.slots.values():
+            if isinstance(known.value, CodeType) and id(known.value) not in stays and known.slot.alive:
                 yield known.value

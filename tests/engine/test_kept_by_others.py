@@ -140,6 +140,20 @@ def test_a_tool_that_makes_code_of_its_own_from_ours(toy, registry):
     assert any(NAME in note for note in report.notes)
 
 
+def test_a_closure_made_before_another_patch_changed_the_function_again(toy, registry):
+    first = Rewrite("toy:outer", "x + q", f"{NAME}(x + q)", names=dict(EDIT.names))
+    r = registry((first,), (Rewrite("toy:outer", "return inner", "return (inner)"), Rewrite("toy:plain", "y > 3", "y > 4")))
+    r.apply("a", strict=True)
+    made = toy.outer(0)
+    r.apply("b", strict=True)
+    r.revert()
+    assert made(4) == 40 and NAME in vars(toy)
+    del made
+    gc.collect()
+    r.report()
+    assert NAME not in vars(toy)
+
+
 @pytest.mark.parametrize("holder", ["subclass", "closure", "generator", "stack"])
 def test_wherever_it_lives(toy, registry, holder):
     edits = [EDIT, Rewrite("toy:counted", "x + 1", f"{NAME}(x)", names=dict(EDIT.names)),
