@@ -142,7 +142,9 @@ def test_a_tool_that_makes_code_of_its_own_from_ours(toy, registry):
 
 def test_a_closure_made_before_another_patch_changed_the_function_again(toy, registry):
     first = Rewrite("toy:outer", "x + q", f"{NAME}(x + q)", names=dict(EDIT.names))
-    r = registry((first,), (Rewrite("toy:outer", "return inner", "return (inner)"), Rewrite("toy:plain", "y > 3", "y > 4")))
+    r = registry(
+        (first,), (Rewrite("toy:outer", "return inner", "return (inner)"), Rewrite("toy:plain", "y > 3", "y > 4"))
+    )
     r.apply("a", strict=True)
     made = toy.outer(0)
     r.apply("b", strict=True)
