@@ -82,19 +82,19 @@ class Draft:
 
     # -- putting in ----------------------------------------------------------------------------
 
-    def put_in(self, edits: Mapping[str, Sequence[Edit]]) -> tuple[list[str], dict[str, Outcome]]:
+    def put_in(self, edits: Mapping[str, Sequence[Edit]]) -> tuple[list[str], dict[str, Exception]]:
         """Make the edits of each owner.
 
         Returns the owners whose edits were made (without those who had them all in), and the owners whose edits cannot
-        be made, each with the outcome: an error would keep alive what its frames name.
+        be made, each with the error.
         """
-        failed: dict[str, Outcome] = {}
+        failed: dict[str, Exception] = {}
         wanted: dict[str, list[tuple[Slot, Edit]]] = {}
         for owner, own in edits.items():
             try:
                 wanted[owner] = self._edits_to_add(owner, own)
             except (Conflict, Refused) as error:
-                failed[owner] = outcome_of(error)
+                failed[owner] = error.with_traceback(None)
         while True:
             built, errors = self._build_all(wanted)
             if not errors:
@@ -122,7 +122,7 @@ class Draft:
 
     def _build_all(
         self, wanted: Mapping[str, Sequence[tuple[Slot, Edit]]]
-    ) -> tuple[dict[Hashable, Installed], dict[str, Outcome]]:
+    ) -> tuple[dict[Hashable, Installed], dict[str, Exception]]:
         """Build each slot of ``wanted`` with the edits of all its owners; return also the owners that do not fit."""
         slots: dict[Hashable, Slot] = {}
         added: dict[Hashable, list[tuple[str, Edit]]] = {}
@@ -131,7 +131,7 @@ class Draft:
                 slots.setdefault(slot.key, slot)
                 added.setdefault(slot.key, []).append((owner, edit))
         built: dict[Hashable, Installed] = {}
-        errors: dict[str, Outcome] = {}
+        errors: dict[str, Exception] = {}
         for key, slot in slots.items():
             if self._read() is not self.before:  # a change by another thread would look like a conflict
                 raise Stale
@@ -139,20 +139,22 @@ class Draft:
             try:
                 built[key] = self._build(known, added[key])
             except Exception:
+                pass  # what is raised in this handler would keep this error, and with its frames reverted code, alive
+            if key not in built:
                 if unfit := self._unfit_owners(known, added[key]):
                     errors |= unfit
                 else:  # each owner fits alone, so something else failed: a second error is raised
                     built[key] = self._build(known, added[key])
         return built, errors
 
-    def _unfit_owners(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> dict[str, Outcome]:
+    def _unfit_owners(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> dict[str, Exception]:
         """Add the edits of one owner after the other; return the owners whose edits do not fit, with the error."""
-        errors: dict[str, Outcome] = {}
+        errors: dict[str, Exception] = {}
         for owner in dict.fromkeys(name for name, _ in added):
             try:
                 known = self._build(known, [(name, edit) for name, edit in added if name == owner])
             except Exception as error:
-                errors[owner] = outcome_of(error)
+                errors[owner] = error.with_traceback(None) if isinstance(error, Conflict) else error
         return errors
 
     def _build(self, known: Installed, added: Sequence[tuple[str, Edit]]) -> Installed:

@@ -15,7 +15,7 @@ from .features import Features, put_in
 from .ids import Ids, patch_id_of
 from .libraries import IMPORTED, Libraries
 from .patch import Feature, Part, Patch
-from .plan import Draft
+from .plan import Draft, outcome_of
 from .report import Report, Status
 from .state import FollowUp, Outcome, State
 from .transaction import Stale, StepFailed, Store
@@ -181,7 +181,7 @@ class Registry:
                 draft.waiting[key] = untested
         changed, failed = draft.put_in(ready)
         for key in failed.keys() - active:
-            draft.set_outcome(key, failed[key])
+            draft.set_outcome(key, outcome_of(failed[key]))
         for key in changed:
             part = self.ids.part(key)
             draft.set_outcome(key, Outcome(Status.APPLIED))
