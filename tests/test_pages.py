@@ -7,9 +7,11 @@ import json
 import pytest
 
 from patches.engine import gate
+from tests.releases import is_newest
 from tests.pages import GIVEN, NOT_RUN, ROOT, programs
 
 PROGRAM = "import sys; from tests import pages; pages.run(*sys.argv[1:])"
+pytestmark = pytest.mark.skipif(not is_newest(), reason="the pages show programs for the newest release")
 OFFLOADED = ("README.md", "docs/diffusers.md", "docs/does_not_fit.md")
 """The pages whose model does not fit."""
 

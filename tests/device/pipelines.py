@@ -12,11 +12,14 @@ from diffusers import (
 )  # fmt: skip
 from transformers import ByT5Tokenizer, CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel
 
+from patches.engine.gate import satisfied
 from patches.repairs.reproducers import image_models
 
 COMPONENTS = ("transformer", "text_encoder", "text_encoder_2")
 """The components that are quantized."""
-KINDS = ("int8", "nf4", "nf4-nested")
+KINDS = ("nf4", "nf4-nested")
+if satisfied("bitsandbytes>=0.48"):  # with older ones diffusers refuses to move an INT8 model
+    KINDS = ("int8", *KINDS)
 
 
 def save_pipeline(folder: Path) -> Path:

@@ -23,14 +23,14 @@ MODELS = (
 )  # fmt: skip
 SUITE = (
     "accelerate", "bitsandbytes/layers/test_bias_written_in_forward.py",
-    *(f"bitsandbytes/four_bit/test_params4bit_{name}.py" for name in ("chunk", "copies", "meta", "pickle")),
+    *(f"bitsandbytes/four_bit/test_params4bit_{name}.py" for name in ("chunk", "copies", "copies_offloaded", "copies_pickle", "meta")),
     *(f"bitsandbytes/four_bit/test_linear4bit_{name}.py" for name in ("load_state_dict", "meta_moves")),
     *(f"bitsandbytes/int8/test_{name}.py" for name in ("backward_live_state", "copies", "plain_weight")),
-    "bitsandbytes/four_bit/test_params4bit_meta_copies.py", "bitsandbytes/int8/test_requantized_codes.py",
+    "bitsandbytes/int8/test_scales_lost_on_offload.py",
 )  # fmt: skip
 """Tests that take the ``device`` fixture, less those that compile: Inductor cannot write for this device."""
 
-FLOWS = ("peft/test_merge_offloaded.py", "transformers/test_trainer_moves_offloaded.py")
+FLOWS = ("peft/test_merge_offloaded.py", "accelerate/test_prepare_moves_offloaded_trainer.py")
 """Of models offloaded before LoRA: what is different where the execution device is not that of the offloaded weights."""
 
 
@@ -68,6 +68,10 @@ def library() -> None:
 def test_every_case_is_in_a_group():
     files = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/device/cases_*.py")}
     assert files == {name for group in GROUPS.values() for name in group if "cases_" in name}
+
+
+def test_every_file_of_a_group_is_there():
+    assert not [name for group in GROUPS.values() for name in group if "/" in name and not (ROOT / name).exists()]
 
 
 @pytest.mark.timeout(1200)

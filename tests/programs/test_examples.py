@@ -65,6 +65,8 @@ def test_does_not_fit(kind):
 @pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.release("int8 runs the same program"))])
 def test_flux(kind):
     pytest.importorskip("diffusers", reason="diffusers is not installed")
+    if kind == "int8" and BNB < Version("0.48"):
+        pytest.skip("with bitsandbytes before 0.48 an INT8 image model stays refused on a machine without a GPU")
     said = run("flux.py", "--device", "cpu", "--kind", kind, "--steps", "12", "--layers", "1")
     size, away = map(float, re.search(r"takes ([\d.]+) MB: ([\d.]+) MB lie on the disk", said).groups())
     assert size / 2 < away < size

@@ -12,7 +12,13 @@ import tempfile
 import pytest
 
 from patches.symptoms import GROUPS
+from tests.releases import is_newest
 from tests.stacks import flows
+
+pytestmark = pytest.mark.skipif(
+    not is_newest(),
+    reason="an older bitsandbytes has other defects: `make stacks` runs all flows on each stack of the table",
+)
 
 OF_A_GROUP = {
     "train": "INT8: DoRA, non-reentrant checkpoints",

@@ -11,8 +11,8 @@ import pytest
 from tests.from_pretrained.releases import RELEASES, ROOT, Release
 
 HERE = "tests/repairs/transformers"
-ALL = ["test_refuses_what_does_not_fit.py", *(f"test_does_not_fit_{part}.py" for part in ("models", "faults", "ends"))]
-FEW = ["test_refuses_what_does_not_fit.py", f"{HERE}/test_does_not_fit_models.py"]
+ALL = ["test_device_map_refused.py", *(f"test_does_not_fit_{part}.py" for part in ("models", "faults", "ends"))]
+FEW = ["test_device_map_refused.py", f"{HERE}/test_does_not_fit_models.py"]
 FEW += ["-k", "loaded_whole_and_offloaded and (nf4-plain or int8-quantized) or embedding-nf4 or buffer-int8"]
 OLDEST = RELEASES[0]
 """Its loader is that of up to 4.56; that of 4.57 is met as a whole stack, and that of transformers 5 is the newest."""
