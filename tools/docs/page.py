@@ -109,8 +109,9 @@ def _shown(patch: Patch) -> list[tuple[str, str]]:
 def _says(patch: Patch) -> Iterator[str]:
     yield from (_block("text", message.text) for message in patch.messages)
     yield from explain.remarks(patch)
-    if words := [each for text, also in WORDS.items() if text in patch.words for each in (text, *also)]:
-        yield f"People search for: {', '.join(dict.fromkeys(words))}."
+    words = dict.fromkeys(each for text, also in WORDS.items() if text in patch.words for each in (text, *also))
+    if words := [each for each in words if not any(each in other for other in words if other != each)]:
+        yield f"People search for: {'; '.join(words)}."
 
 
 def _measured(patch: Patch, measured: Mapping[str, Figure]) -> Iterator[str]:
