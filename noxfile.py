@@ -28,8 +28,9 @@ from tools import stacks
 ROOT = Path(__file__).parent
 RELEASES = ("0.46.1", "0.47.0", "0.48.0", "0.48.1", "0.48.2", "0.49.0", "0.49.2", "0.50.0", "0.50.2")
 """Every release that the patches were run on."""
-NEARLY_THE_NEXT = ("0.48.0", "0.48.1")
-"""Those that differ from 0.48.2 in one method: `make test-all` runs what it can change, as `make check` of older releases."""
+NEARLY_THE_NEXT = ("0.48.0", "0.48.1", "0.50.0")
+"""Those that differ from 0.48.2 in one method, and from 0.50.2 in kernels for GPUs alone: `make test-all` runs what that can
+change, as `make check` of older releases."""
 ANYWHERE = (
     "architectures", "from_pretrained/test_releases.py", "engine", "image_models", "test_inductor_options.py", "verification",
     "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
