@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
-from tools.commands import run
+from tools.commands import expect, run
 
 VERSIONS = """
 import importlib.metadata, json
-print(json.dumps({d.name: d.version for d in importlib.metadata.distributions()}))
+found = {}
+for d in importlib.metadata.distributions():  # of two the first on the path counts
+    found.setdefault(d.name.lower().replace("_", "-"), d.version)
+print(json.dumps(found))
 """
 REPAIRED = """
 import sys, bitsandbytes, patches
@@ -27,9 +31,12 @@ print(f"{count} patches in {bitsandbytes.__version__}")
 
 
 class Stack:
-    """What is installed beside the running interpreter but for this plugin, as links, in an environment of its own."""
+    """What is installed beside the running interpreter but for this plugin, as links, in an environment of its own.
 
-    def __init__(self, folder: Path) -> None:
+    What lies in the folders ``first`` comes before it.
+    """
+
+    def __init__(self, folder: Path, first: Sequence[Path] = ()) -> None:
         self.python = folder / "bin" / "python"
         links = folder / "links"
         run(sys.executable, "-m", "venv", "--without-pip", folder)
@@ -38,16 +45,20 @@ class Stack:
             if "bnb_patches" not in entry.name:
                 (links / entry.name).symlink_to(entry)
         (site,) = folder.glob("[Ll]ib/**/site-packages")
-        (site / "stack.pth").write_text(f"{links}\n")
+        (site / "stack.pth").write_text("".join(f"{path}\n" for path in (*first, links)))
 
     def versions(self) -> dict[str, str]:
         """Every distribution that a program here would find."""
         found: dict[str, str] = json.loads(self._run("-c", VERSIONS))
         return found
 
-    def install(self, wheel: Path) -> None:
-        """Without an index: what the stack lacks cannot be had."""
+    def install(self, wheel: Path) -> int:
+        """Install it without an index: what the stack lacks cannot be had. Returns of how many packages it moved none."""
+        before = self.versions()
         self._run("-m", "pip", "install", "--quiet", "--no-index", wheel)
+        moved = {name for name, _ in self.versions().items() ^ before.items()} - {"bnb-patches"}
+        expect(not moved, f"installing the wheel moved {sorted(moved)}")
+        return len(before)
 
     def repaired(self, bitsandbytes: Path | None = None) -> str:
         """How many patches ``import bitsandbytes`` puts in, with the release in that folder first on the path."""
