@@ -42,7 +42,7 @@ def older_plugin(folder: Path) -> Path:
     for name in ("bnb_patches", "patches"):
         shutil.copytree(processor.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (folder / "patches/operators").glob("[!_]*.py"):
-        if "torch.library.Library(" not in file.read_text():
+        if "import define_operator" not in file.read_text():
             continue
         tree = ast.parse(file.read_text())
         for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
