@@ -5,8 +5,8 @@
     print(patches.report())
     patches.revert()
 
-Distribution name ``bnb-patches``. A patch is applied only if the installed release and source are the ones that it
-was written for. It can be reverted, and has a program that shows its defect (``patches.verify()``).
+Distribution name ``bnb-patches``. A patch is applied only to a release that it knows, and only if the code that it
+replaces is there. It can be reverted, and has a program that shows its defect (``patches.verify()``).
 """
 
 from __future__ import annotations

@@ -174,6 +174,9 @@ PATCH = Patch(
         takes 0.75 to 1.04 of the unpatched time (``python -m benchmarks.cpu_repack``). If the width is not a
         multiple of the block size, which raises an error unpatched, the layer takes the time of a processor without
         AVX512-BF16.
+
+        Inputs of many rows (more than 16 for most weights; without AMX 64) are multiplied by the dequantized weight, and so are
+        weights that come from the disk. Such outputs are rounded as on other processors, not as by the kernel.
     """,
     requires=("bitsandbytes>=0.49",),
     tested_up_to="0.50.2",
