@@ -33,7 +33,7 @@ NEARLY_THE_NEXT = ("0.48.0", "0.48.1", "0.50.0")
 change, as `make check` of older releases."""
 ANYWHERE = (
     "architectures", "from_pretrained/test_releases.py", "engine", "image_models", "test_inductor_options.py", "verification",
-    "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_docs.py",
+    "harm/test_rule.py", "repairs/torchao", "test_benchmarks.py", "test_command_line.py", "test_command_line_input.py", "test_docs.py",
     "test_docs_symptoms.py",
     "newer_releases", "newest", "test_replay_tool.py", "test_found_without_code.py", "test_gpu_tools.py", "test_layout.py", "test_maintaining.py",
     "test_imports_one_way.py", "test_new_patch.py", "test_readme.py", "test_report_anywhere.py", "test_shim.py",

@@ -24,7 +24,7 @@ from .engine.plan import NOT_FORGOTTEN
 from .engine.registry import Registry
 from .engine.report import Report, Result, Status
 from .process_registry import NEWER_RELEASES, REGISTRY
-from .symptoms import FORMER_GROUPS
+from .symptoms import FORMER_GROUPS, GROUPS
 
 log = logging.getLogger("bnb_patches")
 
@@ -65,7 +65,7 @@ class Settings:
             elif present := find(name):
                 disabled.add(present)
             else:
-                _log(logging.WARNING, "PATCHES_DISABLE: %s", unknown(name, known, "patch or group"))
+                _log(logging.WARNING, "PATCHES_DISABLE: %s", unknown(name, [*known, *GROUPS], "patch or group"))
         return cls(
             autoload=_flag(environ, "PATCHES_AUTOLOAD", cls.autoload),
             strict=_flag(environ, "PATCHES_STRICT", cls.strict),

@@ -191,6 +191,10 @@ def _diff(options: argparse.Namespace) -> tuple[str, int]:
         _complain(note)
     if options.json:
         return json.dumps({r.id: [c.diff for c in r.changes] for r in report if r.changes}, indent=2), 0
+    for result in report if options.ids else ():
+        if not result.changes:
+            reason = f": {result.reason}" if result.reason else ""
+            _complain(f"{result.id} changes nothing here, because it is {result.status}{reason}")
     return report.diff(), 0
 
 
@@ -234,6 +238,9 @@ def _forget(options: argparse.Namespace) -> tuple[str, int]:
 def _explain(options: argparse.Namespace) -> tuple[str, int]:
     text = " ".join(options.text)
     known = REGISTRY.ids.find(text)
+    if wrong := None if known else explain.complaint(text, REGISTRY.patches):
+        _complain(wrong)
+        return "", 2
     found = [known] if known else explain.matching(text, REGISTRY.patches)
     REGISTRY.disabled = autoload.read_settings().disabled
     report = REGISTRY.report(*found) if found else Report(())

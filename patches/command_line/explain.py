@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Mapping
@@ -9,11 +10,13 @@ from typing import NamedTuple
 
 from .. import symptoms
 from ..engine import needs, table
+from ..engine.ids import unknown
 from ..engine.patch import Patch
 from ..engine.report import Result, Status
 
 HEADINGS = ("What you see", "Why", "Repair", "Cost", "Turn it off")
 NO_COST = "Not measured for this patch alone. What all patches cost together is in"
+_ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 _ITEMS = re.compile(r"\n(?=[-*] )")
 
 
@@ -33,8 +36,18 @@ EFFECTS = {
 }
 
 
+def complaint(text: str, patches: Mapping[str, Patch]) -> str:
+    """Say what is wrong with ``text`` if it can mean no patch: it has no word, or it is an id that was misspelt."""
+    if not re.search(r"\w{3}", text):
+        return "give the id of a patch, or an error message in quotes; `python -m patches list` shows all patches"
+    near = _ID.fullmatch(text) and difflib.get_close_matches(text, patches, n=1, cutoff=0.85)
+    return unknown(text, patches) if near and not any(text in known for known in patches) else ""
+
+
 def matching(text: str, patches: Mapping[str, Patch]) -> list[str]:
-    """Find the patches that ``text`` may mean: an error message, whole or a part of it, a traceback, or some words."""
+    """Find the patches that ``text`` may mean: an error message, whole or a part of it, a traceback, some words, or a part of an id."""
+    if _ID.fullmatch(text) and (named := [known for known in patches if text in known]):
+        return named
     found = [p.id for p in patches.values() if any(symptoms.message_fits(message, text) for message in p.messages)]
     found += [p.id for p in patches.values() if any(symptoms.words_fit(words, text) for words in p.words)]
     if not found:
