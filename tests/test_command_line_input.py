@@ -32,3 +32,10 @@ def test_diff_says_why_a_named_patch_changes_nothing(monkeypatch, capsys):
     assert main(["diff", "bitsandbytes-int8-copies"]) == 0
     said = capsys.readouterr()
     assert not said.out and "bitsandbytes-int8-copies changes nothing here, because it is disabled" in said.err
+
+
+def test_explain_finds_a_message_that_a_page_quotes(capsys):
+    assert main(["explain", "Only Tensors of floating point and complex dtype can require gradients"]) == 0
+    assert {"peft-lora-options-ignored", "peft-reads-packed-weights"} <= set(capsys.readouterr().out.split())
+    assert main(["explain", "Please initialize MiCA under float32, float16, or bfloat16."]) == 0
+    assert capsys.readouterr().out.startswith("peft-lora-options-ignored\n")

@@ -50,11 +50,18 @@ def matching(text: str, patches: Mapping[str, Patch]) -> list[str]:
         return named
     found = [p.id for p in patches.values() if any(symptoms.message_fits(message, text) for message in p.messages)]
     found += [p.id for p in patches.values() if any(symptoms.words_fit(words, text) for words in p.words)]
+    found += [p.id for p in patches.values() if _quotes(p, text)]
     if not found:
-        wanted = re.findall(r"[\w.]+", text.lower())
+        wanted = re.findall(r"\w+(?:\.\w+)*", text.lower())
         for group in symptoms.group_patches(patches.values()).values():
             found += [patch.id for patch in group if _mentions_all(patch, wanted)]
     return list(dict.fromkeys(found))
+
+
+def _quotes(patch: Patch, text: str) -> bool:
+    """Tell whether the cause of ``patch`` has the words of ``text`` before its first parenthesis, if these are four or more."""
+    words = text.partition("(")[0].strip(" .").lower().split()
+    return len(words) >= 4 and " ".join(words) in " ".join(patch.why.lower().split())
 
 
 def _mentions_all(patch: Patch, words: list[str]) -> bool:
