@@ -91,7 +91,7 @@ def slow(monkeypatch) -> threading.Event:
 def test_a_command_that_takes_long_says_what_it_is_doing(slow, capfd, monkeypatch):
     monkeypatch.setattr(verification, "verify", lambda *a, **k: slow.wait(60) and Verification(()))
     assert main(["verify"]) == 0
-    line = "patches: running each reproducer unpatched, patched and reverted, in fresh processes ...\n"
+    line = "patches: running each reproducer in fresh processes: without its patch, with it, with all patches, after revert ...\n"
     assert capfd.readouterr().err == line
 
 

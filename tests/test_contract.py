@@ -131,7 +131,9 @@ def test_present_absent_present_where_4_bit_weights_are_repacked(forked, daily, 
     ids = [p.id for p in HERE if "bitsandbytes" in str(p.requires) and "int8" not in p.id]
     ids = [i for i in ids if ("4bit" in i or i == "bitsandbytes-cpu-repack") == (those == "of 4 bits")]
     rows = verified(forked, processor.WITH_AVX512BF16, daily, *ids)
-    assert not [row["id"] for row in rows if row["verdict"] != "ok"], "each of them shows its defect there too"
+    run_here = [row for row in rows if row["findings"]]  # another part of a patch may be for another release
+    assert run_here
+    assert not [row["id"] for row in run_here if row["verdict"] != "ok"], "each of them shows its defect there too"
 
 
 # What is done to a process that has imported every target, by what is asked: what is out again leaves no trace. Each

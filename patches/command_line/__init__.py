@@ -199,7 +199,7 @@ def _diff(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
-    doing = "running each reproducer unpatched, patched and reverted, in fresh processes"
+    doing = "running each reproducer in fresh processes: without its patch, with it, with all patches, after revert"
     return _run_in_processes(verification.verify, options, doing)
 
 

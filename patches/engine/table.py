@@ -61,7 +61,7 @@ def _tr(tag: str, cells: Iterable[str], loud: bool = False) -> str:
     return f"<tr>{''.join(shown)}</tr>"
 
 
-def total(words: Sequence[str], order: Sequence[str]) -> str:
+def total(words: Sequence[str], order: Sequence[str], nouns: tuple[str, str] = ("patch", "patches")) -> str:
     """ "47 patches: 41 applied, 6 pending": how many there are, and how often each of ``order`` is among them."""
     counts = ", ".join(f"{words.count(word)} {word}" for word in order if word in words)
-    return f"{len(words)} {'patch' if len(words) == 1 else 'patches'}" + (f": {counts}" if counts else "")
+    return f"{len(words)} {nouns[len(words) != 1]}" + (f": {counts}" if counts else "")

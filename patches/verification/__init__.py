@@ -92,7 +92,7 @@ class Verification:
         return sorted(self.rows, key=lambda row: VERDICTS.index(row.verdict))
 
     def _total(self) -> str:
-        return table.total([row.verdict for row in self.rows], VERDICTS)
+        return table.total([row.verdict for row in self.rows], VERDICTS, ("reproducer", "reproducers"))
 
 
 def verify(*ids: str, jobs: int | None = None, progress: bool = False) -> Verification:

@@ -99,7 +99,7 @@ def test_what_is_wrong_comes_last_with_every_phase_and_what_it_must_be(monkeypat
         "    all: absent: figure",
         "    reverted: must be present, is ERROR: figure",
         "",
-        "4 patches: 2 ok, 1 skipped, 1 wrong",
+        "4 reproducers: 2 ok, 1 skipped, 1 wrong",
     ]
 
 
@@ -108,7 +108,7 @@ def test_in_a_notebook_it_is_a_table():
     source = Verification((MIXED.rows[1], row))._repr_html_()
     assert source.index("<b>wrong</b>") < source.index(">ok<")
     assert "&#x27;&lt;&#x27; not supported" in source and "ERROR: &lt;lambda&gt; &amp; co" in source
-    assert "<p>2 patches: 1 ok, 1 wrong</p>" in source and "color" not in source
+    assert "<p>2 reproducers: 1 ok, 1 wrong</p>" in source and "color" not in source
 
 
 # -- running -------------------------------------------------------------------------------------

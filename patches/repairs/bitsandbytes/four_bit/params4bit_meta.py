@@ -94,8 +94,7 @@ PATCH = Patch(
     """,
     repair="""
         The repair leaves the quantization state where it is if the target is meta, so that code which brings the packed
-        weights back finds it. With blocks of 64 values it takes 1/8 of the bytes of the packed weights, 1/32 with
-        double quantization.
+        weights back finds it.
 
         A quantization state that stays must not be used with other data. accelerate casts the tensors that it keeps
         to the dtype of the weight on meta. For a layer that was offloaded before it was quantized, these are the
@@ -104,6 +103,10 @@ PATCH = Patch(
         before. Scales that fit only the layout of the AVX512-BF16 kernel (0.49 and later, without
         ``bitsandbytes-cpu-repack``) still go to meta, and the error stays. Values that a user wrote into the
         weight, ``weight.data = dequantized``, are moved as before.
+    """,
+    cost="""
+        The quantization state stays on the device: 1/8 of the bytes of the packed weights with blocks of 64 values, 1/32
+        with double quantization.
     """,
     requires=("bitsandbytes>=0.46",),
     tested_up_to="0.50.2",
