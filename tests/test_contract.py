@@ -131,9 +131,11 @@ def test_present_absent_present_where_4_bit_weights_are_repacked(forked, daily, 
     ids = [p.id for p in HERE if "bitsandbytes" in str(p.requires) and "int8" not in p.id]
     ids = [i for i in ids if ("4bit" in i or i == "bitsandbytes-cpu-repack") == (those == "of 4 bits")]
     rows = verified(forked, processor.WITH_AVX512BF16, daily, *ids)
-    run_here = [row for row in rows if row["findings"]]  # another part of a patch may be for another release
-    assert run_here
-    assert not [row["id"] for row in run_here if row["verdict"] != "ok"], "each of them shows its defect there too"
+    shown = {row["id"] for row in rows if row["verdict"] == "ok"}
+    other = [
+        row for row in rows if row["verdict"] != "ok" and (row["verdict"] != "cannot show" or row["id"] not in shown)
+    ]
+    assert not other, "each of them shows its defect there too, in a part that this stack can run"
 
 
 # What is done to a process that has imported every target, by what is asked: what is out again leaves no trace. Each
