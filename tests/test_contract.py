@@ -132,9 +132,7 @@ def test_present_absent_present_where_4_bit_weights_are_repacked(forked, daily, 
     ids = [i for i in ids if ("4bit" in i or i == "bitsandbytes-cpu-repack") == (those == "of 4 bits")]
     rows = verified(forked, processor.WITH_AVX512BF16, daily, *ids)
     shown = {row["id"] for row in rows if row["verdict"] == "ok"}
-    other = [
-        row for row in rows if row["verdict"] != "ok" and (row["verdict"] != "cannot show" or row["id"] not in shown)
-    ]
+    other = [row for row in rows if row["verdict"] not in ("ok", "cannot show") or row["id"] not in shown]
     assert not other, "each of them shows its defect there too, in a part that this stack can run"
 
 
