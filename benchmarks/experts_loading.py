@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from .present import markdown, write
+from .setting import begin
 
 SIZES = dict(vocab_size=256, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 MIXTURE = dict(num_experts=64, num_experts_per_tok=4, moe_intermediate_size=256, intermediate_size=512)
@@ -91,7 +91,7 @@ def _save(folder: Path, layers: int) -> dict[str, float]:
     """The mixture in bfloat16, the same in 4 bits, and its matrices as linear layers; sizes in MB."""
     import torch
 
-    _ready()
+    begin()
     for name, count in (("tiny", 1), ("large", layers)):
         model = _mixture(count)
         model.save_pretrained(folder / name / "in floating point", max_shard_size="200MB")
@@ -203,27 +203,12 @@ def _load(folder: str, way: str, device: str, _: str) -> None:
         from tests import device as simulated
 
         simulated.pretend(simulated.kind())
-    _ready()
+    begin()
     source = "in floating point" if way == "quantized" else way
     _from(Path(folder, "tiny", source), way, device)  # what is imported and allocated once
     start, peak = time.process_time(), _on_cpu if device == "cpu" else _on_device
     model, most = peak(lambda: _from(Path(folder, "large", source), way, device))
     print(json.dumps({"peak": most / MB, "size": _size(model) / MB, "seconds": time.process_time() - start}))
-
-
-def _ready() -> None:
-    import warnings
-
-    import torch
-    import transformers
-
-    import patches
-
-    logging.disable()
-    warnings.simplefilter("ignore")
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    patches.apply()
 
 
 def _size(model: Any) -> int:
