@@ -68,7 +68,7 @@ BY_NAME = {
         "with the plugin and without; as is, packed weights of another storage are not loaded, which is an error, and the "
         "assertion of the repacking on AVX512-BF16 comes first"
     ),
-    r"^int8.* weight_data_cast .*(emptied_and_loaded|loads_own)": (
+    r"^int8.* weight_data_cast .*(emptied_and_loaded|loads_own( |$))": (
         "packed weights are not loaded into a weight in floating point; as is, they are copied there, and the forward computes with "
         "those that the weight has beside, which is right only where both are the same"
     ),
@@ -84,7 +84,7 @@ BY_NAME = {
         "peft makes adapters in the compute dtype of a layer, or in torch's default dtype where it has none, and float64 is not "
         "quantized; as is, the first forward writes the dtype of its input into the layer"
     ),
-    r"^(nf4|fp4).* class_of_plain_layer .*weight_copied_shallowly .*(moved|cast_with_device|to_cpu|to_dtype)": (
+    r"^(nf4|fp4).* class_of_plain_layer .*weight_copied_shallowly .*((moved|cast_with_device) |(to_cpu|to_dtype)$)": (
         "a copied weight belongs to no layer, and nothing tells values that were written into it from those that accelerate "
         "offloaded before they were quantized, which bitsandbytes-params4bit-meta quantizes when they are moved"
     ),
