@@ -12,13 +12,13 @@ from diffusers import (
 )  # fmt: skip
 from transformers import ByT5Tokenizer, CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel
 
-from patches.engine.gate import satisfied
 from patches.repairs.reproducers import image_models
+from tests.repairs.diffusers import image_options
 
 COMPONENTS = ("transformer", "text_encoder", "text_encoder_2")
 """The components that are quantized."""
 KINDS = ("nf4", "nf4-nested")
-if satisfied("bitsandbytes>=0.48"):  # with older ones diffusers refuses to move an INT8 model
+if "int8" in image_options.BOTH:  # where it is not, diffusers refuses to move an INT8 model
     KINDS = ("int8", *KINDS)
 
 

@@ -9,18 +9,18 @@ import patches
 
 diffusers = pytest.importorskip("diffusers", minversion="0.42", reason="it has AnyFlow")
 
-from patches.engine.gate import satisfied  # noqa: E402
 from patches.repairs.reproducers.image_models import as_with_gpu  # noqa: E402
 from tests.architectures.judged import off, weights  # noqa: E402
 from tests.image_models.found import TABLE  # noqa: E402
 from tests.image_models import models  # noqa: E402
 from tests.image_models.models import CPU, Judged, Plain, run  # noqa: E402
 
+from . import image_options  # noqa: E402
+
 pytestmark = pytest.mark.one_in(2)
 
 ID = "diffusers-weight-read-by-model"
-# Bitsandbytes before 0.48 quantizes packed INT8 weights again when they are moved.
-PRECISIONS = [each for each in models.PRECISIONS if each != "INT8" or satisfied("bitsandbytes>=0.48")]
+PRECISIONS = [each for each in models.PRECISIONS if each != "INT8" or "int8" in image_options.BOTH]
 READ = {
     "UNet2DConditionModel (Kandinsky 2.2)": ["encoder_hid_proj.image_embeds"],
     "HunyuanDiT2DModel": [f"time_extra_emb.pooler.{name}_proj" for name in "ckqv"],
