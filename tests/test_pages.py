@@ -7,8 +7,8 @@ import json
 import pytest
 
 from patches.engine import gate
-from tests.releases import is_newest
 from tests.pages import GIVEN, NOT_RUN, ROOT, programs
+from tests.releases import is_newest
 
 PROGRAM = "import sys; from tests import pages; pages.run(*sys.argv[1:])"
 pytestmark = pytest.mark.skipif(not is_newest(), reason="the pages show programs for the newest release")

@@ -53,7 +53,7 @@ class Stack:
         return found
 
     def install(self, wheel: Path) -> int:
-        """Install it without an index: what the stack lacks cannot be had. Returns of how many packages it moved none."""
+        """Install it without an index, for what the stack lacks cannot be had; return how many packages there are, all unmoved."""
         before = self.versions()
         self._run("-m", "pip", "install", "--quiet", "--no-index", wheel)
         moved = {name for name, _ in self.versions().items() ^ before.items()} - {"bnb-patches"}

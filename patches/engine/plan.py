@@ -285,7 +285,7 @@ class Draft:
         return State(self.slots, self.outcomes, self.waiting, self.follow_ups, retired, self.notes, libraries)
 
     def _retired(self) -> tuple[ref[CodeType], ...]:
-        """Return weak references to reverted code that is alive, and may use names that are not removed yet."""
+        """Return weak references to code that was reverted or replaced, is alive, and may use names that are not removed yet."""
         alive = tuple(code for code in self.before.retired if code() is not None)
         reverted = [ref(part) for code in self._reverted() for part in with_nested_code(code)]
         return (*alive, *reverted)

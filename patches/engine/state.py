@@ -64,7 +64,7 @@ class State:
     """Patches that follow an import, and whether on untested releases too."""
     follow_ups: tuple[FollowUp, ...] = ()
     retired: tuple[ref[CodeType], ...] = field(default=(), repr=False)
-    """Code that was reverted while names that it uses are still there; held weakly, for others may have it."""
+    """Code that was reverted, or replaced by that of more patches, and may use names that are there; held weakly, for others may have it."""
     notes: tuple[str, ...] = ()
     libraries: Libraries = IMPORTED
     """Where the slots are."""
