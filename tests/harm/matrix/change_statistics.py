@@ -24,11 +24,16 @@ def statistics(name: str, write: Callable[[Any], None]) -> None:
 
     def body(s: Subject) -> None:
         quant = s.layer.weight.quant_state
-        only(quant is None or s.layer.weight.numel() != quant.shape.numel())  # not of what was dequantized in place
+        only(quant is None or _is_read_with(quant, s))
         s.becomes_what_it_holds(lambda: write(quant))
 
     body.__name__ = name
     change(*FOUR)(body)
+
+
+def _is_read_with(quant: QuantState, s: Subject) -> bool:
+    """Whether the weight is packed: one that was dequantized in place is right without its statistics."""
+    return s.layer.weight.numel() != quant.shape.numel()
 
 
 def _outer(quant: Any) -> Any:
@@ -116,7 +121,7 @@ def broken(name: str, write: Callable[[Any], None]) -> None:
 
     def body(s: Subject) -> None:
         quant = s.layer.weight.quant_state
-        only(quant is not None)
+        only(quant is not None and _is_read_with(quant, s))
         write(quant)
         s.becomes(torch.full(s.weight.shape, float("nan")))
 
