@@ -77,7 +77,8 @@ def _saved(each: Judged, folder: Path) -> str:
 def _again(each: Judged, folder: Path) -> str:
     with as_with_gpu():
         again = each.plain.kind.from_pretrained(folder, torch_dtype=torch.float32, device_map=CPU).eval()
-    return other_layers(again, each.model) or far(run(again, each.inputs), run(each.model, each.inputs), 0)
+    close = 1e-6 if each.plain.off_again else 0  # to the bit where the model in floating point is
+    return other_layers(again, each.model) or far(run(again, each.inputs), run(each.model, each.inputs), close)
 
 
 def _graphs(each: Judged) -> str:
