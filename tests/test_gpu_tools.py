@@ -95,7 +95,9 @@ def test_tests_with_a_device_are_found():
 def rehearsed(folder: Path, minutes: str, *names: str) -> tuple[int, dict]:
     command = [sys.executable, "-m", "tools.gpu", "--rehearse", "--minutes", minutes, "--output", str(folder), *names]
     # The pytest that it starts is no worker of the one that runs here.
-    env = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"} | {"OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"} | {
+        "OMP_NUM_THREADS": "1"
+    }
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
     assert (folder / "run.json").exists(), done.stdout + done.stderr
     return done.returncode, json.loads((folder / "run.json").read_text())["steps"]
