@@ -36,11 +36,23 @@ def _quantize(B: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _moved_scale(old: Any, new: Any) -> Tensor | None:
-    """Return the scale of ``old``, a parameter that was moved to ``new``, on the device of ``new``."""
-    if old.SCB is None or (row_scales.is_lost(old.SCB) and new.device.type != "meta"):
-        return None
-    scale: Tensor = old.SCB.to(new.device)
-    return scale
+    """Return the scale of ``old``, a parameter that was moved to ``new``: on the device of ``new``, or where it is if that is meta.
+
+    accelerate passes it on from a weight on meta to the one that it brings back, for a layer that reads its weight alone.
+    """
+    scale: Tensor | None = old.SCB
+    if scale is None or new.device.type == "meta":
+        return scale
+    return None if row_scales.is_lost(scale) else scale.to(new.device)
+
+
+def _moved_packed_weight(old: Any, new: Any) -> Tensor | None:
+    """Return what marks ``new`` as new for its layer, if it is packed; nothing where a layer has run and nothing moves."""
+    import torch
+
+    packed: Tensor | None = old.CB
+    stays = packed is None and not new.is_meta and new.data_ptr() == old.data_ptr()
+    return new.data if new.dtype == torch.int8 and not stays else packed
 
 
 def follow_move(layer: Any, weight: Any, address: int) -> None:
@@ -168,7 +180,8 @@ KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
     Rewrite(
         _TO,
         "new_param.CB = self.CB",
-        "new_param.CB = new_param.data if new_param.dtype == torch.int8 else self.CB",
+        "new_param.CB = _patches_moved_packed_weight(self, new_param)",
+        names={"_patches_moved_packed_weight": _moved_packed_weight},
         when="bitsandbytes<0.48",
     ),
     Rewrite(

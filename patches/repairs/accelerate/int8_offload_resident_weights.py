@@ -45,22 +45,19 @@ PATCH = Patch(
         The repair clears ``state.CB`` too. Backward does not need it: see
         ``bitsandbytes-int8-backward-live-state``.
 
-        bitsandbytes 0.47.0 does not mark a weight that is brought back as new. If it found no ``CB``, it would use
-        packed weights as values. So on 0.47.0 ``state.CB`` goes to meta with the weight, and such a use raises an
-        error. On 0.48.0 and 0.48.1 the forward itself raises an error: ``bitsandbytes-int8-scales-lost-on-offload``,
-        which is part of this patch there.
+        bitsandbytes 0.47.0 does not mark a weight that is brought back as new: without ``CB`` it would use packed
+        weights as values. On 0.48.0 and 0.48.1 the forward of an offloaded layer raises an error. There
+        ``bitsandbytes-int8-scales-lost-on-offload`` is part of this patch.
     """,
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
     edits=(
-        *(
-            Rewrite("accelerate.hooks:AlignDevicesHook.post_forward", "module.state.CxB = None", replace, when=when)
-            for replace, when in (
-                ("module.state.CB = module.state.CxB = None", "bitsandbytes!=0.47.0"),
-                ("module.state.CB = module.weight.data", "bitsandbytes==0.47.0"),
-            )
+        Rewrite(
+            "accelerate.hooks:AlignDevicesHook.post_forward",
+            "module.state.CxB = None",
+            "module.state.CB = module.state.CxB = None",
         ),
-        *keep_packed_weight(">=0.48,<0.48.2"),  # there the forward of an offloaded layer raises an error
+        *keep_packed_weight(">=0.47,<0.48.2"),
     ),
     defect=defect,
 )
