@@ -60,7 +60,8 @@ PATCH = Patch(
         - a checkpoint keeps some layers in 16 bits and lists them under the names of transformers 4. If a layer has
           another name today, it becomes a ``Linear4bit`` and gets the plain weight of the checkpoint.
 
-        All releases. ``bitsandbytes-int8-plain-weight`` repairs the same for ``Linear8bitLt``.
+        All releases. On 0.49.0 saving such a layer raises an error, too: ``'Parameter' object has no attribute
+        'quant_state'``. ``bitsandbytes-int8-plain-weight`` repairs the forward of ``Linear8bitLt``.
     """,
     repair="""
         The repair computes such a layer as ``nn.Linear``, in the dtype of the input. It does not change the layer
@@ -97,6 +98,15 @@ PATCH = Patch(
                 "_patches_plain_linear": plain_linear,
                 "_patches_refuse_foreign": foreign_weights.refuse_foreign_weight,
             },
+        ),
+        Rewrite(
+            "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
+            find='getattr(self.weight.quant_state, "packing_format_for_cpu", False)',
+            replace="""
+                not _patches_was_never_quantized(self) and getattr(self.weight.quant_state, "packing_format_for_cpu", False)
+            """,
+            names={"_patches_was_never_quantized": dequantized_in_place.was_never_quantized},
+            when="bitsandbytes==0.49.0",
         ),
         SetAttribute(
             "bitsandbytes.nn.modules:Linear4bit.__setattr__",
