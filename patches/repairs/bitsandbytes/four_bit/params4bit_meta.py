@@ -28,8 +28,8 @@ def _holds_packed(weight: Params4bit) -> bool:
     size = quant_states.packed_bytes(state.shape)
     if weight.shape != state.shape or weight.nbytes == size:
         return True
-    if getattr(weight.module, "weight", None) is weight:  # in its layer, so it was not made just now: `.data` was set
-        return True
+    if weight.module is not None and any(each is weight for each in weight.module.parameters()):
+        return True  # in its layer, also if pruned, so it was not made just now: `.data` was set
     if weight.is_floating_point():
         return False
     raise RuntimeError(
