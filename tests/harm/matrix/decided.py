@@ -14,9 +14,11 @@ BY_MESSAGE = {
 
 BY_NAME = {
     r"^(nf4|fp4).*(pickled|saved_whole|copied_shallowly|cast_).* codebook_(replaced|cut|flipped) |"
-    r"^(nf4|fp4)-(nested-)?stored.* codebook_(replaced|cut|flipped) .*cast_": (
-        "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, "
-        "an error hides it: a pickled or copied weight is no Params4bit, and a cast destroys packed weights"
+    r"^(nf4|fp4)-(nested-)?stored.* codebook_(replaced|cut|flipped) .*cast_|"
+    r"^(nf4|fp4).* (loads_another_storage|weight_data_float .*loads_\w+) .*codebook_(replaced|cut|flipped) ": (
+        "bitsandbytes' kernels ignore a code book that differs from the quant type's, with the plugin and without; as is, an "
+        "error hides it: a pickled or copied weight is no Params4bit, a cast destroys packed weights, and those of another "
+        "storage, or for a weight that was dequantized in place, are not loaded"
     ),
     r"^(nf4|fp4).* absmax_cut ": (
         "bitsandbytes' kernels read beyond the end of an absmax that was cut, with the plugin and without; as is, a state dict "
@@ -51,6 +53,10 @@ BY_NAME = {
         "torch refuses to swap or overwrite an Int8Params or a Params4bit, with the plugin and without; as is, a pickled weight "
         "is none, because it has lost its class"
     ),
+    r"^(nf4|fp4).* weight_fresh .*class_of_plain_layer .*(pickled|saved_whole|saved_and_loaded_whole).* dora": (
+        "peft dequantizes a Params4bit in a plain layer, also one that was never quantized, which is an error with the plugin "
+        "and without; as is, a pickled weight is none, because it has lost its class"
+    ),
     r"^(nf4|fp4)-(nested-)?stored.* cast_half_(swapping|overwriting) ": (
         "torch refuses to swap or overwrite a Params4bit, with the plugin and without; as is, a cast destroys packed weights that "
         "are stored in floating point, and what it makes is swapped"
@@ -58,6 +64,18 @@ BY_NAME = {
     r"^own-.*(pickled|saved_whole|saved_and_loaded_whole).* moved_to_meta_and_back ": (
         "torch refuses to move an Int8Params or a Params4bit in a user's module to meta, with the plugin and without; as is, a "
         "pickled weight is none, because it has lost its class"
+    ),
+    r"^int8.* forward_of_its_own .*loads_assigning ": (
+        "the forward that a user gave a layer reads the weight as values, and a state dict brings packed ones: as is, loading "
+        "it without assign=True is wrong in the same way, and with it an error"
+    ),
+    r"^int8.* parametrized_floats .*streamed_into_state ": (
+        "a parametrized layer computes with the floating-point weight that it has, so nothing reads packed weights that a "
+        "program puts into its state; as is, a parametrized weight is an error"
+    ),
+    r"^int8.* parametrized_floats .*class_of_plain_layer .*loads_assigning ": (
+        "torch loads the weight of an nn.Linear before it raises the error about the other keys, with the plugin and without; "
+        "as is, an error comes before"
     ),
     r"^(nf4|fp4).* forward_of_its_own .*copied .*loads": (
         "the forward that a user gave a layer reads the weight of that layer also in a copy; as is, packed weights are not loaded "
@@ -84,7 +102,8 @@ BY_NAME = {
         "peft makes adapters in the compute dtype of a layer, or in torch's default dtype where it has none, and float64 is not "
         "quantized; as is, the first forward writes the dtype of its input into the layer"
     ),
-    r"^(nf4|fp4).* class_of_plain_layer .*weight_copied_shallowly .*((moved|cast_with_device) |(to_cpu|to_dtype)$)": (
+    r"^(nf4|fp4).* (class_of_plain_layer .*weight_copied_shallowly|weight_copied_shallowly .*class_of_plain_layer) "
+    r".*((moved|cast_with_device) |(to_cpu|to_dtype)$)": (
         "a copied weight belongs to no layer, and nothing tells values that were written into it from those that accelerate "
         "offloaded before they were quantized, which bitsandbytes-params4bit-meta quantizes when they are moved"
     ),
@@ -126,7 +145,7 @@ BY_NAME = {
         "a packed weight in an nn.Linear is saved as it is, with the plugin and without; as is, a forward on AVX512-BF16 has "
         "repacked the weight before, and nothing is right from there on"
     ),
-    r"^int8.* loads_without_scales_not_strictly .*scales_of_another": (
+    r"^int8.* loads_without_scales_not_strictly .*scales_(of_another|one_for_all)": (
         "packed weights that were loaded with strict=False and without their scales have none until they come: a program that "
         "writes them in place finds None. Assign a tensor, or load them"
     ),

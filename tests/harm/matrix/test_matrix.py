@@ -23,7 +23,8 @@ WALKS = 40 if is_newest() else 15
 ASKED = int(os.environ.get("PATCHES_MATRIX_SEED", 0))
 SEED = ASKED or int("".join(filter(str.isdigit, version("bitsandbytes"))))
 """Of the walks of every day, the same for a release each day: with another one, who changed nothing could find it red."""
-FRESH = ASKED or int(time.time()) % 1_000_000
+FRESH = ASKED or (int(time.time()) % 1_000_000 if is_newest() else SEED + 1)
+"""Of the walks before a release: other ones each time on the newest. An older one does not change, so its walks do not."""
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials run in forks of one process")
 
