@@ -46,13 +46,17 @@ def _moved_scale(old: Any, new: Any) -> Tensor | None:
     return None if row_scales.is_lost(scale) else scale.to(new.device)
 
 
+def _is_new(old: Any, new: Any) -> bool:
+    """Tell whether ``new``, to which ``old`` was moved, is new for its layer; not if the layer has run and nothing moves."""
+    return old.CB is not None or new.is_meta or new.data_ptr() != old.data_ptr()
+
+
 def _moved_packed_weight(old: Any, new: Any) -> Tensor | None:
-    """Return what marks ``new`` as new for its layer, if it is packed; nothing where a layer has run and nothing moves."""
+    """Return the packed weight that marks ``new`` as new for its layer."""
     import torch
 
-    packed: Tensor | None = old.CB
-    stays = packed is None and not new.is_meta and new.data_ptr() == old.data_ptr()
-    return new.data if new.dtype == torch.int8 and not stays else packed
+    packed: Tensor | None = new.data if new.dtype == torch.int8 and _is_new(old, new) else old.CB
+    return packed
 
 
 def follow_move(layer: Any, weight: Any, address: int) -> None:
@@ -192,7 +196,13 @@ KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
         when="bitsandbytes<0.48",
     ),
     # what a hook brings back is new, as on 0.48.1; where a layer has run, SCALE_OR_ERROR finds the scales that belong to it
-    Rewrite(_TO, "self.CB is not None", "is_quantized", when="bitsandbytes==0.48.0"),
+    Rewrite(
+        _TO,
+        "self.CB is not None",
+        "_patches_is_new(self, new_param)",
+        names={"_patches_is_new": _is_new},
+        when="bitsandbytes==0.48.0",
+    ),
     Rewrite(_TO, "is_quantized and device is not None", "is_quantized", when="bitsandbytes==0.48.0"),
     *scales_follow("self.SCB is not None", when="bitsandbytes==0.48.0"),
     *scales_follow("self.SCB is not None and device is not None", when="bitsandbytes==0.48.1"),
