@@ -53,7 +53,7 @@ BY_NAME = {
         "torch refuses to swap or overwrite an Int8Params or a Params4bit, with the plugin and without; as is, a pickled weight "
         "is none, because it has lost its class"
     ),
-    r"^(nf4|fp4).* weight_fresh .*class_of_plain_layer .*(pickled|saved_whole|saved_and_loaded_whole).* dora": (
+    r"^(nf4|fp4).* weight_fresh .*class_of_plain_layer .*(pickled|saved_whole|saved_and_loaded_whole).*dora": (
         "peft dequantizes a Params4bit in a plain layer, also one that was never quantized, which is an error with the plugin "
         "and without; as is, a pickled weight is none, because it has lost its class"
     ),
@@ -68,6 +68,10 @@ BY_NAME = {
     r"^int8.* forward_of_its_own .*loads_assigning ": (
         "the forward that a user gave a layer reads the weight as values, and a state dict brings packed ones: as is, loading "
         "it without assign=True is wrong in the same way, and with it an error"
+    ),
+    r"^int8.*(pickled|saved_whole|saved_and_loaded_whole).* packed_cut ": (
+        "bitsandbytes' kernels read beyond the end of packed weights that were cut, with the plugin and without; as is, a "
+        "pickled weight is no Int8Params, because it has lost its class"
     ),
     r"^int8.* parametrized_floats .*streamed_into_state ": (
         "a parametrized layer computes with the floating-point weight that it has, so nothing reads packed weights that a "
