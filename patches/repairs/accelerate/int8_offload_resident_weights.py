@@ -46,8 +46,8 @@ PATCH = Patch(
         ``bitsandbytes-int8-backward-live-state``.
 
         bitsandbytes 0.47.0 does not mark a weight that is brought back as new: without ``CB`` it would use packed
-        weights as values. On 0.48.0 and 0.48.1 the forward of an offloaded layer raises an error. There
-        ``bitsandbytes-int8-scales-lost-on-offload`` is part of this patch.
+        weights as values. On 0.48.0 and 0.48.1 the forward of an offloaded layer raises an error. On these three
+        releases the edits of ``bitsandbytes-int8-scales-lost-on-offload`` are part of this patch.
     """,
     requires=("accelerate>=0.26.1", "bitsandbytes>=0.46.1"),
     tested_up_to="1.15.0",
