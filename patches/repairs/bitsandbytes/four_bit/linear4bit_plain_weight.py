@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ....engine import Finding, Message, Patch, Rewrite, SetAttribute
+from ....engine import Finding, Message, Part, Patch, Rewrite, SetAttribute
 from ....quantized.four_bit import foreign_weights
 from ....quantized.weights import dequantized_in_place, meta_weights
 from ....quantized.weights.weight_assignment import make_setattr
@@ -23,23 +23,39 @@ def plain_linear(layer: Linear4bit, x: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, layer.weight.to(x.dtype), bias)
 
 
-def defect() -> Finding:
-    """Tie a head to its embedding, as transformers does it."""
+def _tied_head() -> Linear4bit:
+    """Make a head of shape (32, 64) with the weight of an embedding, as transformers does it."""
     import torch
     from bitsandbytes.nn import Linear4bit
 
     torch.manual_seed(0)
-    embedding = torch.nn.Embedding(32, 64)
     head = Linear4bit(64, 32, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-    head.weight = embedding.weight
+    head.weight = torch.nn.Embedding(32, 64).weight
+    return head
+
+
+def defect() -> Finding:
+    """Run a tied head."""
+    import torch
+
+    head = _tied_head()
     x = torch.randn(4, 64)
-    expected = x @ embedding.weight.detach().t()
+    expected = x @ head.weight.detach().t()
     try:
         y = head(x)
     except AssertionError:
         return Finding(True, "forward of a tied head: AssertionError")
     error = float((y - expected).norm() / expected.norm())
     return Finding(error > 1e-6, f"relative error of the output of a tied head {error:.1e}")
+
+
+def defect_saving() -> Finding:
+    """Save a tied head."""
+    try:
+        _tied_head().state_dict()
+    except AttributeError as error:
+        return Finding(True, f"state_dict of a tied head: {error}")
+    return Finding(False, "state_dict of a tied head finishes")
 
 
 PATCH = Patch(
@@ -78,40 +94,52 @@ PATCH = Patch(
     cost="""
         0.1 us a call, for a layer with a quantization state; 0.4 us for each attribute that is set on a layer.
     """,
-    requires=("bitsandbytes>=0.46.1",),
-    tested_up_to="0.50.2",
-    edits=(
-        # Not `self.weight`: that is a call of Module.__getattr__. If there is no such parameter, the helpers look, and
-        # the one of bitsandbytes does nothing for a weight that has a state.
-        Rewrite(
-            "bitsandbytes.nn.modules:Linear4bit.forward",
-            find="fix_4bit_weight_quant_state_from_module(self)",
-            replace="""
-                if getattr(self._parameters.get("weight"), "quant_state", None) is None:
-                    if _patches_was_never_quantized(self):
-                        return _patches_plain_linear(self, x)
-                    _patches_refuse_foreign(self)
-                    fix_4bit_weight_quant_state_from_module(self)
-            """,
-            names={
-                "_patches_was_never_quantized": dequantized_in_place.was_never_quantized,
-                "_patches_plain_linear": plain_linear,
-                "_patches_refuse_foreign": foreign_weights.refuse_foreign_weight,
-            },
+    parts=(
+        Part(
+            "forward",
+            ("bitsandbytes>=0.46.1",),
+            "0.50.2",
+            (
+                # Not `self.weight`: that is a call of Module.__getattr__. If there is no such parameter, the helpers look, and
+                # the one of bitsandbytes does nothing for a weight that has a state.
+                Rewrite(
+                    "bitsandbytes.nn.modules:Linear4bit.forward",
+                    find="fix_4bit_weight_quant_state_from_module(self)",
+                    replace="""
+                        if getattr(self._parameters.get("weight"), "quant_state", None) is None:
+                            if _patches_was_never_quantized(self):
+                                return _patches_plain_linear(self, x)
+                            _patches_refuse_foreign(self)
+                            fix_4bit_weight_quant_state_from_module(self)
+                    """,
+                    names={
+                        "_patches_was_never_quantized": dequantized_in_place.was_never_quantized,
+                        "_patches_plain_linear": plain_linear,
+                        "_patches_refuse_foreign": foreign_weights.refuse_foreign_weight,
+                    },
+                ),
+                SetAttribute(
+                    "bitsandbytes.nn.modules:Linear4bit.__setattr__",
+                    make=make_setattr("Linear4bit", foreign_weights.record_replaced_weight),
+                ),
+            ),
+            defect,
         ),
-        Rewrite(
-            "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
-            find='getattr(self.weight.quant_state, "packing_format_for_cpu", False)',
-            replace="""
-                not _patches_was_never_quantized(self) and getattr(self.weight.quant_state, "packing_format_for_cpu", False)
-            """,
-            names={"_patches_was_never_quantized": dequantized_in_place.was_never_quantized},
-            when="bitsandbytes==0.49.0",
-        ),
-        SetAttribute(
-            "bitsandbytes.nn.modules:Linear4bit.__setattr__",
-            make=make_setattr("Linear4bit", foreign_weights.record_replaced_weight),
+        Part(
+            "saving",
+            ("bitsandbytes==0.49.0",),
+            "0.49.0",
+            (
+                Rewrite(
+                    "bitsandbytes.nn.modules:Linear4bit._save_to_state_dict",
+                    find='getattr(self.weight.quant_state, "packing_format_for_cpu", False)',
+                    replace="""
+                        not _patches_was_never_quantized(self) and getattr(self.weight.quant_state, "packing_format_for_cpu", False)
+                    """,
+                    names={"_patches_was_never_quantized": dequantized_in_place.was_never_quantized},
+                ),
+            ),
+            defect_saving,
         ),
     ),
-    defect=defect,
 )
