@@ -6,16 +6,18 @@ packed weights and scales on other ways. There, whatever makes a weight an ``Int
 or an error has the same edits, so that each patch is right alone too: the next ``.to()`` would undo the repair.
 
 0.48.0 and 0.48.1 raise an error if scales are on meta, as the scales of an offloaded weight are. There, whatever lets such a weight
-be moved has the same edits, too: an offloaded layer would raise a less clear error later.
+be moved has the same edits, and those of its backward: an offloaded layer would raise a less clear error later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...engine import Rewrite, SetAttribute
 from ..layer_methods import wrap_method
 from . import plain_weights, row_scales, scale_ownership
+from .product_backward import PRODUCT_BACKWARD
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,6 +146,11 @@ def scales_follow(condition: str, when: str) -> tuple[Rewrite, ...]:
     )
 
 
+def _only_on(releases: str, edits: Iterable[Rewrite | SetAttribute]) -> Iterator[Rewrite | SetAttribute]:
+    """``edits``, for certain releases of bitsandbytes."""
+    return (edit._replace(when=" and ".join(filter(None, (edit.when, f"bitsandbytes{releases}")))) for edit in edits)
+
+
 KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
     *_forward("MatMul8bitLt"),
     *_forward("MatMul8bitFp", when="bitsandbytes>=0.47"),
@@ -206,15 +213,13 @@ KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
     Rewrite(_TO, "is_quantized and device is not None", "is_quantized", when="bitsandbytes==0.48.0"),
     *scales_follow("self.SCB is not None", when="bitsandbytes==0.48.0"),
     *scales_follow("self.SCB is not None and device is not None", when="bitsandbytes==0.48.1"),
+    *_only_on(">=0.48,<0.48.2", PRODUCT_BACKWARD),
 )
 
 
 def keep_packed_weight(releases: str) -> tuple[Rewrite | SetAttribute, ...]:
     """:data:`KEEP_PACKED_WEIGHT`, for certain releases of bitsandbytes."""
-    return tuple(
-        edit._replace(when=" and ".join(filter(None, (edit.when, f"bitsandbytes{releases}"))))
-        for edit in KEEP_PACKED_WEIGHT
-    )
+    return tuple(_only_on(releases, KEEP_PACKED_WEIGHT))
 
 
 KEEP_PACKED_WEIGHT_BEFORE_048 = keep_packed_weight("<0.48")

@@ -69,7 +69,8 @@ PATCH = Patch(
         The repair never computes a scale. ``init_8bit_state`` takes it from where it is (the weight, accelerate's
         offloaded weights, the state that holds these packed weights) and also stores it on the weight, so that both
         move together. Packed weights are never quantized. If a weight has no scales anywhere, an error names the
-        layer.
+        layer. 0.48.0 and 0.48.1 raise an error in the forward of an offloaded layer. There the repair of its
+        backward, ``bitsandbytes-int8-backward-live-state``, is part of this patch.
     """,
     requires=("bitsandbytes>=0.46.1",),
     tested_up_to="0.50.2",
