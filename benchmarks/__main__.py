@@ -14,6 +14,7 @@ from typing import Any
 
 from . import cost, present, run
 from .cases import CASES, MORE, SIZES, Case, configurations
+from .setting import processor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,11 +125,7 @@ def _cores() -> int:
 
 
 def _host(device: str, threads: int) -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = models[0] if models else name
+    name = processor()
     if device != "cpu":
         import torch
 

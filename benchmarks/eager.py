@@ -19,6 +19,7 @@ from typing import Any
 from .cases import CASES, SIZES, Case, Configuration, Job, Size
 from .present import markdown, write
 from .run import Process
+from .setting import host, sentence
 
 ALL = (*CASES, Case("nf4-qv-checkpoint", "4-bit, LoRA on q and v, checkpointing", bits=4, checkpointing=True,
                     targets=("q_proj", "v_proj")))  # fmt: skip
@@ -89,7 +90,9 @@ def _ask(process: Process, *command: Any) -> dict[str, Any]:
 
 def table(data: dict[str, Any]) -> str:
     """All figures: of a pair the median of its rounds (of calls the best), and over pairs the median."""
-    return "\n\n".join([_steps(data["cases"]), _functions(data["cases"]), _calls(data["calls"])])
+    return "\n\n".join(
+        [sentence(data["host"]), _steps(data["cases"]), _functions(data["cases"]), _calls(data["calls"])]
+    )
 
 
 def _steps(cases: dict[str, list[dict[str, Any]]]) -> str:
@@ -138,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     options = parser.parse_args(argv)
-    data = measure(
+    here = host()  # before the load is that of the measurement
+    data = {"host": here} | measure(
         SIZES[options.size], pairs=options.pairs, rounds=options.rounds, tell=lambda text: print(text, file=sys.stderr)
     )
     write(options.output / "eager", data, table(data))

@@ -11,13 +11,30 @@ from pathlib import Path
 from typing import Any
 
 
-def host() -> dict[str, Any]:
-    """Return the name of the processor, its load, and the versions of torch and bitsandbytes."""
+INSTRUCTIONS = {"avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX"}
+"""What decides which kernels torch and bitsandbytes run, by its flag in ``/proc/cpuinfo``; each has those before it."""
+
+
+def processor() -> str:
+    """Return the name of the processor, with the family and model that tell its generation, and its widest instructions.
+
+    A virtual machine may say ``AMD EPYC`` of all of them.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in said:
+        return platform.processor() or platform.machine()
+    flags = said.get("flags", "").split()
+    widest = [words for flag, words in INSTRUCTIONS.items() if flag in flags][-1:]
+    number = f"family {said.get('cpu family')} model {said.get('model')}"
+    return f"{said['model name']} ({', '.join([number, *widest])})"
+
+
+def host() -> dict[str, Any]:
+    """Return the name of the processor, its load, and the versions of torch and bitsandbytes."""
     load = round(os.getloadavg()[0], 1)
-    return {"processor": name, "load": load, **{each: version(each) for each in ("torch", "bitsandbytes")}}
+    return {"processor": processor(), "load": load, **{each: version(each) for each in ("torch", "bitsandbytes")}}
 
 
 def sentence(host: dict[str, Any]) -> str:

@@ -3,7 +3,8 @@
 Each part has a process of its own. ``verbs``: 10,000 rounds of apply and revert, of a few patches at a time and of all.
 ``steps``: training steps with all patches going in and out in between. ``compiled``: the same, and each time a layer is
 compiled; beside it ``control``, with ``torch.compiler.reset()`` in the place of the patches, for compiling again and
-again costs torch memory by itself. Exit code 1 if something grows, or more than in the control.
+again costs torch memory by itself. Exit code 1 if something grows, or more than in the control. The table is kept in
+``benchmarks/results/soak.md``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from .present import markdown
+from .setting import host, sentence
 
 PARTS = ("verbs", "steps", "compiled", "control")
 SAMPLES = 12
@@ -158,18 +161,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10_000, help="of apply and revert; 0 leaves them out")
     parser.add_argument("--steps", type=int, default=120, help="rounds of training; 0 leaves them out")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     counts = {part: options.rounds if part == "verbs" else options.steps for part in PARTS}
     if options.part:
         print(json.dumps(_part(options.part, counts[options.part])))
         return 0
+    here = host()
     found = {part: _asked(part, count) for part, count in counts.items() if count}
     more = {part: growth(samples) for part, samples in found.items()}
     against = {"compiled": more.get("control")}
     bad = {part: grown(more[part], against.get(part)) for part in found if part != "control"}
     rows = [row for part, samples in found.items() for row in _rows(part, samples, bad.get(part, ()))]
-    print(markdown(("part", "what", "first", "half way", "last", "growth", ""), rows))
+    table = markdown(("part", "what", "first", "half way", "last", "growth", ""), rows)
+    asked = f"{options.rounds:,} rounds of apply and revert, {options.steps} of training steps"
+    (options.output / "soak.md").write_text(f"{sentence(here)}; {asked}.\n\n{table}\n", "utf-8")
+    print(table)
     return 1 if any(bad.values()) else 0
 
 
