@@ -49,6 +49,13 @@ def test_no_flow_is_right_without_the_plugin_only(name, torch, found):
 
 
 @each_run
+def test_what_compiles_without_the_plugin_compiles_with_it(name, torch, found):
+    """Into more graphs than one, where Dynamo of that torch does not trace the rest."""
+    flows = {flow: each for flow, each in found.get("flows", {}).items() if ": graphs" in flow}
+    assert not [flow for flow, each in flows.items() if each["unpatched"][0].isdigit() > each["patched"][0].isdigit()]
+
+
+@each_run
 def test_it_was_run_on_what_the_table_declares(name, torch, found):
     named = (*tool.PACKAGES, "python")
     declared = {package: release for package, release in tool.declared()[name].items() if package in named}

@@ -66,6 +66,17 @@ def _return_floats(function: str, floats: str, when: str = "") -> Rewrite:
     )
 
 
+def _return_floats_of_module(condition: str, when: str) -> Rewrite:
+    """Return the edit of peft's function that is given a layer: it returns the weight if ``condition`` is true."""
+    return Rewrite(
+        "peft.utils.integrations:dequantize_module_weight",
+        find="weight = module.weight",
+        replace=f"weight = module.weight\nif {condition}:\n    return weight",
+        names=_NAMES,
+        when=when,
+    )
+
+
 PATCH = Patch(
     id="peft-floats-as-packed-weights",
     summary="merging, DoRA and dequantize() fail or are wrong on INT8 layers with llm_int8_has_fp16_weight=True",
@@ -96,15 +107,10 @@ PATCH = Patch(
             ("peft>=0.15", "bitsandbytes>=0.46.1"),
             "0.21.2",
             (
-                Rewrite(
-                    "peft.utils.integrations:dequantize_module_weight",
-                    find="weight = module.weight",
-                    replace="""
-                        weight = module.weight
-                        if _patches_holds_floats(weight):
-                            return weight
-                    """,
-                    names=_NAMES,
+                _return_floats_of_module("_patches_holds_floats(weight)", "torch>=2.8"),
+                # There the question breaks the graph, and Dynamo fails where it goes on with a module: dequantize_bnb_weight asks.
+                _return_floats_of_module(
+                    "not torch.compiler.is_dynamo_compiling() and _patches_holds_floats(weight)", "torch<2.8"
                 ),
                 _return_floats("peft.utils.integrations:dequantize_bnb_weight", "weight.data"),
             ),
