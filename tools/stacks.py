@@ -129,8 +129,10 @@ def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None
     here = runs.setdefault(versions["torch"], {})
     if part == "flows" and _words("FLOWS"):
         found = {**here.get(part, {}), **found}
-    if part == "verify" and _words("IDS"):
-        rows = {(row["id"], row.get("part", "")): row for row in (*here.get(part, ()), *found)}
+    if part == "verify":
+        rows = {
+            (row["id"], row.get("part", "")): row for row in (*(here.get(part, ()) if _words("IDS") else ()), *found)
+        }
         found = [rows[name] for name in sorted(rows)]
     here.update({"versions": versions, part: found})
     write(known)

@@ -44,7 +44,10 @@ REASONS = (
         "FSDP2.*'gradients': 1.0",
         "FSDP2 of torch 2.8 adds up the gradients of the ranks on a CPU, of models in floating point too, where it should average them; no GPU was tried",
     ),
-    ("re-initialize CUDA", "peft 0.14 moves a weight to CUDA to dequantize it, and no GPU was tried"),
+    (
+        "graphs, DoRA: InternalTorchDynamoError",
+        "Dynamo of torch 2.6 fails where peft 0.14 assigns the weight again in each DoRA forward on a CPU; without the plugin peft 0.14 cannot run DoRA on a CPU",
+    ),
     (
         "quant_type must be nf4 on CPU, got fp4",
         "accelerate 0.26 leaves the quantization state behind when it moves a 4-bit weight; accelerate 1.8.1 takes it along",
