@@ -170,13 +170,15 @@ def test_the_table_of_eager_costs_says_ratio_and_difference():
 
     both = {"unpatched": counts(26, 0, 1000), "patched": counts(28, 2**20, 1015)}
     seconds = {"unpatched": [1.0, 2.0, 4.0], "patched": [1.1, 2.0, 4.8]}
-    here = {"unpatched": [1.0, 1.0], "patched": [0.9, 0.9]}
-    one = {"text": "a case", "cpu_s": seconds, "in_one_process": here, "counts": both}
+    in_turn = {"unpatched": [1.0, 1.0], "patched": [0.9, 0.9]}
+    one = {"text": "a case", "cpu_s": seconds, "in_one_process": in_turn, "counts": both}
     calls = {
         "a forward": [{"unpatched": 10.0, "patched": 12.5}],
         "forward and backward": [{"unpatched": 10.0, "patched": 9.0}],
     }
-    text = eager.table({"cases": {"a": [one]}, "calls": calls})
+    here = {"processor": "a processor (family 25)", "load": 0.1, "torch": "2.13.0", "bitsandbytes": "0.50.2"}
+    text = eager.table({"host": here, "cases": {"a": [one]}, "calls": calls})
+    assert text.startswith("a processor (family 25), one thread, load 0.1, torch 2.13.0, bitsandbytes 0.50.2")
     assert "1.100 (1.100 to 1.100)" in text and "+2.5 (+2.5 to +2.5)" in text and "-1.0" in text
     step, functions = (line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| a case"))
     assert [cell.strip() for cell in step[3:]] == ["0.900 (0.900 to 0.900)", "26", "28", "1.0", "2.0", "0.0", "1.0"]
