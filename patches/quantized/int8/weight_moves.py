@@ -151,7 +151,7 @@ def _only_on(releases: str, edits: Iterable[Rewrite | SetAttribute]) -> Iterator
     return (edit._replace(when=" and ".join(filter(None, (edit.when, f"bitsandbytes{releases}")))) for edit in edits)
 
 
-KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
+_MOVES: tuple[Rewrite | SetAttribute, ...] = (
     *_forward("MatMul8bitLt"),
     *_forward("MatMul8bitFp", when="bitsandbytes>=0.47"),
     SETTLING,
@@ -213,8 +213,10 @@ KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (
     Rewrite(_TO, "is_quantized and device is not None", "is_quantized", when="bitsandbytes==0.48.0"),
     *scales_follow("self.SCB is not None", when="bitsandbytes==0.48.0"),
     *scales_follow("self.SCB is not None and device is not None", when="bitsandbytes==0.48.1"),
-    *_only_on(">=0.48,<0.48.2", PRODUCT_BACKWARD),
 )
+
+
+KEEP_PACKED_WEIGHT: tuple[Rewrite | SetAttribute, ...] = (*_MOVES, *_only_on(">=0.48,<0.48.2", PRODUCT_BACKWARD))
 
 
 def keep_packed_weight(releases: str) -> tuple[Rewrite | SetAttribute, ...]:
@@ -222,4 +224,5 @@ def keep_packed_weight(releases: str) -> tuple[Rewrite | SetAttribute, ...]:
     return tuple(_only_on(releases, KEEP_PACKED_WEIGHT))
 
 
-KEEP_PACKED_WEIGHT_BEFORE_048 = keep_packed_weight("<0.48")
+KEEP_PACKED_WEIGHT_BEFORE_048 = tuple(_only_on("<0.48", _MOVES))
+"""Without the edits of 0.48, whose sources these patches would rest on."""
