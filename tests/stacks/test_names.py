@@ -42,8 +42,12 @@ def test_code_that_is_written_into_others_is_walked(monkeypatch):
     assert names.missing() == {"torch._C._no_such_call": [patch.id]}
 
 
-ASKED_SINCE = {"process/tracing.py": "2.13"}
-"""The files that ask the release of torch first, and the one from which on they use what older ones lack."""
+_STRATEGY = "torch._C._dynamo.eval_frame."
+ASKED_SINCE = {
+    (f"{_STRATEGY}{name}", "process/tracing.py"): "2.13"
+    for name in ("_FrameAction", "_FrameAction.SKIP", "_FrameExecStrategy", "set_code_exec_strategy")
+}
+"""The names that a file uses from a release of torch on, for which it asks first."""
 
 
 def test_no_torch_of_the_table_lacked_a_name():
@@ -52,7 +56,7 @@ def test_no_torch_of_the_table_lacked_a_name():
         (stack, torch, name, file)
         for stack, runs in known.items() for torch, run in runs.items()
         for name, files in run["names"].items() for file in files
-        if Version(torch) >= Version(ASKED_SINCE.get(file, "0"))
+        if Version(torch) >= Version(ASKED_SINCE.get((name, file), "0"))
     }  # fmt: skip
     assert lacking == set(), "make stacks measured it"
 
