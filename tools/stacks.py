@@ -130,9 +130,8 @@ def _keep(name: str, versions: Mapping[str, str], part: str, found: Any) -> None
     if part == "flows" and _words("FLOWS"):
         found = {**here.get(part, {}), **found}
     if part == "verify":
-        rows = {
-            (row["id"], row.get("part", "")): row for row in (*(here.get(part, ()) if _words("IDS") else ()), *found)
-        }
+        kept = here.get(part, ()) if _words("IDS") else ()
+        rows = {(row["id"], row.get("part", "")): row for row in (*kept, *found)}
         found = [rows[name] for name in sorted(rows)]
     here.update({"versions": versions, part: found})
     write(known)
