@@ -248,7 +248,10 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
         rows = [{"id": i, **explain.sections(REGISTRY.patches[i], report[i])} for i in found]
         return json.dumps(rows, indent=2), 0 if found else 1
     if not found:
-        _complain(f"{text[:80]!r} matches no patch and no known message; `python -m patches list` shows all patches")
+        _complain(
+            f"{text[:80]!r} matches no patch and no known message. `patches.inspect(model)` finds what is wrong with a "
+            "loaded model; `python -m patches list` shows all patches"
+        )
         return "", 1
     if len(found) == 1:
         return explain.page(REGISTRY.patches[found[0]], report[found[0]]), 0

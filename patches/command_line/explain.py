@@ -78,8 +78,11 @@ def paragraphs(text: str) -> list[str]:
 def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
     """Return the paragraphs under each of :data:`HEADINGS`."""
     targets = dict.fromkeys(edit.target for edit in needs.edits(patch) or patch.edits)
-    tested = dict.fromkeys(f"{part.package} {part.tested_up_to}" for part in patch.parts)
-    what_you_see = [sentence(patch.summary), *(message.text for message in patch.messages), *remarks(patch)]
+    what_you_see = [
+        sentence(patch.summary),
+        *(f"Message: {message.text}" for message in patch.messages),
+        *remarks(patch),
+    ]
     why = [*paragraphs(patch.why), *patch.links]
     repair = [
         *paragraphs(patch.repair),
@@ -88,7 +91,7 @@ def sections(patch: Patch, result: Result) -> dict[str, list[str]]:
     cost = paragraphs(patch.cost) or [f"{NO_COST} docs/speed.md."]
     turn_it_off = [
         f"PATCHES_DISABLE={patch.id}, or patches.revert({patch.id!r}) in a running program.",
-        f"For {'; '.join(patch.ranges())}. Tested up to {', '.join(tested)}. "
+        _releases(patch),
         "If the installed code differs from what the patch expects, the patch is skipped and reported as `conflict`.",
         f"Here: {_here(patch, result)}.",
         f"To see the defect and its repair: python -m patches verify {patch.id}.",
@@ -110,6 +113,19 @@ def remarks(patch: Patch) -> list[str]:
     if patch.effect in EFFECTS:
         found.append(EFFECTS[patch.effect].sentence)
     return found
+
+
+def _releases(patch: Patch) -> str:
+    """Say for which releases the patch is, and up to which it was tested; by parts where these differ."""
+    tested = {f"{part.package} {part.tested_up_to}" for part in patch.parts}
+    if len(tested) == 1:
+        return f"For {'; '.join(patch.ranges())}. Tested up to {tested.pop()}."
+    found: dict[str, list[str]] = {}
+    for part in patch.parts:
+        text = f"{', '.join(part.requires)}, tested up to {part.package} {part.tested_up_to}"
+        found.setdefault(text, []).append(part.name)
+    parts = (f"\n- {', '.join(names)}: {text}" for text, names in found.items())
+    return f"For these releases, by parts of the patch:{';'.join(parts)}."
 
 
 def _here(patch: Patch, result: Result) -> str:

@@ -102,9 +102,9 @@ PATCH = Patch(
     silent=True,
     links=("https://github.com/huggingface/peft/issues/2889", "https://github.com/huggingface/peft/pull/2893"),
     why="""
-        peft makes an adapter in float32 and moves it to the dtype of its base layer. With
-        ``autocast_adapter_dtype=False`` it stays there, so an adapter on a 16-bit ``nn.Linear`` has 16 bits. A
-        packed weight has an integer dtype:
+        peft makes an adapter in float32 and casts it to the dtype of the base weight. By default it then casts it
+        back to float32. With ``autocast_adapter_dtype=False`` it does not, so an adapter on a 16-bit ``nn.Linear``
+        has 16 bits. A packed weight has an integer dtype, to which peft casts no adapter:
 
         - on INT8 layers every adapter stays float32, in each release. peft #2893 left that open: "they don't have a
           compute dtype".

@@ -153,10 +153,11 @@ PATCH = Patch(
         by a repacked copy, which belongs to the weight. The copy is made where it saves time: for inputs of few
         rows (decoding), not for large batches, and not for weights that accelerate brings from the disk in each
         forward. If the weight changes with each call, the copy is made less and less often
-        (``operators/packed_copies.py``). Before each use the contents of the weight and its scales are compared
-        with the contents that the copy was made from, because many ways to write to them do not raise the version
-        counter (``operators/tensor_contents.py``). The copy is freed with the weight, and by the first training
-        forward; a copy that is made after that is kept.
+        (``patches/operators/packed_copies.py``). Before each use the contents of the weight and its scales are
+        compared with the contents that the copy was made from, because many ways to write to them do not raise the
+        version counter. Of more than 128 KB a sample is compared, which changes with each use, so a small write
+        can be missed at first (``docs/limits.md``). The first training forward frees the copy. A copy that a later
+        eval forward makes is kept until the weight is freed.
 
         While compiling, the layer is the operator ``bnb_patches::linear_4bit_packed``. torch.export, whose programs
         are loaded where that operator does not exist, gets the code of a processor without AVX512-BF16. So do other
@@ -169,9 +170,9 @@ PATCH = Patch(
     """,
     cost="""
         A decoding model holds its 4-bit weights twice (about 0.53 byte more for each weight). Comparing the
-        contents takes 10 us a call for 512 x 512 and 250 us for 4096 x 11008 on a busy machine, whatever the number
-        of threads. For small weights, calling the kernel directly saves as much: with one row and one thread a call
-        takes 0.75 to 1.04 of the unpatched time (``python -m benchmarks.cpu_repack``). If the width is not a
+        contents takes 10 us a call for 512 x 512 and 75 us for 4096 x 11008, whatever the number of threads, and
+        two to three times that if other processes use the caches. The repair also calls the kernel directly, which
+        saves about as much for small weights: with one row and one thread a call takes 0.75 to 1.04 of the unpatched time (``python -m benchmarks.cpu_repack``). If the width is not a
         multiple of the block size, which raises an error unpatched, the layer takes the time of a processor without
         AVX512-BF16.
 
