@@ -142,9 +142,17 @@ def _refuse_unknown_places(device_map: Mapping[str, Place]) -> None:
             known, cause = False, error
         if not known:
             raise ValueError(
-                f"The device_map sends {name!r} to {place!r}, which is not a place. A place is a device that this machine "
-                'has, such as 0 or "cuda:1", or "cpu" or "disk".'
+                f"The device_map sends {name!r} to {place!r}, which is not a place. Places, also as keys of `max_memory`, are "
+                f'"cpu", "disk" and the devices that torch finds here: {_devices()}.'
             ) from cause
+
+
+def _devices() -> str:
+    """Name the devices of this machine that a device map can name."""
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return ", ".join(map(str, range(count))) or "none"
 
 
 def _make_disjoint(

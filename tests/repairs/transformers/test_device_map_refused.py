@@ -79,6 +79,7 @@ def test_a_quantized_checkpoint_needs_no_folder(base, tmp_path):
         ),
         ({"": "cpu", "model.layers.0": "disk", "model.norm": None}, "sends 'model.norm' to None, which is not a place"),
         ({"": "cpu", "model.layers.0": "disk", "lm_head": "meta"}, "sends 'lm_head' to 'meta', which is not a place"),
+        ({"": "cpu", "model.layers.0": "disk", "lm_head": 77}, '"disk" and the devices that torch finds here: '),
         (ON_DISK, "offload_folder"),
     ],
 )
