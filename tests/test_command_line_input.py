@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
 from patches import autoload
@@ -39,3 +41,10 @@ def test_explain_finds_a_message_that_a_page_quotes(capsys):
     assert {"peft-lora-options-ignored", "peft-reads-packed-weights"} <= set(capsys.readouterr().out.split())
     assert main(["explain", "Please initialize MiCA under float32, float16, or bfloat16."]) == 0
     assert capsys.readouterr().out.startswith("peft-lora-options-ignored\n")
+
+
+def test_the_version_is_that_of_the_distribution(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"bnb-patches {importlib.metadata.version('bnb-patches')}\n"

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from .. import adoption, autoload, verification
+from ..engine import gate
 from ..engine.report import Report, Status
 from ..newer_releases import adopted
 from ..process_registry import REGISTRY
@@ -104,6 +105,10 @@ def _show_held_back(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m patches", description="Show what the plugin repairs and what it changes here, and check it."
+    )
+    version = gate.recorded_version("bnb-patches") or "unknown"
+    parser.add_argument(
+        "--version", action="version", version=f"bnb-patches {version}", help="print the version of the plugin"
     )
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for name, run, text in (

@@ -15,9 +15,9 @@ def fragment() -> str:
 
 
 def _commands() -> Iterator[argparse.ArgumentParser]:
-    for action in _parser()._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                command.formatter_class = partial(argparse.HelpFormatter, width=78)  # whatever the terminal is
-                command.color = False  # Python 3.14
-                yield command
+    parser = _parser()
+    subparsers = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for command in (parser, *next(subparsers).choices.values()):
+        command.formatter_class = partial(argparse.HelpFormatter, width=78)  # whatever the terminal is
+        command.color = False  # Python 3.14
+        yield command
