@@ -67,8 +67,8 @@ def figures(base: Path, plugin: bool) -> Figures:
 def does_not_fit(said: dict[str, Any]) -> str:
     return (
         f"loss {said['first']:.2f} -> {said['last']:.2f} in {said['steps']} steps of {said['seconds']:.2f} s of processor time, with "
-        f"{said['away']:.1f} of {said['total']:.1f} MB of weights on disk; the saved adapter, loaded again: outputs "
-        f"differ from those of the model in memory by {said['difference']}"
+        f"{said['away']:.1f} of {said['total']:.1f} MB of weights on disk; the saved adapter, loaded on such a model "
+        f"and on one that is whole in memory: outputs differ by {said['difference']}"
     )
 
 

@@ -85,7 +85,7 @@ def same_again(folder: Path, args: argparse.Namespace, options: dict[str, Any]) 
         differ = float((whole(input_ids=batch).logits - adapted).abs().max())
         merged_whole = whole.merge_and_unload()(input_ids=batch).logits
     differ_merged = float((merged_whole - merged).abs().max())
-    print(f"  loaded again, outputs against those of the model in memory: largest difference {differ}")
+    print(f"  loaded again, outputs against those of a model loaded whole: largest difference {differ}")
     print(f"  merged, the same: {differ_merged}; merging rounds to {args.kind}, which moves the outputs by {off:.1%}")
     # Not 0 on every processor: with AVX512-BF16, bitsandbytes may multiply a layer in memory by another kernel.
     return max(differ, differ_merged) < 0.01 * float(adapted.abs().max())

@@ -99,7 +99,7 @@ def same_again(folder: Path, args: argparse.Namespace, device_map: dict[str, Any
             fused.append(model(**inputs).sample.float())
     differ, differ_fused = (float((one - other).abs().max()) for one, other in (adapted, fused))
     off = float((fused[0] - adapted[0]).norm() / adapted[0].norm())
-    print(f"  loaded again, outputs against those of the model in memory: largest difference {differ}")
+    print(f"  loaded again, outputs against those of a model loaded whole: largest difference {differ}")
     print(f"  fused, the same: {differ_fused}; fusing rounds to {args.kind}, which moves the outputs by {off:.1%}")
     return max(differ, differ_fused) < 0.01 * float(adapted[0].abs().max())
 
