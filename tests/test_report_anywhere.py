@@ -238,6 +238,16 @@ def test_each_page_has_its_five_headings(patch_id):
     assert all(all(paragraphs) for paragraphs in found.values())
 
 
+def test_a_page_marks_messages_and_bounds_each_part():
+    patch = REGISTRY.patches["peft-load-adapter-offloaded"]
+    page = " ".join(explain.page(patch, result(patch.id, Status.PENDING)).split())
+    assert patch.messages and all(f" Message: {message.text} " in page for message in patch.messages)
+    assert len({(part.package, part.tested_up_to) for part in patch.parts}) == len(patch.parts)
+    for part in patch.parts:
+        required = ", ".join(part.requires)
+        assert f" - {part.name}: {required}, tested up to {part.package} {part.tested_up_to}" in page
+
+
 def test_what_nobody_knows_is_exit_code_1_and_one_line(capsys):
     assert main(["explain", "an error that was never seen anywhere qqq"]) == 1
     out, err = capsys.readouterr()

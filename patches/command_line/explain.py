@@ -120,10 +120,9 @@ def _releases(patch: Patch) -> str:
     tested = {f"{part.package} {part.tested_up_to}" for part in patch.parts}
     if len(tested) == 1:
         return f"For {'; '.join(patch.ranges())}. Tested up to {tested.pop()}."
-    found: dict[str, list[str]] = {}
-    for part in patch.parts:
-        text = f"{', '.join(part.requires)}, tested up to {part.package} {part.tested_up_to}"
-        found.setdefault(text, []).append(part.name)
+    found = patch.names_of_parts(
+        lambda part: f"{', '.join(part.requires)}, tested up to {part.package} {part.tested_up_to}"
+    )
     parts = (f"\n- {', '.join(names)}: {text}" for text, names in found.items())
     return f"For these releases, by parts of the patch:{';'.join(parts)}."
 

@@ -190,10 +190,15 @@ class Patch:
 
     def ranges(self) -> list[str]:
         """Return the requirements of each part, with the names of the parts that have them where these differ."""
+        found = self.names_of_parts(lambda part: ", ".join(part.requires))
+        return list(found) if len(found) == 1 else [f"{text} ({', '.join(names)})" for text, names in found.items()]
+
+    def names_of_parts(self, text: Callable[[Part], str]) -> dict[str, list[str]]:
+        """Return each ``text`` of a part, with the names of the parts that have it."""
         found: dict[str, list[str]] = {}
         for part in self.parts:
-            found.setdefault(", ".join(part.requires), []).append(part.name)
-        return list(found) if len(found) == 1 else [f"{text} ({', '.join(names)})" for text, names in found.items()]
+            found.setdefault(text(part), []).append(part.name)
+        return found
 
     @property
     def module(self) -> str:
