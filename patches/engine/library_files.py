@@ -25,7 +25,7 @@ from .patch import Part, Patch
 _IS_FUNCTION = 1  # CO_OPTIMIZED: the body of a class has not this flag
 _OF_THE_CLASS_ITSELF = ("__classcell__", "__doc__", "__module__", "__qualname__", "__slots__")
 _STORE, _CONSTANT, _MORE = (opcode.opmap[name] for name in ("STORE_NAME", "LOAD_CONST", "EXTENDED_ARG"))
-_SMALL_INT = opcode.opmap.get("LOAD_SMALL_INT", -1)  # since Python 3.14: the argument is the value
+_SMALL_INT = opcode.opmap.get("LOAD_SMALL_INT")  # since Python 3.14: the argument is the value
 _IMPORTS = (opcode.opmap["IMPORT_NAME"], opcode.opmap["IMPORT_FROM"])
 _SKIPPED = opcode.opmap.get("CACHE", -1)
 
