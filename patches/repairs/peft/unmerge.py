@@ -78,8 +78,8 @@ PATCH = Patch(
         ``unmerge_adapter``: while the adapter is merged, the first forward under ``disable_adapter()`` (the
         reference model of DPO and GRPO) and ``set_adapter`` unmerge it. TRL merges and unmerges at every
         synchronisation with vLLM. If the update is 2 % of the weight and the adapter changes between cycles, an NF4
-        base is off by 1.3 % after one cycle, 13 % after ten and 122 % after a hundred; INT8 by 0.2, 0.9 and 4.4 %. Upstream: trl #3466, #6688.
-        All releases of peft, LoRA and DoRA, 4-bit and INT8.
+        base is off by 1.3 % after one cycle, 13 % after ten and 122 % after a hundred; INT8 by 0.2, 0.9 and 4.4 %.
+        Upstream: trl #3466, #6688. All releases of peft, LoRA and DoRA, 4-bit and INT8.
 
         HiRA (peft since 0.20), RoAd (0.18), RandLoRA (0.16), PVeRA (0.19), VeRA before 0.20 and OFT before 0.21
         have copies of this code with the same rounding. RoAd also rotates the bias, which is restored bit for bit

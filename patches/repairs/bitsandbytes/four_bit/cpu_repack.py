@@ -172,9 +172,9 @@ PATCH = Patch(
         A decoding model holds its 4-bit weights twice (about 0.53 byte more for each weight). Comparing the
         contents takes 10 us a call for 512 x 512 and 75 us for 4096 x 11008, whatever the number of threads, and
         two to three times that if other processes use the caches. The repair also calls the kernel directly, which
-        saves about as much for small weights: with one row and one thread a call takes 0.75 to 1.04 of the unpatched time (``python -m benchmarks.cpu_repack``). If the width is not a
-        multiple of the block size, which raises an error unpatched, the layer takes the time of a processor without
-        AVX512-BF16.
+        saves about as much for small weights: with one row and one thread a call takes 0.75 to 1.04 of the
+        unpatched time (``python -m benchmarks.cpu_repack``). If the width is not a multiple of the block size,
+        which raises an error unpatched, the layer takes the time of a processor without AVX512-BF16.
 
         Inputs of many rows (more than 16 for most weights; without AMX 64) are multiplied by the dequantized weight, and so are
         weights that come from the disk. Such outputs are rounded as on other processors, not as by the kernel.

@@ -116,7 +116,7 @@ PATCH = Patch(
         raise an error if the input is one row and needs no gradient, and 0.49 does on a CPU for every input. Unpatched,
         a float64 input that follows a float32 one is computed in float32, because the layer has stored that dtype. So
         the repair gives the kernel float32 instead of float64. On 0.50 it casts the input of a layer without
-        ``compute_dtype``, before 0.50 an input of one row, and on 0.49 also the dequantized weight.
+        ``compute_dtype``, before 0.50 an input of one row. On 0.49 it also dequantizes the weight in float32.
 
         A layer that stored a dtype before ``apply()`` keeps it, because nothing shows whether the user set it.
     """,
